@@ -1,0 +1,49 @@
+# Unicron: make demo shows it, make test proves it. `make help` lists the rest.
+PYTHON    ?= python3
+VENV      ?= .venv
+PIP_ARGS  ?=
+# Words after `unicronctl demo`, for example DEMO_ARGS="--json out.json"
+DEMO_ARGS ?=
+# Words after pytest, for example PYTEST_ARGS="tests/unit -x"
+PYTEST_ARGS ?= tests
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
+
+.PHONY: help venv system plugin demo test lint bench clean
+help:            ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 16
+
+venv: $(STAMP)   ## .venv with all that the demo and the tests need, and the project itself (editable)
+
+# torch comes first: it is the largest download, and a failure there should show at once. On machines without a GPU,
+# PIP_ARGS can name an index or a folder with CPU-only builds of it.
+$(STAMP): setup.cfg pyproject.toml
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[train,dev]"
+	touch $@
+
+system:          ## installs missing Debian packages: Slurm, munge, a C compiler
+	PYTHON=$(PYTHON) tools/system-packages.sh all
+
+plugin: system   ## builds the SPANK plugin against the installed Slurm
+	$(MAKE) -C slurm_plugin/spank
+
+demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
+	$(BIN)/unicronctl demo $(DEMO_ARGS)
+
+test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: venv       ## ruff
+	$(BIN)/ruff check .
+
+bench: system venv plugin   ## the figures that the project promises
+	$(BIN)/python -m benchmarks.run
+
+clean:           ## removes the virtual environment, caches and build outputs
+	-$(MAKE) -C slurm_plugin/spank clean
+	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache .hypothesis

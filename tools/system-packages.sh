@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# system-packages.sh [venv|all]: installs the Debian packages that are missing, and only those; silent when none is.
+# Looks for what the packages bring (a program, a header), so a Slurm built from source counts as well.
+set -euo pipefail
+what=${1:-all}
+python=${PYTHON:-python3}
+export PATH="$PATH:/usr/sbin:/sbin"
+missing=()
+
+need() { missing+=("$@"); }
+has() { command -v "$1" >/dev/null 2>&1; }
+header() { echo "#include <stdint.h>
+#include <$1>" | cc -E -x c - >/dev/null 2>&1; }
+
+if ! has "$python"; then
+    need python3 python3-venv
+elif ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+    need python3-venv
+fi
+if [ "$what" = all ]; then
+    has slurmctld || need slurmctld
+    has slurmd || need slurmd
+    has squeue || need slurm-client
+    has munged || need munge
+    has make || need make
+    has gcc || need gcc libc6-dev
+    header slurm/spank.h || need libslurm-dev
+    header munge.h || need libmunge-dev
+fi
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+as_root=()
+if [ "$(id -u)" -ne 0 ]; then
+    if has sudo && { sudo -n true 2>/dev/null || [ -t 0 ]; }; then
+        as_root=(sudo)
+    else
+        echo "unicron: missing Debian packages; ask an administrator for: apt-get install ${missing[*]}" >&2
+        exit 1
+    fi
+fi
+if ! has apt-get; then
+    echo "unicron: this is not a Debian machine; install what these Debian packages hold: ${missing[*]}" >&2
+    exit 1
+fi
+echo "unicron: installing Debian packages: ${missing[*]}"
+install() {
+    # Without recommendations: the cluster is private, so mail and accounting packages have no use.
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
+}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+# A fresh machine has empty package lists, an old one stale ones: refresh only if the first try fails.
+if ! install >"$log" 2>&1; then
+    "${as_root[@]}" apt-get update -q >"$log" 2>&1 && install >"$log" 2>&1 || {
+        tail -n 20 "$log" >&2
+        echo "unicron: apt-get could not install: ${missing[*]}" >&2
+        exit 1
+    }
+fi

@@ -1,0 +1,24 @@
+"""Errors that are meant for people: one line that says what to do next."""
+
+from __future__ import annotations
+
+WRONG_USE = 2
+FAILURE = 1
+
+
+class UserError(Exception):
+    """An error whose text is shown as it is, on one line, without a traceback.
+
+    `exit_code` is 2 for wrong use (bad option, bad input file) and 1 for everything else.
+    """
+
+    def __init__(self, message: str, exit_code: int = FAILURE) -> None:
+        super().__init__(message)
+        if exit_code not in (FAILURE, WRONG_USE):
+            raise ValueError(f"exit_code must be 1 or 2, got {exit_code}")
+        self.exit_code = exit_code
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space, line ends included, made one space."""
+    return " ".join(text.split())
