@@ -1,0 +1,1 @@
+"""Failure detection: signals and severities, process supervision, iteration statistics, health checks."""

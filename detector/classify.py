@@ -1,0 +1,203 @@
+"""From what was seen (an error text, an exit status, an Xid, a Slurm state) to a verdict, by the severity table.
+
+Standard library only: ranks classify their own exceptions before they die.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from detector.severity import (
+    ACTIONS,
+    Rule,
+    Severity,
+    SeverityTableError,
+    Table,
+    Verdict,
+    default_table,
+)
+
+# The head and the tail of a longer text are read; the middle is the application's own noise.
+MAX_TEXT = 64 * 1024
+_XID = re.compile(r"NVRM:\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)", re.IGNORECASE)
+_SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
+
+
+class Classifier:
+    """Classifies by one table; holds no state, so one instance serves all threads."""
+
+    def __init__(self, table: Table | None = None) -> None:
+        self.table = table or default_table()
+
+    def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
+        """A classifier whose table is extended by an admin's rules, which go first.
+
+        ``extra`` is a TOML file (``unicron.toml``: ``[[severity.rule]]``, ``[[severity.cause]]``) or the mapping read
+        from one. Raises SeverityTableError for a wrong rule and OSError for an unreadable file.
+        """
+        if not isinstance(extra, Mapping):
+            with open(extra, "rb") as file:
+                try:
+                    extra = tomllib.load(file)
+                except tomllib.TOMLDecodeError as error:
+                    raise SeverityTableError(f"severity table: {file.name}: not TOML: {error}") from None
+        section = extra.get("severity", extra)
+        if not isinstance(section, Mapping):
+            raise SeverityTableError("severity table: [severity] must be a table with [[severity.rule]] entries")
+        rules, causes = section.get("rule", []), section.get("cause", [])
+        if not isinstance(rules, list) or not isinstance(causes, list):
+            raise SeverityTableError("severity table: write [[severity.rule]], [[severity.cause]] with double brackets")
+        return Classifier(self.table.extended(rules, causes))
+
+    def text(self, text: str, source: str = "exception") -> Verdict:
+        """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart).
+
+        ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
+        """
+        return self.match(text, source) or self._unknown(text)
+
+    def match(self, text: str, source: str = "exception") -> Verdict | None:
+        """As ``text``, but None where no rule applies: for streams in which most lines are no fault (kernel log)."""
+        text = _trimmed(text)
+        found = _XID.search(text)
+        if found:
+            return self.xid(int(found.group(2)), where=found.group(1) or "")
+        for rule in self.table.of_kind("text"):
+            if rule.only_from and source not in rule.only_from:
+                continue
+            hit = rule.regex.search(text)
+            if hit:
+                return self._verdict(rule, f"{source} text has {_quoted(hit.group(0))}")
+        return None
+
+    def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
+        """The verdict on a process that ended.
+
+        ``status``: a return code as Python gives it (negative: the signal), a shell's 128 + signal, a
+        ``signal.Signals``, a name ("SIGKILL") or Slurm's "code:signal". ``oom``: the cgroup or the kernel counted an
+        out-of-memory kill. A dead process cannot be regrouped in place, so the verdict is never milder than SEV2,
+        unless it ended with 0. Raises ValueError for a text that is no status.
+        """
+        code, number = _split_status(status)
+        said = _status_words(code, number)
+        if oom:
+            rule = self._by_name("signal", "OOM")
+            return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
+        known = self.match(stderr_tail, "stderr") if stderr_tail and (code or number) else None
+        if known and known.action != "report":
+            return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
+        if number:
+            rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
+        else:
+            rule = self._by_code("exit", code)
+        if rule:
+            return self._verdict(rule, said)
+        return self._make("exited_abnormally", "exit-default", said)
+
+    def xid(self, code: int, where: str = "") -> Verdict:
+        """The verdict on an NVIDIA Xid of the kernel log. An unknown one is taken as the application's: SEV2."""
+        said = f"Xid {code}" + (f" at {where}" if where else "")
+        rule = self._by_code("xid", code)
+        if rule:
+            return self._verdict(rule, said)
+        return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
+
+    def slurm(self, state: str) -> Verdict:
+        """The verdict on a Slurm job state (sacct/squeue: NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
+        name = state.strip().upper().split(" ")[0].rstrip("+*~#!%$@^-")
+        rule = self._by_name("slurm", name)
+        if rule:
+            return self._verdict(rule, f"Slurm state {name}")
+        return self._make("exited_abnormally", "slurm-default", f"Slurm state {name or '(empty)'} is not in the table")
+
+    def cause(self, name: str, reason: str = "") -> Verdict:
+        """The verdict on a cause known by name (a lost heartbeat, a hang found by statistics). Raises KeyError."""
+        return self._make(name, f"cause-{name}", reason or self.table.causes[name].title)
+
+    def _by_code(self, kind: str, code: int) -> Rule | None:
+        return next((rule for rule in self.table.of_kind(kind) if code in rule.codes), None)
+
+    def _by_name(self, kind: str, name: str) -> Rule | None:
+        return next((rule for rule in self.table.of_kind(kind) if name in rule.names), None)
+
+    def _verdict(self, rule: Rule, said: str) -> Verdict:
+        cause = self.table.causes[rule.cause]
+        severity = rule.severity or cause.severity
+        action = rule.action or cause.action or ACTIONS[severity]
+        why = f": {rule.why}" if rule.why else ""
+        return Verdict(rule.cause, severity, action, f"{said} -> {cause.title}{why}", rule.id, cause.scope)
+
+    def _make(self, cause_name: str, rule_id: str, said: str) -> Verdict:
+        cause = self.table.causes[cause_name]
+        return Verdict(cause.name, cause.severity, cause.first_action, said, rule_id, cause.scope)
+
+    def _unknown(self, text: str) -> Verdict:
+        line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
+        return self._make(self.table.default, "default", said)
+
+
+def _trimmed(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return text[:half] + "\n" + text[-half:]
+
+
+def _quoted(text: str) -> str:
+    text = " ".join(text.split())
+    return '"' + (text if len(text) <= 90 else text[:87] + "...") + '"'
+
+
+def _split_status(status: int | str | signal.Signals) -> tuple[int, int]:
+    """(exit code, signal number), one of them 0. Raises ValueError for a text that is no status."""
+    if isinstance(status, signal.Signals):
+        return 0, int(status)
+    if isinstance(status, str):
+        slurm = _SLURM_STATUS.fullmatch(status)
+        if slurm:
+            code, number = int(slurm.group(1)), int(slurm.group(2))
+            return (0, number) if number else _split_status(code)
+        name = status.strip().upper()
+        if name.lstrip("-").isdigit():
+            return _split_status(int(name))
+        try:
+            return 0, int(signal.Signals[name if name.startswith("SIG") else "SIG" + name])
+        except KeyError:
+            raise ValueError(f"{status!r} is no exit status; use a number, SIGNAME or Slurm's code:signal") from None
+    if status < 0:
+        return 0, -status
+    # 128 + n is a shell's or srun's way of saying "killed by signal n"; real signals end at 64.
+    if 128 < status <= 128 + 64:
+        return 0, status - 128
+    return status, 0
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def _status_words(code: int, number: int) -> str:
+    return f"process killed by {_signal_name(number)}" if number else f"process ended with exit status {code}"
+
+
+def _at_least_restart(verdict: Verdict, said: str) -> Verdict:
+    if verdict.severity <= Severity.SEV2:
+        return verdict
+    reason = f"{verdict.reason}; the process is gone, so it is restarted instead of reattempted"
+    return replace(verdict, severity=Severity.SEV2, action=ACTIONS[Severity.SEV2], reason=reason)
+
+
+@functools.cache
+def default_classifier() -> Classifier:
+    """The classifier of the shipped table, made once per process."""
+    return Classifier(default_table())

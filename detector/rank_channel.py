@@ -1,0 +1,110 @@
+"""A rank's line to its agent: a thread of its own, so that messages flow while the main thread is stuck in a collective.
+
+MessagePack maps over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any, Callable
+
+import msgpack
+import zmq
+
+VERSION = 1
+MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
+
+
+class RankChannel:
+    """Connects to the agent's `endpoint` as rank `slot`; `on_message(map)` is called in the channel's thread for each message."""
+
+    def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[dict[str, Any]], None]):
+        self.slot, self.incarnation = slot, incarnation
+        self._on_message = on_message
+        self._outgoing: deque[bytes] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._closing = False
+        self._idle = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.IDENTITY, f"{slot}.{incarnation}".encode())
+        self._socket.connect(endpoint)
+        self._thread = threading.Thread(target=self._run, name="unicron-channel", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls, on_message: Callable[[dict[str, Any]], None]) -> RankChannel | None:
+        """The channel that the agent's environment names, or None outside an agent."""
+        endpoint = os.environ.get("UNICRON_AGENT")
+        if not endpoint:
+            return None
+        return cls(endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Queue one message; never blocks, never raises for a missing agent."""
+        message = {"v": VERSION, "kind": kind, "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid(), **fields}
+        self._idle.clear()
+        self._outgoing.append(msgpack.packb(message))
+        try:
+            os.write(self._wake_write, b"x")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    def fault(self, error: BaseException) -> None:
+        """Report an exception (method 3 of PAPER section 3) with its type, text and the end of its traceback."""
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self.send("fault", type=type(error).__name__, text=str(error)[:2000], at=time.time(), traceback=lines[-MAX_TRACEBACK:])
+
+    def install_excepthook(self) -> None:
+        """Report an exception that ends the main thread before the process dies of it."""
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if not issubclass(kind, KeyboardInterrupt):
+                self.fault(error)
+                self.flush(1.0)
+            previous(kind, error, trace)
+
+        sys.excepthook = hook
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything queued has been handed to ZeroMQ; False when `seconds` were not enough."""
+        return self._idle.wait(seconds)
+
+    def close(self) -> None:
+        """Flush and end the thread."""
+        self.flush(1.0)
+        self._closing = True
+        os.write(self._wake_write, b"x")
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._closing:
+            events = dict(poller.poll(1000))
+            if self._wake_read in events:
+                os.read(self._wake_read, 4096)
+            while self._outgoing:
+                self._socket.send(self._outgoing.popleft())
+            self._idle.set()
+            while self._socket.poll(0):
+                self._deliver(self._socket.recv())
+        self._socket.close()
+        self._context.term()
+
+    def _deliver(self, data: bytes) -> None:
+        try:
+            message = msgpack.unpackb(data)
+            if message["v"] == VERSION:
+                self._on_message(message)
+        except Exception as error:  # a bad message must not end the line to the agent
+            print(f"unicron: rank {self.slot} dropped a message: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
