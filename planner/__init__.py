@@ -1,0 +1,11 @@
+"""Planning: which job runs on how many nodes, computed before the failure happens; and a simulator that uses the same code.
+
+Pure: standard library and numpy only, no I/O but files given to it.
+"""
+
+from __future__ import annotations
+
+from planner.model import Job, PlanError, Scenario
+from planner.solve import Plan, solve
+
+__all__ = ["Job", "Plan", "PlanError", "Scenario", "solve"]

@@ -1,0 +1,144 @@
+"""Gains as integers, so that sums are exact and a tie is a tie.
+
+One int64 *key* per (job, size) holds, most significant first: the gain G, minus the job's disturbance (0 or 1), minus its move
+|x' - x_t|. Keys add up without rounding, so the best sum of keys is the best plan by gain, then by fewest jobs disturbed, then
+by smallest total move, whatever the order in which jobs are summed.
+
+The gain part is exact where the numbers of the scenario are short decimals (all sizes of all jobs are then multiples of one
+unit, and sums that are equal on paper are equal here). Otherwise it is rounded to 2^-40 or less of the sum of the jobs'
+largest gains: plans closer than that count as equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from planner.model import Job, Scenario
+
+BITS = 60  # the sum of all keys stays below 2^60 in size, which leaves room for bounds in int64
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sizes that one job can be given, ascending from 0, with their keys (int64 each)."""
+
+    sizes: np.ndarray
+    keys: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a key is packed: the gain is shifted left by `shift`, a disturbance by `move_bits`."""
+
+    shift: int
+    move_bits: int
+
+
+def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, FLOP/s) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
+    sizes = job.flops.sizes
+    low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
+    zero = np.zeros(1, dtype=np.int64)
+    return np.concatenate([zero, sizes[low:high]]), np.concatenate([zero, job.flops.rates[low:high]])
+
+
+def _by_relation(job: Job, sizes: np.ndarray, values: tuple) -> np.ndarray:
+    """values = (at 0, below x_t, at x_t, above x_t), spread over `sizes`."""
+    zero, below, same, above = values
+    out = np.where(sizes < job.nodes, below, np.where(sizes == job.nodes, same, above))
+    out[0] = same if job.nodes == 0 else zero
+    return out
+
+
+def _relations(job: Job) -> tuple[int, int, int, int]:
+    """One size for each of the relations of `_by_relation`; D_transition depends on nothing else."""
+    return 0, max(job.nodes - 1, 1), job.nodes, job.nodes + 1
+
+
+def transition_seconds(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
+    """D_transition times the indicator of G, for each size."""
+    seconds = [scenario.d_transition(job, k) if job.disturbed(k) else 0.0 for k in _relations(job)]
+    return _by_relation(job, sizes, tuple(seconds))
+
+
+def gains(scenario: Scenario, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, G in weighted FLOP) of one job, vectorised `Scenario.g`."""
+    sizes, rates = sizes_of(job, scenario.nodes)
+    cost = job.f(job.nodes) * transition_seconds(scenario, job, sizes)
+    return sizes, job.weight * rates * scenario.d_running - cost
+
+
+def _decimal(value: float) -> Fraction:
+    """The number that was written, e.g. exactly 1/10 for 0.1."""
+    return Fraction(repr(float(value)))
+
+
+def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
+    """The rates as integers in one common unit, or None where there is none that fits."""
+    joined = np.concatenate(arrays)
+    for digits in (0, 3, 6, 9):
+        scaled = joined * 10.0**digits
+        rounded = np.rint(scaled)
+        if scaled.max(initial=0.0) >= 2.0**62:
+            return None
+        if np.all(np.abs(rounded - scaled) <= 4e-16 * scaled):
+            whole = rounded.astype(np.int64)
+            unit = max(int(np.gcd.reduce(whole)), 1)
+            return np.split(whole // unit, np.cumsum([len(a) for a in arrays])[:-1])
+    return None
+
+
+def _exact(scenario: Scenario, limit: int) -> list[np.ndarray] | None:
+    """G / (unit x D_running) of all jobs as exact integers with a sum of sizes below `limit`, or None."""
+    tables = [sizes_of(job, scenario.nodes) for job in scenario.jobs]
+    current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in scenario.jobs]
+    rates = _integers([rate for _, rate in tables] + current)
+    if rates is None:
+        return None
+    d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
+    factors = []
+    for index, job in enumerate(scenario.jobs):
+        weight, now = _decimal(job.weight), int(rates[len(tables) + index][0])
+        costs = [weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
+                 for k in _relations(job)]
+        factors.append((weight, costs))
+    common = math.lcm(*(part.denominator for weight, costs in factors for part in (weight, *costs)))
+    worst = sum(common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in enumerate(factors))
+    if worst >= 2**62:
+        return None
+    out = []
+    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates, scenario.jobs, tables):
+        cost = _by_relation(job, sizes, tuple(int(common * part) for part in costs))
+        out.append(int(common * weight) * rate - cost)
+    unit = max(int(np.gcd.reduce(np.abs(np.concatenate(out)))), 1)
+    out = [values // unit for values in out]
+    return out if sum(int(np.abs(values).max()) for values in out) < limit else None
+
+
+def layout(scenario: Scenario) -> Layout:
+    """Room for the tie-break fields: up to one disturbance per job, and every node of the cluster and of the jobs moving."""
+    moves = scenario.nodes + sum(job.nodes for job in scenario.jobs) + 1
+    move_bits = moves.bit_length()
+    return Layout(shift=move_bits + (len(scenario.jobs) + 1).bit_length(), move_bits=move_bits)
+
+
+def rows(scenario: Scenario) -> list[Row]:
+    """One Row per job of the scenario, in its order."""
+    form = layout(scenario)
+    value_bits = BITS - form.shift - 1
+    values = _exact(scenario, 2**value_bits) if value_bits > 0 else None
+    tables = [gains(scenario, job) for job in scenario.jobs]
+    if values is None:
+        total = sum(float(np.abs(gain).max()) for _, gain in tables)
+        scale = 2.0 ** (value_bits - 1) / total if total > 0 else 0.0
+        values = [np.rint(gain * scale).astype(np.int64) for _, gain in tables]
+    out = []
+    for job, (sizes, _), value in zip(scenario.jobs, tables, values):
+        moved = np.abs(sizes - job.nodes)
+        disturbed = np.zeros_like(sizes) if job.lost_worker else (moved > 0).astype(np.int64)
+        out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
+    return out

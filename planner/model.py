@@ -1,0 +1,222 @@
+"""What the planner is told: jobs, their throughput by size, and the cluster.
+
+Words and formulas are those of Unicron, section 4 (arXiv 2401.00134): `F(t,x) = w(t) * T(t,x)` where x meets the job's
+requirement, else 0; `G(t,x') = F(t,x') * D_running(n') - 1[t lost a worker or x' != x_t] * F(t,x_t) * D_transition`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+KINDS = ("continue", "restart", "move", "grow")
+
+
+class PlanError(ValueError):
+    """The input can't be planned with; the message is one line that says what to change."""
+
+
+def number(value: object, what: str, *, positive: bool = False, finite: bool = True) -> float:
+    """`value` as a float that is not NaN and not negative; raises PlanError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PlanError(f"{what} must be a number, not {value!r}")
+    try:
+        result = float(value)
+    except OverflowError:
+        raise PlanError(f"{what} is too large") from None
+    if math.isnan(result) or (finite and math.isinf(result)):
+        raise PlanError(f"{what} must be a finite number, not {value!r}")
+    if result < 0 or (positive and result == 0):
+        raise PlanError(f"{what} must be {'above 0' if positive else '0 or more'}, not {value!r}")
+    return result
+
+
+def whole(value: object, what: str, *, least: int = 0) -> int:
+    """`value` as an integer of at least `least`; raises PlanError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{what} must be a whole number, not {value!r}")
+    if value < least:
+        raise PlanError(f"{what} must be {least} or more, not {value}")
+    if value > 10**7:
+        raise PlanError(f"{what} is {value}: more than 10 million is not supported")
+    return value
+
+
+class Throughput(dict):
+    """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by size.
+    Raises PlanError. Not to be changed after it is made."""
+
+    def __init__(self, flops: object, what: str = "flops"):
+        if not isinstance(flops, Mapping) or not flops:
+            raise PlanError(f"{what} has no throughput: give flops = {{ nodes = FLOP/s, ... }}")
+        for size, rate in flops.items():
+            whole(size, f"{what}: a node count in flops")
+            number(rate, f"{what}: flops at {size} nodes")
+        if flops.get(0):
+            raise PlanError(f"{what}: flops at 0 nodes must be 0 or left out")
+        super().__init__((size, float(flops[size])) for size in sorted(flops) if size)
+        if not self:
+            raise PlanError(f"{what} has no throughput at any size above 0 nodes")
+        self.sizes = np.fromiter(self.keys(), dtype=np.int64, count=len(self))
+        self.rates = np.fromiter(self.values(), dtype=np.float64, count=len(self))
+
+
+def _checked(flops: object, what: str) -> Throughput:
+    return flops if isinstance(flops, Throughput) else Throughput(flops, what)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    flops: achieved aggregate FLOP/s by node count; a count that is not listed cannot be run; 0 nodes is always allowed.
+    nodes: x_t. After a failure this is the count *before* it, with `lost_worker` true: the transition is charged at the
+        throughput that the job had.
+    transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`), where known.
+    restart_only: no survivor holds the whole state, so every change is a restart from a checkpoint.
+    flops_by_type, node_type: throughput by type of node, and the type that it runs on now (clusters with several types).
+    """
+
+    name: str
+    flops: Mapping[int, float] = field(default_factory=dict)
+    weight: float = 1.0
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    nodes: int = 0
+    lost_worker: bool = False
+    transition_seconds: float | None = None
+    transition: Mapping[str, float] = field(default_factory=dict)
+    restart_only: bool = False
+    node_names: tuple[str, ...] = ()
+    flops_by_type: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    node_type: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise PlanError(f"a job's name must be printable text, not {self.name!r}")
+        what = f"job {self.name}"
+        number(self.weight, f"{what}: weight")
+        whole(self.min_nodes, f"{what}: min_nodes")
+        whole(self.nodes, f"{what}: nodes")
+        if self.max_nodes is not None and whole(self.max_nodes, f"{what}: max_nodes") < self.min_nodes:
+            raise PlanError(f"{what}: max_nodes {self.max_nodes} is below min_nodes {self.min_nodes}")
+        if not isinstance(self.lost_worker, bool) or not isinstance(self.restart_only, bool):
+            raise PlanError(f"{what}: lost_worker and restart_only must be true or false")
+        if self.transition_seconds is not None:
+            number(self.transition_seconds, f"{what}: transition_seconds")
+        if not isinstance(self.transition, Mapping):
+            raise PlanError(f"{what}: transition must be a table of seconds by kind")
+        for kind, seconds in self.transition.items():
+            if kind not in KINDS:
+                raise PlanError(f"{what}: unknown transition kind {kind!r}: use {', '.join(KINDS)}")
+            number(seconds, f"{what}: transition {kind}")
+        if not isinstance(self.flops_by_type, Mapping):
+            raise PlanError(f"{what}: flops_by_type must be a table of throughputs by node type")
+        if self.flops or not self.flops_by_type:
+            object.__setattr__(self, "flops", _checked(self.flops, what))
+        by_type = {kind: _checked(flops, f"{what} on {kind}") for kind, flops in self.flops_by_type.items()}
+        object.__setattr__(self, "flops_by_type", by_type)
+
+    def f(self, nodes: int) -> float:
+        """F(t,x): weighted achieved FLOP/s on `nodes` nodes; 0 where the job can't run."""
+        return self.weight * self.flops.get(nodes, 0.0) if nodes and self.runs(nodes) else 0.0
+
+    def runs(self, nodes: int) -> bool:
+        """Whether `nodes` is a size that this job can be given (0 always is)."""
+        if nodes == 0:
+            return True
+        return nodes in self.flops and nodes >= self.min_nodes and (self.max_nodes is None or nodes <= self.max_nodes)
+
+    def options(self, nodes: int) -> list[int]:
+        """All sizes up to `nodes` that the job can be given, ascending, 0 first."""
+        return [0] + sorted(size for size in self.flops if 0 < size <= nodes and self.runs(size))
+
+    def disturbed(self, nodes: int) -> bool:
+        """The indicator of G: the job lost a worker or its size changes."""
+        return self.lost_worker or nodes != self.nodes
+
+    def kind(self, nodes: int) -> str | None:
+        """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move (a
+        replacement takes the lost node's place) or grow."""
+        if not self.disturbed(nodes) or (nodes == 0 and self.nodes == 0):
+            return None
+        if self.restart_only or self.nodes == 0:
+            return "restart"
+        if nodes > self.nodes:
+            return "grow"
+        return "move" if nodes == self.nodes else "continue"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. types: nodes by type, where there
+    are several (their sum is `nodes`)."""
+
+    nodes: int
+    jobs: tuple[Job, ...]
+    mtbf_node_hours: float = 1000.0
+    transition_seconds: float = 60.0
+    types: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whole(self.nodes, "cluster: nodes")
+        number(self.mtbf_node_hours, "cluster: mtbf_node_hours", positive=True)
+        number(self.transition_seconds, "cluster: transition_seconds")
+        if not isinstance(self.types, Mapping):
+            raise PlanError("cluster: types must be a table of node counts by type")
+        for kind, count in self.types.items():
+            whole(count, f"cluster: nodes of type {kind}")
+        if self.types and sum(self.types.values()) != self.nodes:
+            raise PlanError(f"cluster: the types add up to {sum(self.types.values())} nodes, but nodes is {self.nodes}")
+        if not self.jobs:
+            raise PlanError("there are no jobs to plan for: add at least one [[job]]")
+        names = [job.name for job in self.jobs]
+        if len(set(names)) != len(names):
+            double = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"two jobs are named {double}: names must be unique")
+        for job in self.jobs:
+            self._check_job(job)
+
+    def _check_job(self, job: Job) -> None:
+        if job.flops_by_type and not self.types:
+            raise PlanError(f"job {job.name} has flops_by_type, but the cluster has no types")
+        for kind in [*job.flops_by_type, *([job.node_type] if job.node_type else [])]:
+            if kind not in self.types:
+                raise PlanError(f"job {job.name}: the cluster has no nodes of type {kind!r}")
+        rates = [float(flops.rates.max()) for flops in (job.flops, *job.flops_by_type.values()) if flops]
+        longest = max(self.d_running, self.transition_seconds, job.transition_seconds or 0.0, *job.transition.values())
+        if not math.isfinite(job.weight * max(rates) * longest * 4 * len(self.jobs)):
+            raise PlanError(f"job {job.name}: weight x flops x time is too large for a number")
+
+    @property
+    def d_running(self) -> float:
+        """D_running(n'): expected seconds until the next failure of any of the n' nodes."""
+        return self.mtbf_node_hours * 3600.0 / max(self.nodes, 1)
+
+    def d_transition(self, job: Job, nodes: int) -> float:
+        """D_transition in seconds for taking `job` to `nodes`."""
+        kind = job.kind(nodes)
+        if kind in job.transition and nodes:
+            return job.transition[kind]
+        return self.transition_seconds if job.transition_seconds is None else job.transition_seconds
+
+    def g(self, job: Job, nodes: int) -> float:
+        """G(t,x'), in weighted FLOP over the next running period; -inf where the size can't be run."""
+        if not job.runs(nodes):
+            return -math.inf
+        gain = job.f(nodes) * self.d_running
+        return gain - job.f(job.nodes) * self.d_transition(job, nodes) if job.disturbed(nodes) else gain
+
+    def job(self, name: str) -> Job:
+        """The job of that name; raises PlanError."""
+        for job in self.jobs:
+            if job.name == name:
+                return job
+        raise PlanError(f"there is no job {name!r}: the jobs are {', '.join(job.name for job in self.jobs)}")
+
+    def with_job(self, changed: Job) -> Scenario:
+        """The same scenario with the job of that name replaced."""
+        return replace(self, jobs=tuple(changed if job.name == changed.name else job for job in self.jobs))

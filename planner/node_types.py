@@ -1,0 +1,105 @@
+"""Several types of node: a job runs on nodes of one type at a time, with a throughput of its own on each.
+
+The same dynamic program with one table axis per type. A change of type disturbs the job and counts as a move of all its nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from planner.model import Job, PlanError, Scenario
+
+LARGEST = 2_000_000  # table entries; two types of 1,400 nodes, or three of 125
+
+
+def _options(scenario: Scenario, job: Job) -> list[tuple[str | None, int, float, int, int]]:
+    """(type, size, G, disturbed, moved) of everything that the job can be given; nothing at all first."""
+    now_type = job.node_type
+    by_type = job.flops_by_type or {kind: job.flops for kind in scenario.types}
+    if now_type is None and len(by_type) == 1:
+        now_type = next(iter(by_type))
+    now = _rate(job, by_type.get(now_type, {}), job.nodes)
+    out = [_option(scenario, job, None, 0, 0.0, now, job.nodes == 0)]
+    for kind in sorted(by_type):
+        for size in by_type[kind]:
+            rate = _rate(job, by_type[kind], size)
+            if size <= scenario.types[kind] and _fits(job, size):
+                out.append(_option(scenario, job, kind, size, rate, now, kind == now_type or now_type is None))
+    return out
+
+
+def _fits(job: Job, size: int) -> bool:
+    return size >= max(job.min_nodes, 1) and (job.max_nodes is None or size <= job.max_nodes)
+
+
+def _rate(job: Job, flops, size: int) -> float:
+    return job.weight * flops.get(size, 0.0) if size and _fits(job, size) else 0.0
+
+
+def _option(scenario, job, kind, size, rate, now, same_type):
+    moved = abs(size - job.nodes) if same_type or not size else job.nodes + size
+    disturbed = job.lost_worker or moved > 0
+    seconds = scenario.d_transition(job, size)
+    if moved and size == job.nodes:  # the same count on another type: its state moves
+        seconds = job.transition.get("move", seconds)
+    return kind, size, rate * scenario.d_running - (now * seconds if disturbed else 0.0), int(disturbed), moved
+
+
+def solve_typed(scenario: Scenario):
+    """The best Plan where the cluster has several types of node. Raises PlanError where the table would be too large."""
+    from planner.solve import Plan, flops_text, nodes_text
+
+    kinds = sorted(scenario.types)
+    shape = tuple(scenario.types[kind] + 1 for kind in kinds)
+    if math.prod(shape) > LARGEST:
+        raise PlanError(f"{len(kinds)} node types of these sizes need a table of {math.prod(shape):,} entries (at most "
+                        f"{LARGEST:,}): merge types or plan the types apart")
+    jobs = sorted(scenario.jobs, key=lambda job: job.name)
+    options = [_options(scenario, job) for job in jobs]
+    keys = _keys(scenario, options)
+    tables = [np.zeros(shape, dtype=np.int64)]
+    for listed, values in zip(reversed(options), reversed(keys)):
+        best = tables[-1] + values[0]
+        for (kind, size, *_), key in zip(listed[1:], values[1:]):
+            axis = kinds.index(kind)
+            into = tuple(slice(size, None) if a == axis else slice(None) for a in range(len(kinds)))
+            since = tuple(slice(None, n - size) if a == axis else slice(None) for a, n in enumerate(shape))
+            np.maximum(best[into], tables[-1][since] + key, out=best[into])
+        tables.append(best)
+    tables.reverse()
+    left, picked = [n - 1 for n in shape], {}
+    for job, listed, values, rest in zip(jobs, options, keys, tables[1:]):
+        total, size, negative, option = max(
+            (key + int(rest[tuple(left)] if o[0] is None else rest[_without(left, kinds.index(o[0]), o[1])]), o[1], -i, o)
+            for i, (o, key) in enumerate(zip(listed, values)) if o[0] is None or o[1] <= left[kinds.index(o[0])])
+        picked[job.name] = option
+        if option[0] is not None:
+            left[kinds.index(option[0])] -= size
+    reasons, waf = {}, 0.0
+    for job in scenario.jobs:
+        kind, size, _, disturbed, _ = picked[job.name]
+        rate = _rate(job, (job.flops_by_type or {}).get(kind, job.flops), size) if kind else 0.0
+        waf += rate
+        verb = "moves to" if disturbed else "stays on"
+        reasons[job.name] = (f"{verb} {nodes_text(size)} of type {kind} ({flops_text(rate)})" if kind else
+                             "gets no nodes: they bring more weighted FLOP/s in other jobs")
+    return Plan(assignment={job.name: picked[job.name][1] for job in scenario.jobs},
+                objective=math.fsum(option[2] for option in picked.values()), waf=waf, reasons=reasons, spares=sum(left),
+                types={job.name: picked[job.name][0] for job in scenario.jobs if picked[job.name][0]})
+
+
+def _without(left: list[int], axis: int, size: int) -> tuple[int, ...]:
+    return tuple(n - size if a == axis else n for a, n in enumerate(left))
+
+
+def _keys(scenario: Scenario, options: list[list[tuple]]) -> list[list[int]]:
+    """Integer keys as in `planner.keys`, with gains rounded to a part in 2^40 or finer of the largest possible sum."""
+    total = sum(max(abs(Fraction(option[2])) for option in listed) for listed in options)
+    moves = 2 * (scenario.nodes + sum(job.nodes for job in scenario.jobs)) + 1
+    move_bits = moves.bit_length()
+    shift = move_bits + (len(options) + 1).bit_length()
+    scale = Fraction(2 ** (60 - shift - 2)) / total if total else Fraction(0)
+    return [[(round(Fraction(o[2]) * scale) << shift) - (o[3] << move_bits) - o[4] for o in listed] for listed in options]

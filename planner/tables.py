@@ -1,0 +1,176 @@
+"""Max-plus tables: the dynamic program of Unicron, section 4, on integer keys, with a bound that leaves out what can't win.
+
+`S(i,j) = max_k S(i-1,j-k) + G(t_i,k)`. A table is an int64 array over j = 0..n, the nodes that may be used; as a job may
+always be given 0 nodes, no entry is ever -inf once a job has been added.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.keys import Row
+
+NONE = -(2**61)  # stands for -inf: below any sum of keys, and adding keys to it can't overflow
+DENSE = 48  # sizes from which blocks are faster than one pass per size
+BLOCK = 32
+
+
+def empty(nodes: int) -> np.ndarray:
+    """S(0,.): no job, nothing gained."""
+    return np.zeros(nodes + 1, dtype=np.int64)
+
+
+def add(table: np.ndarray, row: Row) -> np.ndarray:
+    """The table with one more job."""
+    n = len(table) - 1
+    sizes, keys = row.sizes, row.keys
+    if len(sizes) and sizes[-1] > n:
+        keep = sizes <= n
+        sizes, keys = sizes[keep], keys[keep]
+    out = np.full(n + 1, NONE, dtype=np.int64)
+    if len(sizes) < DENSE:
+        scratch = np.empty(n + 1, dtype=np.int64)
+        for size, key in zip(sizes.tolist(), keys.tolist()):
+            shifted = scratch[: n + 1 - size]
+            np.add(table[: n + 1 - size], key, out=shifted)
+            np.maximum(out[size:], shifted, out=out[size:])
+        return out
+    return _add_blocks(table, sizes, keys, out)
+
+
+def _add_blocks(table: np.ndarray, sizes: np.ndarray, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Many sizes: blocks of consecutive sizes at once, each small enough to stay in the cache."""
+    n = len(table) - 1
+    dense = np.full(n + BLOCK + 1, NONE, dtype=np.int64)
+    dense[sizes] = keys
+    padded = np.concatenate([np.full(BLOCK - 1, NONE, dtype=np.int64), table])
+    step = padded.strides[0]
+    scratch = np.empty((BLOCK, n + 1), dtype=np.int64)
+    for low in range(0, int(sizes[-1]) + 1, BLOCK):
+        width = n + 1 - low
+        # row b, column c of the view is table[c - b], so that out[low + c] = max over b of table[c - b] + key[low + b]
+        view = np.lib.stride_tricks.as_strided(padded[BLOCK - 1 :], shape=(BLOCK, width), strides=(-step, step))
+        part = scratch[:, :width]
+        np.add(view, dense[low : low + BLOCK, None], out=part)
+        np.maximum(out[low:], part.max(axis=0), out=out[low:])
+    return out
+
+
+def suffixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
+    """Q with Q[i][j] = best of jobs i.. on j nodes; Q[len(rows)] is the empty table."""
+    tables = [empty(nodes)]
+    for row in reversed(rows):
+        tables.append(add(tables[-1], row))
+    return tables[::-1]
+
+
+def prefixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
+    """P with P[i][j] = best of jobs 0..i-1 on j nodes."""
+    tables = [empty(nodes)]
+    for row in rows:
+        tables.append(add(tables[-1], row))
+    return tables
+
+
+def trace(rows: list[Row], tables: list[np.ndarray], nodes: int) -> list[int]:
+    """The sizes behind `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a total order,
+    as the caller has sorted the jobs by name."""
+    left, chosen = nodes, []
+    for row, rest in zip(rows, tables[1:]):
+        usable = int(np.searchsorted(row.sizes, left, side="right"))
+        totals = row.keys[:usable] + rest[left - row.sizes[:usable]]
+        size = int(row.sizes[usable - 1 - int(np.argmax(totals[::-1]))])
+        chosen.append(size)
+        left -= size
+    return chosen
+
+
+def value_of(rows: list[Row], sizes: list[int]) -> int:
+    """The sum of keys of one assignment."""
+    return sum(int(row.keys[np.searchsorted(row.sizes, size)]) for row, size in zip(rows, sizes))
+
+
+class Bound:
+    """Lagrangian bound: with a price of `price` per node, no plan on `nodes` nodes is worth more than
+    `price * nodes + sum(best)`, where best[i] = max_k key_i(k) - price * k. A size of job i that lies more than
+    (bound - a value already reached) under best[i] is in no optimal plan (the reduction test of the multiple-choice
+    knapsack; Pisinger 1995, "A minimal algorithm for the multiple-choice knapsack problem")."""
+
+    def __init__(self, rows: list[Row], nodes: int):
+        self.rows, self.nodes = rows, nodes
+        self.price, self.chosen = self._price()
+        self.slack = []
+        self.best = []
+        for row in rows:
+            reduced = row.keys - self.price * row.sizes
+            self.best.append(int(reduced.max()))
+            self.slack.append(self.best[-1] - reduced)
+        self.upper = self.price * nodes + sum(self.best)
+
+    def _at(self, price: int) -> tuple[int, int, list[int]]:
+        """(value, slope, sizes) of the bound at one price."""
+        value, used, sizes = price * self.nodes, 0, []
+        for row in self.rows:
+            reduced = row.keys - price * row.sizes
+            at = int(np.argmax(reduced))
+            value += int(reduced[at])
+            sizes.append(int(row.sizes[at]))
+            used += sizes[-1]
+        return value, self.nodes - used, sizes
+
+    def _price(self) -> tuple[int, list[int]]:
+        """The price with the lowest bound, by intersecting tangents of the convex bound, and a feasible assignment."""
+        low, high = 0, 2**61 // max(self.nodes, 1)
+        low_value, low_slope, sizes = self._at(low)
+        if low_slope >= 0:
+            return low, sizes
+        high_value, high_slope, feasible = self._at(high)
+        best = (high_value, high)
+        for _ in range(64):
+            if high_slope <= 0:
+                break
+            cut = (high_value - low_value + low_slope * low - high_slope * high) // (low_slope - high_slope)
+            price = min(max(cut, low + 1), high - 1)
+            if price <= low or price >= high:
+                break
+            value, slope, sizes = self._at(price)
+            if value <= best[0]:
+                best = (value, price)
+            if slope >= 0:
+                done = value == high_value + high_slope * (price - high)
+                high, high_value, high_slope, feasible = price, value, slope, sizes
+            else:
+                done = value == low_value + low_slope * (price - low)
+                low, low_value, low_slope = price, value, slope
+            if done or slope == 0:
+                break
+        return best[1], feasible
+
+    def within(self, gap: int) -> list[Row]:
+        """The rows without the sizes whose slack is above `gap`; 0 always stays, so that every table is filled."""
+        out = []
+        for row, slack in zip(self.rows, self.slack):
+            keep = slack <= gap
+            keep[0] = True
+            out.append(row if keep.all() else Row(row.sizes[keep], row.keys[keep]))
+        return out
+
+    def core_gap(self, per_job: int) -> int:
+        """A gap within which about `per_job` sizes of each job lie on average."""
+        everything = np.concatenate(self.slack)
+        count = min(per_job * len(self.rows), len(everything)) - 1
+        return int(np.partition(everything, count)[count])
+
+
+def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:
+    """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`."""
+    bound = Bound(rows, nodes)
+    reached = value_of(rows, bound.chosen)
+    sizes_left = sum(len(row.sizes) for row in rows)
+    core = bound.core_gap(4)
+    if bound.upper - reached > core and sizes_left > 8 * len(rows):
+        small = bound.within(core)
+        reached = max(reached, int(suffixes(small, nodes)[0][nodes]))
+    kept = bound.within(bound.upper - reached)
+    tables = suffixes(kept, nodes)
+    return trace(kept, tables, nodes), int(tables[0][nodes])
