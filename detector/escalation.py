@@ -1,0 +1,401 @@
+"""From verdicts to decisions: escalation 3 -> 2 -> 1, flapping nodes, shared faults, jobs that fail by their own bug.
+
+Two layers, both pure (the clock is an argument): a table of (state, event) -> (state, action) for one slot of a job,
+and ``decide``, which finds out from the history which event a verdict is. ``History`` is a fold over recorded faults
+and outcomes, so a restarted controller gets the same one back by replaying its event log.
+Severities and escalation: PAPER section 3.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from detector.severity import REPORT, Severity, Verdict
+
+
+class State(enum.Enum):
+    """What is known of one slot of a job."""
+
+    HEALTHY = "healthy"  # nothing within the window
+    REATTEMPTING = "reattempting"  # a SEV3 action runs
+    REATTEMPTED = "reattempted"  # it worked; on probation until the window ends
+    RESTARTING = "restarting"
+    RESTARTED = "restarted"
+    ISOLATING = "isolating"  # the node is put aside, the slot waits for another or is planned away
+    MOVED = "moved"  # the slot runs elsewhere, on probation
+    ENDED = "ended"  # the job was ended
+
+
+class Event(enum.Enum):
+    """What happened to the slot."""
+
+    FAULT3 = "fault3"  # a fault that has not been seen here within the window, by severity
+    FAULT2 = "fault2"
+    FAULT1 = "fault1"
+    AGAIN = "again"  # the same cause within the window
+    AGAIN_SOFTWARE = "again_software"  # the same, of a kind that no other node would cure
+    FAILED = "failed"  # the running action did not help: it timed out, or a fault came while it ran
+    RECOVERED = "recovered"  # an iteration finished after the action
+    QUIET = "quiet"  # the window passed without a fault
+    SHARED = "shared"  # a network fault that another fault explains, or many nodes at once: this node is not to blame
+    FLAPPING = "flapping"  # the node has failed too often
+    OWN_BUG = "own_bug"  # the job fails by itself, wherever it runs
+
+
+NOTHING, REATTEMPT, RESTART, ISOLATE, END_JOB = "none", "reattempt", "restart", "isolate", "end_job"
+SEVERITY_OF_ACTION = {
+    NOTHING: Severity.SEV3,
+    REPORT: Severity.SEV3,
+    REATTEMPT: Severity.SEV3,
+    RESTART: Severity.SEV2,
+    END_JOB: Severity.SEV2,
+    ISOLATE: Severity.SEV1,
+}
+
+_S, _E = State, Event
+_TO_REATTEMPT = (_S.REATTEMPTING, REATTEMPT)
+_TO_RESTART = (_S.RESTARTING, RESTART)
+_TO_ISOLATE = (_S.ISOLATING, ISOLATE)
+_TO_END = (_S.ENDED, END_JOB)
+
+
+def _row(
+    again: tuple[State, str],
+    failed: tuple[State, str],
+    recovered: State,
+    quiet: State,
+    fault3: tuple[State, str] = _TO_REATTEMPT,
+    fault2: tuple[State, str] = _TO_RESTART,
+) -> dict[Event, tuple[State, str]]:
+    """One state's row; what is the same in every living state stands here once."""
+    return {
+        _E.FAULT3: fault3,
+        _E.FAULT2: fault2,
+        _E.FAULT1: _TO_ISOLATE,
+        _E.AGAIN: again,
+        _E.AGAIN_SOFTWARE: _TO_RESTART,
+        _E.FAILED: failed,
+        _E.RECOVERED: (recovered, NOTHING),
+        _E.QUIET: (quiet, NOTHING),
+        _E.SHARED: _TO_REATTEMPT,
+        _E.FLAPPING: _TO_ISOLATE,
+        _E.OWN_BUG: _TO_END,
+    }
+
+
+# Another fault on probation is met by its own severity; the same fault ("again") and a failed action take the next one.
+# A moved slot that fails again restarts first, for its new node is new to the fault. Whether the job itself is to blame
+# is for OWN_BUG. An application's repeated error never costs a node: no other node would cure it.
+TABLE: dict[State, dict[Event, tuple[State, str]]] = {
+    _S.HEALTHY: _row(_TO_RESTART, _TO_RESTART, _S.HEALTHY, _S.HEALTHY),
+    _S.REATTEMPTING: _row(_TO_RESTART, _TO_RESTART, _S.REATTEMPTED, _S.REATTEMPTING, fault3=_TO_RESTART),
+    _S.REATTEMPTED: _row(_TO_RESTART, _TO_RESTART, _S.REATTEMPTED, _S.HEALTHY),
+    _S.RESTARTING: _row(_TO_ISOLATE, _TO_ISOLATE, _S.RESTARTED, _S.RESTARTING, fault3=_TO_ISOLATE, fault2=_TO_ISOLATE),
+    _S.RESTARTED: _row(_TO_ISOLATE, _TO_ISOLATE, _S.RESTARTED, _S.HEALTHY),
+    _S.ISOLATING: _row(_TO_ISOLATE, _TO_ISOLATE, _S.MOVED, _S.ISOLATING, fault3=_TO_RESTART, fault2=_TO_RESTART),
+    _S.MOVED: _row(_TO_RESTART, _TO_RESTART, _S.MOVED, _S.HEALTHY),
+    _S.ENDED: {event: (_S.ENDED, NOTHING) for event in _E},
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The limits, with their reasons. Seconds unless said otherwise.
+
+    window: the same fault within it escalates (30 min: PAPER's checkpoint interval, longer than any single repair).
+    quick_seconds, quick_deaths: a rank that dies this early and often before an iteration has a bug or a bad node.
+    own_bug_nodes: on so many nodes the node cannot be the reason.
+    stuck_faults: so many faults of one slot without one iteration of the job in between are a bug too.
+    storage_patience: a file system that is away this long without an iteration ends the job; sooner it is waited for.
+    flap_window, flap_faults: a node with so many faults that are not the application's is put aside.
+    shared_seconds, shared_nodes: so many nodes with a network fault at once are the network's matter.
+    moment: faults closer together than this are one moment: a node's ranks fail together.
+    backoff, backoff_limit: waiting time before an action is repeated; doubles.
+    """
+
+    window: float = 1800.0
+    quick_seconds: float = 120.0
+    quick_deaths: int = 3
+    own_bug_nodes: int = 2
+    stuck_faults: int = 8
+    storage_patience: float = 3600.0
+    flap_window: float = 86400.0
+    flap_faults: int = 3
+    shared_seconds: float = 30.0
+    shared_nodes: int = 3
+    moment: float = 10.0
+    backoff: float = 1.0
+    backoff_limit: float = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One recorded fault. ``uptime``: seconds since the rank's process started, None if unknown. ``worked``: it had
+    finished an iteration since then."""
+
+    time: float
+    job: str
+    slot: int
+    node: str
+    cause: str
+    scope: str
+    severity: Severity
+    uptime: float | None = None
+    worked: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now. ``wait_seconds``: how long to hold the action back (repeated faults back off)."""
+
+    severity: Severity
+    action: str
+    reason: str
+    cause: str = ""
+    event: Event = Event.FAULT3
+    state: State = State.HEALTHY
+    wait_seconds: float = 0.0
+
+
+@dataclass
+class History:
+    """What happened so far; grows by ``record``, ``recovered``, ``action_failed`` only. Times in seconds, any epoch."""
+
+    policy: Policy = field(default_factory=Policy)
+    states: dict[tuple[str, int], State] = field(default_factory=dict)
+    last: dict[tuple[str, int], float] = field(default_factory=dict)
+    by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
+    by_node: dict[str, deque[Fault]] = field(default_factory=dict)
+    since_progress: dict[str, list[Fault]] = field(default_factory=dict)
+    recent: deque[Fault] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def state(self, job: str, slot: int, now: float) -> State:
+        """The slot's state, probation that has run out taken into account."""
+        key = (job, slot)
+        state = self.states.get(key, State.HEALTHY)
+        if now - self.last.get(key, now) > self.policy.window:
+            state = TABLE[state][Event.QUIET][0]
+        return state
+
+    def record(self, fault: Fault, decision: Decision) -> None:
+        """Takes a fault and what was decided about it into the history."""
+        key = (fault.job, fault.slot)
+        self.states[key] = decision.state
+        self.last[key] = fault.time
+        self.by_slot.setdefault(key, deque(maxlen=64)).append(fault)
+        self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
+        faults = self.since_progress.setdefault(fault.job, [])
+        faults.append(fault)
+        del faults[:-4096]
+        self.recent.append(fault)
+
+    def recovered(self, job: str, slot: int, now: float) -> State:
+        """The slot took part in a finished iteration after its action."""
+        key = (job, slot)
+        if key in self.states:
+            self.states[key] = TABLE[self.state(job, slot, now)][Event.RECOVERED][0]
+        return self.states.get(key, State.HEALTHY)
+
+    def progressed(self, job: str) -> None:
+        """The job finished an iteration: what failed before did not keep it from working."""
+        self.since_progress.pop(job, None)
+
+    def forget_job(self, job: str) -> None:
+        """The job is over. What its faults said about nodes stays."""
+        self.since_progress.pop(job, None)
+        for key in [key for key in self.by_slot if key[0] == job]:
+            self.by_slot.pop(key, None)
+            self.states.pop(key, None)
+            self.last.pop(key, None)
+
+    def readmitted(self, node: str) -> None:
+        """The node was repaired and has passed its admission test: its past no longer counts."""
+        self.by_node.pop(node, None)
+
+    def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
+        """How often the cause was seen on the slot within the window."""
+        faults = self.by_slot.get((job, slot), ())
+        return sum(1 for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window)
+
+    def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
+        """How many separate moments of own faults the node had within the flap window, a new one included. Faults of
+        applications, and network faults that something else explains, do not count."""
+        own = [fault for fault in self.by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
+        own += [new] if new else []
+        times = [fault.time for fault in own if fault.scope in ("hardware", "network") and not self.elsewhere(fault)]
+        return moments(times, self.policy.moment)
+
+    def elsewhere(self, fault: Fault) -> str:
+        """Why a network fault is not the matter of the node that saw it; empty when it may be."""
+        if fault.scope != "network":
+            return ""
+        near = [other for other in self.recent if abs(other.time - fault.time) <= self.policy.shared_seconds]
+        for other in near:
+            if other.job == fault.job and other.slot != fault.slot and other.scope != "network":
+                return f"slot {other.slot} on {other.node} failed with {other.cause}, and this is what its peers see"
+        nodes = {other.node for other in near if other.scope == "network"} | {fault.node}
+        if len(nodes) >= self.policy.shared_nodes:
+            return f"{len(nodes)} nodes have network faults at once, so no single node is to blame"
+        return ""
+
+
+def moments(times: Iterable[float], apart: float) -> int:
+    """The number of groups into which times fall that lie more than ``apart`` seconds from each other."""
+    ordered = sorted(times)
+    return bool(ordered) + sum(after - before > apart for before, after in itertools.pairwise(ordered))
+
+
+def decide(
+    history: History,
+    verdict: Verdict,
+    now: float,
+    *,
+    job: str,
+    slot: int,
+    node: str,
+    uptime: float | None = None,
+    worked: bool = True,
+    job_nodes: int = 1,
+) -> Decision:
+    """What to do about a verdict on a slot of a job on a node. Pure: record the outcome with ``History.record``.
+
+    ``uptime``: seconds since the rank started, None if unknown. ``worked``: whether it finished an iteration since.
+    ``job_nodes``: on how many nodes the job runs; a program that fails on one of several may have a bad node.
+    """
+    fault = as_fault(verdict, now, job=job, slot=slot, node=node, uptime=uptime, worked=worked)
+    state = history.state(job, slot, now)
+    if verdict.action == REPORT:
+        return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
+    event, why = _event(history, fault, state, job_nodes)
+    following, action = TABLE[state][event]
+    repeats = history.same_cause(job, slot, verdict.cause, now)
+    wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) else 0.0
+    reason = f"{verdict.reason}; {why}" if why else verdict.reason
+    if state is State.ENDED:
+        reason = f"{verdict.reason}; the job was ended before, nothing more is done"
+    return Decision(SEVERITY_OF_ACTION[action], action, reason, verdict.cause, event, following, wait)
+
+
+def as_fault(
+    verdict: Verdict,
+    now: float,
+    *,
+    job: str,
+    slot: int,
+    node: str,
+    uptime: float | None = None,
+    worked: bool = True,
+) -> Fault:
+    """The record of a verdict, for ``History.record``."""
+    return Fault(now, job, slot, node, verdict.cause, verdict.scope, verdict.severity, uptime, worked)
+
+
+def action_failed(history: History, now: float, *, job: str, slot: int, why: str) -> Decision:
+    """The action that ran for the slot timed out or failed: the next severity. ``why`` becomes part of the reason.
+
+    Pure, too: take it into the history with ``apply_failed``.
+    """
+    state = history.state(job, slot, now)
+    following, action = TABLE[state][Event.FAILED]
+    reason = f"{state.value} failed ({why}): {action}"
+    return Decision(SEVERITY_OF_ACTION[action], action, reason, "action_failed", Event.FAILED, following)
+
+
+def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:
+    """Takes an ``action_failed`` decision into the history."""
+    history.states[(job, slot)] = decision.state
+    history.last[(job, slot)] = now
+
+
+def _event(history: History, fault: Fault, state: State, job_nodes: int) -> tuple[Event, str]:
+    """Which event the fault is, the most far-reaching first, and why."""
+    if fault.severity is Severity.SEV1:
+        return Event.FAULT1, ""
+    bug = own_bug(history, fault, job_nodes)
+    if bug:
+        return Event.OWN_BUG, bug
+    suspect = _bad_node(history, fault)
+    if suspect:
+        return Event.FLAPPING, suspect
+    elsewhere = history.elsewhere(fault)
+    if elsewhere and fault.severity is Severity.SEV3:
+        return Event.SHARED, elsewhere
+    seen = history.same_cause(fault.job, fault.slot, fault.cause, fault.time)
+    acting = state in (State.REATTEMPTING, State.RESTARTING)
+    if (acting or seen) and fault.scope in ("application", "storage") and state is not State.HEALTHY:
+        return Event.AGAIN_SOFTWARE, f"{fault.cause} again; another node would not cure it, so the process is restarted"
+    if acting:
+        return Event.FAILED, f"it came while the slot was {state.value}: that action did not help"
+    if seen and state is not State.HEALTHY:
+        return Event.AGAIN, f"the same fault came back within {history.policy.window:g} s ({seen + 1} times)"
+    return {Severity.SEV2: Event.FAULT2, Severity.SEV3: Event.FAULT3}[fault.severity], ""
+
+
+def own_bug(history: History, fault: Fault, job_nodes: int = 1) -> str:
+    """Why the job itself is to blame and healing it would go on for ever; empty when it is not.
+
+    Faults of hardware and network never count. Those of storage count when it has been away too long.
+    """
+    policy = history.policy
+    stuck = [*history.since_progress.get(fault.job, ()), fault]
+    if fault.scope == "storage":
+        away = fault.time - min(other.time for other in stuck if other.scope == "storage")
+        if away > policy.storage_patience:
+            return f"storage has failed for {away:.0f} s and the job has not finished an iteration in between"
+    if fault.scope not in ("application", "unknown"):
+        return ""
+    quick = _quick_deaths(stuck, fault, policy)
+    if len(quick) >= policy.quick_deaths:
+        nodes = {other.node for other in stuck if _is_quick(other, policy)}
+        died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
+        if len(nodes) >= policy.own_bug_nodes:
+            return f"{died}, and ranks died so on {len(nodes)} nodes without an iteration: the job's own error"
+        if job_nodes <= 1 and all(other.scope == "application" for other in quick):
+            return f"{died} by an error of the program ({fault.cause}) and never finished an iteration"
+    mine = [other for other in stuck if other.slot == fault.slot and other.scope in ("application", "unknown")]
+    if len(mine) >= policy.stuck_faults:
+        return f"slot {fault.slot} failed {len(mine)} times and the job has not finished an iteration in between"
+    return ""
+
+
+def _is_quick(fault: Fault, policy: Policy) -> bool:
+    early = fault.uptime is not None and fault.uptime <= policy.quick_seconds and not fault.worked
+    return early and fault.scope in ("application", "unknown")
+
+
+def _quick_deaths(stuck: list[Fault], fault: Fault, policy: Policy) -> list[Fault]:
+    """The slot's quick deaths since the job's last iteration, the fault included; none if the fault is not one."""
+    if not _is_quick(fault, policy):
+        return []
+    return [other for other in stuck if other.slot == fault.slot and _is_quick(other, policy)]
+
+
+def _bad_node(history: History, fault: Fault) -> str:
+    """Why the node should be put aside although this one fault does not say so; empty when it should not."""
+    policy = history.policy
+    stuck = [*history.since_progress.get(fault.job, ()), fault]
+    quick = [other for other in _quick_deaths(stuck, fault, policy) if other.node == fault.node]
+    if len(quick) >= policy.quick_deaths:
+        died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
+        return f"{died}, and on {fault.node} only: the node is put aside until it is tested"
+    if fault.scope not in ("hardware", "network") or history.elsewhere(fault):
+        return ""
+    times = history.node_moments(fault.node, fault.time, fault)
+    if times >= policy.flap_faults:
+        hours = policy.flap_window / 3600
+        return f"node {fault.node} has failed {times} times in {hours:g} h: it flaps and is put aside"
+    return ""
+
+
+def _backoff(policy: Policy, repeats: int) -> float:
+    """Seconds to wait before an action on a fault that was seen ``repeats`` times before within the window."""
+    return 0.0 if repeats == 0 else min(policy.backoff * 2.0 ** (repeats - 1), policy.backoff_limit)
+
+
+def check_table() -> list[str]:
+    """What is missing in the table; empty when every state answers every event."""
+    return [f"{state.value} x {event.value}" for state in State for event in Event if event not in TABLE.get(state, {})]

@@ -1,0 +1,299 @@
+"""Escalation: the table's completeness, the ladder, flapping nodes, shared faults, jobs that fail by their own bug."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detector.classify import default_classifier
+from detector.escalation import (
+    TABLE,
+    Event,
+    History,
+    Policy,
+    State,
+    action_failed,
+    apply_failed,
+    as_fault,
+    check_table,
+    decide,
+    moments,
+)
+from detector.severity import Severity
+
+CLASSIFIER = default_classifier()
+
+
+def verdict(cause):
+    return CLASSIFIER.cause(cause)
+
+
+class Run:
+    """Drives decide and record as the controller does."""
+
+    def __init__(self, **policy):
+        self.history = History(Policy(**policy))
+        self.now = 0.0
+
+    def fault(self, cause, after=60.0, slot=0, node="n1", job="7", uptime=None, worked=True, job_nodes=4):
+        self.now += after
+        where = {"job": job, "slot": slot, "node": node, "uptime": uptime, "worked": worked}
+        decision = decide(self.history, verdict(cause), self.now, job_nodes=job_nodes, **where)
+        self.history.record(as_fault(verdict(cause), self.now, **where), decision)
+        return decision
+
+    def iteration(self, slot=0, job="7"):
+        self.history.recovered(job, slot, self.now)
+        self.history.progressed(job)
+
+
+def test_every_state_answers_every_event():
+    assert check_table() == []
+    assert set(TABLE) == set(State)
+    for row in TABLE.values():
+        assert set(row) == set(Event)
+
+
+def test_first_action_follows_the_severity():
+    assert Run().fault("nccl_timeout").action == "reattempt"
+    assert Run().fault("cuda_error").action == "restart"
+    assert Run().fault("ecc_error").action == "isolate"
+    assert Run().fault("hardware_warning").action == "report"
+
+
+def test_the_same_fault_climbs_the_ladder():
+    run = Run()
+    actions = []
+    for _ in range(3):
+        actions.append(run.fault("nccl_timeout", node="n1").action)
+        run.iteration()
+    assert actions[:2] == ["reattempt", "restart"]
+    assert actions[2] == "isolate"
+
+
+def test_a_fault_after_the_window_starts_anew():
+    run = Run(window=600.0)
+    assert run.fault("cuda_error").action == "restart"
+    run.iteration()
+    decision = run.fault("cuda_error", after=601.0)
+    assert (decision.action, decision.event) == ("restart", Event.FAULT2)
+
+
+def test_the_same_fault_within_the_window_says_so():
+    run = Run()
+    run.fault("cuda_error")
+    run.iteration()
+    decision = run.fault("cuda_error")
+    assert decision.action == "isolate" and decision.severity is Severity.SEV1
+    assert "came back within" in decision.reason
+
+
+def test_another_fault_on_probation_does_not_escalate():
+    run = Run()
+    run.fault("nccl_timeout")
+    run.iteration()
+    assert run.fault("cuda_error").action == "restart"
+
+
+def test_a_fault_during_the_action_means_it_failed():
+    run = Run()
+    run.fault("nccl_timeout")
+    decision = run.fault("connection_reset", after=5.0)
+    assert decision.event is Event.FAILED and decision.action == "restart"
+
+
+def test_an_action_that_timed_out_escalates_step_by_step():
+    run = Run()
+    run.fault("connection_reset")
+    seen = []
+    for _ in range(2):
+        decision = action_failed(run.history, run.now, job="7", slot=0, why="no regroup within 30 s")
+        apply_failed(run.history, decision, run.now, job="7", slot=0)
+        seen.append(decision.action)
+    assert seen == ["restart", "isolate"]
+    assert "no regroup within 30 s" in decision.reason
+
+
+def test_an_application_error_never_costs_a_node():
+    run = Run()
+    for _ in range(6):
+        assert run.fault("application_error", uptime=900.0).action == "restart"
+        run.iteration()
+
+
+def test_repeated_faults_back_off():
+    run = Run()
+    waits = []
+    for _ in range(10):
+        waits.append(run.fault("application_error", uptime=900.0).wait_seconds)
+        run.iteration()
+    assert waits[:4] == [0.0, 1.0, 2.0, 4.0]
+    assert max(waits) == 60.0
+
+
+def test_quick_deaths_on_two_nodes_end_the_job():
+    run = Run()
+    quick = {"uptime": 3.0, "worked": False}
+    actions = []
+    for _ in range(3):
+        actions.append(run.fault("application_error", slot=0, node="n1", **quick).action)
+        last = run.fault("application_error", slot=1, node="n2", after=0.1, **quick)
+        actions.append(last.action)
+    assert "end_job" in actions and "isolate" not in actions
+    assert run.fault("application_error", **quick).action == "none"
+
+
+def test_quick_deaths_on_one_of_several_nodes_put_the_node_aside_then_end_the_job():
+    run = Run()
+    quick = {"uptime": 3.0, "worked": False}
+    for _ in range(2):
+        assert run.fault("configuration_error", node="n1", **quick).action == "restart"
+    decision = run.fault("configuration_error", node="n1", **quick)
+    assert decision.action == "isolate" and "n1 only" in decision.reason
+    decision = run.fault("configuration_error", node="n2", **quick)
+    assert decision.action == "end_job"
+
+
+def test_a_job_of_one_node_with_a_bug_costs_no_node():
+    run = Run()
+    quick = {"uptime": 3.0, "worked": False, "job_nodes": 1}
+    assert [run.fault("application_error", **quick).action for _ in range(3)] == ["restart", "restart", "end_job"]
+
+
+def test_late_deaths_without_progress_end_the_job_in_the_end():
+    run = Run(stuck_faults=5)
+    actions = [run.fault("application_error", uptime=900.0, worked=False).action for _ in range(5)]
+    assert actions == ["restart"] * 4 + ["end_job"]
+
+
+def test_progress_forgives():
+    run = Run(stuck_faults=3)
+    for _ in range(20):
+        assert run.fault("application_error", uptime=900.0).action == "restart"
+        run.iteration()
+
+
+def test_one_burst_of_all_ranks_is_not_many_faults():
+    run = Run(stuck_faults=4)
+    for slot in range(64):
+        decision = run.fault("application_error", after=0.01, slot=slot, node=f"n{slot // 8}", uptime=900.0)
+        assert decision.action == "restart"
+
+
+@pytest.mark.parametrize("cause", ["lost_connection", "ecc_error", "connection_reset", "link_flapping"])
+def test_hardware_and_network_never_end_a_job(cause):
+    run = Run()
+    for step in range(30):
+        decision = run.fault(cause, node=f"n{step % 3}", uptime=1.0, worked=False, after=5.0)
+        assert decision.action != "end_job"
+
+
+def test_storage_is_waited_for_and_then_ends_the_job():
+    run = Run(storage_patience=600.0)
+    actions = [run.fault("file_system_error", uptime=2.0, worked=False, after=100.0).action for _ in range(8)]
+    assert actions[:7] == ["restart"] * 7
+    assert actions[7] == "end_job"
+
+
+def test_what_peers_see_of_a_dead_rank_is_not_held_against_them():
+    run = Run()
+    for _ in range(5):
+        run.fault("exited_abnormally", slot=0, node="n1", after=4000.0)
+        decision = run.fault("connection_reset", slot=1, node="n2", after=0.01)
+        assert decision.action == "reattempt" and "slot 0" in decision.reason
+        run.iteration(0)
+        run.iteration(1)
+
+
+def test_many_nodes_with_network_faults_at_once_acquit_each():
+    run = Run()
+    for _ in range(4):
+        for slot in range(8):
+            decision = run.fault("other_network_error", after=0.1, slot=slot, node=f"n{slot}")
+        assert decision.action == "reattempt" and "no single node" in decision.reason
+        for slot in range(8):
+            run.iteration(slot)
+        run.now += 300.0
+
+
+def test_a_flapping_node_is_put_aside_whatever_job_sees_it():
+    run = Run()
+    assert run.fault("link_flapping", job="1", node="n1", after=3600.0).action == "reattempt"
+    assert run.fault("link_flapping", job="2", node="n1", after=3600.0).action == "reattempt"
+    decision = run.fault("link_flapping", job="3", node="n1", after=3600.0)
+    assert decision.action == "isolate" and "flaps" in decision.reason
+    run.history.readmitted("n1")
+    assert run.fault("link_flapping", job="4", node="n1", after=3600.0).action == "reattempt"
+
+
+def test_forgetting_a_job_keeps_what_is_known_of_nodes():
+    run = Run()
+    run.fault("link_flapping", job="1", node="n1")
+    run.history.forget_job("1")
+    assert run.history.states == {} and len(run.history.by_node["n1"]) == 1
+
+
+def test_moments_are_groups_in_time():
+    assert moments([], 10.0) == 0
+    assert moments([1.0, 2.0, 3.0], 10.0) == 1
+    assert moments([50.0, 1.0, 2.0, 100.0], 10.0) == 3
+
+
+CAUSES = sorted(default_classifier().table.causes)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(CAUSES),
+        st.floats(0.0, 4000.0),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.booleans(),
+        st.one_of(st.none(), st.floats(0.0, 500.0)),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(STEPS)
+def test_any_history_gets_a_reasoned_decision(steps):
+    run = Run()
+    for cause, after, slot, node, worked, uptime, iterates in steps:
+        known = verdict(cause)
+        decision = run.fault(cause, after, slot, f"n{node}", "7", uptime, worked)
+        assert decision.reason and 0.0 <= decision.wait_seconds <= 60.0
+        assert decision.action in {"none", "report", "reattempt", "restart", "isolate", "end_job"}
+        if known.severity is Severity.SEV1 and decision.action != "none":
+            assert decision.action == "isolate"
+        if known.action == "report":
+            assert decision.action == "report"
+        if decision.action == "end_job":
+            assert known.scope in ("application", "unknown", "storage")
+        if iterates:
+            run.iteration(slot)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_replaying_the_same_events_gives_the_same_decisions(steps):
+    def play():
+        run = Run()
+        return [run.fault(c, a, s, f"n{n}", "7", u, w) for c, a, s, n, w, u, _ in steps]
+
+    assert play() == play()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CAUSES), st.integers(1, 3), st.floats(0.0, 30.0))
+def test_healing_never_goes_on_for_ever_without_progress(cause, nodes, after):
+    """A fault that comes back at once, whatever is done, ends with the job ended, a node put aside, or a wait."""
+    run = Run()
+    known = verdict(cause)
+    actions = [run.fault(cause, after, 0, f"n{i % nodes}", "7", 1.0, False).action for i in range(40)]
+    if known.action == "report":
+        assert set(actions) == {"report"}
+    elif known.scope in ("application", "unknown"):
+        assert "end_job" in actions
+    elif known.scope in ("hardware",):
+        assert "isolate" in actions
