@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * How the agent gets in front of the command.
+ *
+ * An execve() in task_init would do, but Slurm has work left after task_init: later SPANK plugins, TaskProlog and --task-prolog,
+ * TMPDIR, and the user's resource limits (memlock among them, without which RDMA fails). All of that would be lost, silently.
+ * So the command line is changed, and Slurm executes it when it is ready:
+ *   - from Slurm 23.11 on there is spank_prepend_task_argv() for it;
+ *   - before, the command's first word is replaced by unicron-launch, which finds the agent and the word in two variables.
+ *     Those releases will not change any more, and S_JOB_ARGV is in them the vector that the task executes. (With srun
+ *     --multi-prog it is another one: such a step just runs unprotected.)
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "agent.h"
+#include "launch.h"
+
+static const char *base_name(const char *path)
+{
+	const char *slash = strrchr(path, '/');
+
+	return (slash ? slash + 1 : path);
+}
+
+static bool is_agent(const char *command, const char *agent)
+{
+	return (strcmp(command, agent) == 0 || strcmp(base_name(command), "unicron-agent") == 0);
+}
+
+#if SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(23, 11, 0)
+
+void agent_set_launcher(const char *path)
+{
+	(void) path;
+}
+
+static const char *prepend(spank_t sp, const char *agent, char **argv)
+{
+	const char *front[] = { agent, "run", "--" };
+
+	(void) argv;
+	return (spank_prepend_task_argv(sp, 3, front) == ESPANK_SUCCESS ? NULL : "Slurm refused the longer command line");
+}
+
+#else
+
+static char launcher[PATH_MAX];
+
+void agent_set_launcher(const char *path)
+{
+	snprintf(launcher, sizeof(launcher), "%s", path);
+}
+
+/* unicron-launch lies beside the plugin, wherever that is. */
+static int find_launcher(void)
+{
+	Dl_info info;
+
+	if (launcher[0] != '\0')
+		return (0);
+	if (dladdr((void *) (uintptr_t) agent_wrap, &info) == 0 || info.dli_fname == NULL)
+		return (-1);
+	if (snprintf(launcher, sizeof(launcher), "%.*s" UNICRON_LAUNCHER, (int) (base_name(info.dli_fname) - info.dli_fname),
+		     info.dli_fname) >= (int) sizeof(launcher))
+		return (-1);
+	return (0);
+}
+
+static const char *prepend(spank_t sp, const char *agent, char **argv)
+{
+	if (find_launcher() < 0 || access(launcher, X_OK) != 0)
+		return (UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install");
+	if (spank_setenv(sp, UNICRON_LAUNCH_AGENT, agent, 1) != ESPANK_SUCCESS ||
+	    spank_setenv(sp, UNICRON_LAUNCH_COMMAND, argv[0], 1) != ESPANK_SUCCESS)
+		return ("Slurm refused the longer environment");
+	argv[0] = launcher;
+	return (NULL);
+}
+
+#endif
+
+void agent_wrap(spank_t sp, const char *agent)
+{
+	int argc = 0;
+	char **argv = NULL;
+	const char *reason = NULL;
+
+	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS || argc < 1 || argv == NULL || argv[0] == NULL)
+		reason = "Slurm doesn't tell its command line";
+	else if (agent[0] == '\0')
+		reason = "plugstack.conf names no agent; ask the administrator to add agent=/path/to/unicron-agent";
+	else if (is_agent(argv[0], agent))
+		return;
+	else if (argv[0][0] == '\0' || argv[0][strlen(argv[0]) - 1] == '/')
+		reason = "the command is copied into a folder; name a file in --bcast";
+	else if (access(agent, X_OK) != 0)
+		reason = strerror(errno);
+	else
+		reason = prepend(sp, agent, argv);
+
+	if (reason != NULL)
+		slurm_spank_log("unicron: couldn't protect this task with %s: %s; it runs unprotected",
+				agent[0] != '\0' ? agent : "the agent", reason);
+}

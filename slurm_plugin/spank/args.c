@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "args.h"
+
+static struct plugin_args said = { .last = -1 };
+
+static int option_unicron(int val, const char *optarg, int remote);
+static int option_weight(int val, const char *optarg, int remote);
+static int option_min_nodes(int val, const char *optarg, int remote);
+
+static struct spank_option options[] = {
+	{
+		"unicron", NULL,
+		"[unicron] let Unicron heal this job: the agent is started in front of the command",
+		0, 1, option_unicron
+	},
+	{
+		"no-unicron", NULL,
+		"[unicron] run without Unicron, also where the cluster's default is on",
+		0, 0, option_unicron
+	},
+	{
+		"unicron-weight", "WEIGHT",
+		"[unicron] weight of this job when nodes are shared out: a number above 0 (default: 1.0); implies --unicron",
+		1, 0, option_weight
+	},
+	{
+		"unicron-min-nodes", "NODES",
+		"[unicron] fewest nodes on which this job may run: a whole number from 1 (default: 1); implies --unicron",
+		1, 0, option_min_nodes
+	},
+	SPANK_OPTIONS_TABLE_END
+};
+
+int args_register(spank_t sp)
+{
+	for (struct spank_option *option = options; option->name != NULL; ++option) {
+		if (spank_option_register(sp, option) != ESPANK_SUCCESS) {
+			slurm_error("unicron: couldn't register --%s: another plugin has an option of this name", option->name);
+			return (-1);
+		}
+	}
+	return (0);
+}
+
+int args_check_weight(const char *text)
+{
+	double value;
+	char *end;
+
+	/* The character set keeps out what strtod would take besides: spaces, hexadecimal numbers, "inf" and "nan". */
+	if (text[0] == '\0' || strlen(text) >= UNICRON_NUMBER_MAX || text[strspn(text, "0123456789.eE+-")] != '\0')
+		return (-1);
+	value = strtod(text, &end);
+	return ((*end == '\0' && isfinite(value) && value > 0) ? 0 : -1);
+}
+
+int args_check_min_nodes(const char *text)
+{
+	long value;
+
+	if (text[0] == '\0' || strlen(text) >= UNICRON_NUMBER_MAX || text[strspn(text, "0123456789")] != '\0')
+		return (-1);
+	errno = 0;
+	value = strtol(text, NULL, 10);
+	return ((errno == 0 && value >= 1 && value <= INT32_MAX) ? 0 : -1);
+}
+
+/* `name` is how the user knows the value: an option or an environment variable. */
+static int take_weight(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
+{
+	if (text == NULL || args_check_weight(text) < 0) {
+		slurm_error("unicron: couldn't use %s=%s: write a number above 0, such as %s=2.5", name, text ? text : "", name);
+		return (-1);
+	}
+	strcpy(target, text);
+	return (0);
+}
+
+static int take_min_nodes(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
+{
+	if (text == NULL || args_check_min_nodes(text) < 0) {
+		slurm_error("unicron: couldn't use %s=%s: write a whole number from 1, such as %s=2", name, text ? text : "",
+			    name);
+		return (-1);
+	}
+	strcpy(target, text);
+	return (0);
+}
+
+static int option_unicron(int val, const char *optarg, int remote)
+{
+	(void) optarg;
+	(void) remote;
+
+	if (val)
+		said.said_on = true;
+	else
+		said.said_off = true;
+	said.last = val;
+	return (0);
+}
+
+/* On the compute node a bad value cannot come from the user any more; to fail there would only cost the job. */
+static int option_weight(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_weight(said.weight, "--unicron-weight", optarg) < 0 && !remote ? -1 : 0);
+}
+
+static int option_min_nodes(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_min_nodes(said.min_nodes, "--unicron-min-nodes", optarg) < 0 && !remote ? -1 : 0);
+}
+
+/* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
+static const char *job_getenv(spank_t sp, const char *name, char *buffer, int size)
+{
+	spank_err_t rc;
+
+	if (spank_context() != S_CTX_REMOTE)
+		return (getenv(name));
+	rc = spank_getenv(sp, name, buffer, size);
+	/* A value that was cut short is returned all the same: the checks refuse it. */
+	return ((rc == ESPANK_SUCCESS || rc == ESPANK_NOSPACE) ? buffer : NULL);
+}
+
+/* 1, 0, -1 when the variable is not set, -2 when it is neither 1 nor 0. */
+static int environment_switch(spank_t sp)
+{
+	char buffer[64];
+	const char *text = job_getenv(sp, "UNICRON", buffer, sizeof(buffer));
+
+	if (text == NULL || text[0] == '\0')
+		return (-1);
+	if (strcmp(text, "1") == 0)
+		return (1);
+	if (strcmp(text, "0") == 0)
+		return (0);
+	slurm_error("unicron: couldn't use UNICRON=%s: write UNICRON=1 or UNICRON=0", text);
+	return (-2);
+}
+
+/*
+ * 1, 0 or -1 for "nothing was said". Where the job is submitted, the last of --unicron and --no-unicron counts. On the
+ * compute node their order is lost when both were given (sbatch --no-unicron, and in it srun --unicron): there the
+ * variable tells, in which the submitting side left its result.
+ */
+static int option_switch(int environment)
+{
+	if (said.said_on && said.said_off && spank_context() == S_CTX_REMOTE)
+		return (environment == 1 ? 1 : 0);
+	return (said.last);
+}
+
+int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
+{
+	char buffer[64];
+	const char *text;
+	int environment, option;
+	int rv = 0;
+
+	memset(choice, 0, sizeof(*choice));
+	environment = environment_switch(sp);
+	if (environment == -2) {
+		environment = -1;
+		rv = -1;
+	}
+	option = option_switch(environment);
+
+	choice->spoken = true;
+	if (option >= 0)
+		choice->enabled = option;
+	else if (environment >= 0)
+		choice->enabled = environment;
+	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0')
+		choice->enabled = true;
+	else {
+		choice->enabled = by_default;
+		choice->spoken = false;
+	}
+
+	strcpy(choice->weight, said.weight);
+	text = job_getenv(sp, "UNICRON_WEIGHT", buffer, sizeof(buffer));
+	if (choice->weight[0] == '\0' && text != NULL && take_weight(choice->weight, "UNICRON_WEIGHT", text) < 0)
+		rv = -1;
+	if (choice->weight[0] == '\0')
+		strcpy(choice->weight, "1.0");
+
+	strcpy(choice->min_nodes, said.min_nodes);
+	text = job_getenv(sp, "UNICRON_MIN_NODES", buffer, sizeof(buffer));
+	if (choice->min_nodes[0] == '\0' && text != NULL && take_min_nodes(choice->min_nodes, "UNICRON_MIN_NODES", text) < 0)
+		rv = -1;
+	if (choice->min_nodes[0] == '\0')
+		strcpy(choice->min_nodes, "1");
+	return (rv);
+}
+
+void args_reset(void)
+{
+	memset(&said, 0, sizeof(said));
+	said.last = -1;
+}

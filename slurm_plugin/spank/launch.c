@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * unicron-launch ARGUMENT...: executes "AGENT run -- COMMAND ARGUMENT...", with AGENT and COMMAND from the environment.
+ * The plugin puts it in the place of a task's command (agent.c says why). When the agent cannot be executed, the command is.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "launch.h"
+
+int main(int argc, char **argv)
+{
+	char *agent = getenv(UNICRON_LAUNCH_AGENT);
+	char *command = getenv(UNICRON_LAUNCH_COMMAND);
+	char **line;
+
+	if (agent == NULL || command == NULL) {
+		fprintf(stderr, "unicron-launch: couldn't find a command: only unicron.so calls this program\n");
+		return (2);
+	}
+	/* The pointers outlive unsetenv: it takes an entry off the list and leaves its text alone. */
+	unsetenv(UNICRON_LAUNCH_AGENT);
+	unsetenv(UNICRON_LAUNCH_COMMAND);
+
+	line = calloc((size_t) argc + 4, sizeof(*line));
+	if (line == NULL) {
+		fprintf(stderr, "unicron: couldn't start the agent: %s; the command runs unprotected\n", strerror(errno));
+	} else {
+		line[0] = agent;
+		line[1] = (char *) "run";
+		line[2] = (char *) "--";
+		line[3] = command;
+		memcpy(line + 4, argv + 1, (size_t) (argc - 1) * sizeof(*line));
+		execv(agent, line);
+		fprintf(stderr, "unicron: couldn't start %s: %s; the command runs unprotected\n", agent, strerror(errno));
+	}
+
+	argv[0] = command;
+	execvp(command, argv);
+	fprintf(stderr, "unicron: couldn't start %s: %s\n", command, strerror(errno));
+	return (errno == ENOENT ? 127 : 126);
+}

@@ -1,0 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the plugin and unicron-launch agree on. */
+#ifndef UNICRON_LAUNCH_H
+#define UNICRON_LAUNCH_H
+
+#define UNICRON_LAUNCHER "unicron-launch"
+#define UNICRON_LAUNCH_AGENT "UNICRON_LAUNCH_AGENT"         /* path of the agent */
+#define UNICRON_LAUNCH_COMMAND "UNICRON_LAUNCH_COMMAND"     /* the first word of the user's command */
+
+#endif

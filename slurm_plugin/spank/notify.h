@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Hints to the controller: one UDP datagram each, to the host of its TCP address and the same port number. A datagram may be
+ * lost or forged, so the controller verifies what it says; the plugin never waits for anything and never fails for it.
+ */
+#ifndef UNICRON_NOTIFY_H
+#define UNICRON_NOTIFY_H
+
+#include <stdint.h>
+
+#include "unicron.h"
+
+#define UNICRON_NODE_MAX 256
+
+struct notice {
+	const char *kind;               /* "task_exit", "prolog", "epilog" */
+	char job[24];                   /* array job id, or the job id where there is no array or it is not known */
+	int64_t element;                /* array task id, or 0 */
+	int64_t slurm_id;               /* the job id proper, which each array element has for itself */
+	char node[UNICRON_NODE_MAX];
+	int status;                     /* as of wait(2) */
+};
+
+/* Remembers where to send. Looks a host name up for half a second at most; a numeric address costs nothing. */
+void notify_set_controller(const char *address);
+
+/* Fills in everything but kind and status: from the step in the remote context, from the environment in prolog and epilog. */
+void notice_identify(spank_t sp, struct notice *notice);
+
+/* The datagram's bytes; returns their number, 0 when they do not fit. */
+size_t notice_encode(const struct notice *notice, void *data, size_t size);
+
+void notify_send(const struct notice *notice);
+
+#endif

@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * unicron.so: dispatch. Every callback returns 0, whatever happens: a SPANK plugin that fails on a compute node drains it.
+ * Only the options' own callbacks (args.c) and a bad variable where a job is submitted refuse anything.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "agent.h"
+#include "args.h"
+#include "config.h"
+#include "notify.h"
+#include "unicron.h"
+
+#pragma GCC visibility push(default)
+SPANK_PLUGIN(unicron, 1)
+extern const char plugin_release[];
+/* strings unicron.so | grep "built for": what `make version` and the doctor command look for. */
+const char plugin_release[] = "unicron " UNICRON_VERSION ", built for Slurm " UNICRON_SLURM_RELEASE;
+#pragma GCC visibility pop
+
+#define CALLBACK __attribute__((visibility("default"))) int
+
+static struct plugin_config config;
+static enum { UNREAD, USABLE, UNUSABLE } config_state = UNREAD;
+static struct plugin_choice choice;
+
+/* Prolog and epilog have no slurm_spank_init before them, so each entry point asks. */
+static bool usable(int ac, char **av)
+{
+	if (config_state == UNREAD)
+		config_state = config_parse(&config, ac, av) < 0 ? UNUSABLE : USABLE;
+	return (config_state == USABLE);
+}
+
+CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
+{
+	spank_context_t context = spank_context();
+
+	/* Registered also when the configuration is unusable: srun --unicron then still runs, unprotected. */
+	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR || context == S_CTX_REMOTE)
+		args_register(sp);
+	if (context != S_CTX_SLURMD)
+		usable(ac, av);
+	return (0);
+}
+
+/* srun, sbatch and salloc hand the decision to the steps, to nested commands, and to prolog and epilog. */
+static void hand_on(spank_t sp)
+{
+	if (choice.enabled || choice.spoken)
+		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
+	if (choice.enabled) {
+		setenv("UNICRON_WEIGHT", choice.weight, 1);
+		setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
+		spank_job_control_setenv(sp, "UNICRON", "1", 1);
+	}
+}
+
+CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
+{
+	char address[UNICRON_ADDRESS_MAX];
+	spank_context_t context = spank_context();
+	int ret;
+
+	if (!usable(ac, av))
+		return (0);
+	ret = args_choose(sp, config.by_default, &choice);
+
+	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR) {
+		/*
+		 * The return value of an "optional" plugin counts for nothing, but a job must not run with another weight
+		 * than the one meant. Nothing has been submitted yet, so leaving is safe.
+		 */
+		if (ret < 0)
+			exit(EXIT_FAILURE);
+		hand_on(sp);
+	} else if (context == S_CTX_REMOTE && choice.enabled && is_regular_step(sp)) {
+		/* Where the agent reports to, there the hints go. */
+		if (spank_getenv(sp, "UNICRON_CONTROLLER", address, sizeof(address)) != ESPANK_SUCCESS)
+			strcpy(address, config.controller);
+		notify_set_controller(address);
+	}
+	return (0);
+}
+
+/* The batch script gets the variables too: it may call the agent by hand. */
+CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
+{
+	if (!usable(ac, av))
+		return (0);
+	if (!choice.enabled) {
+		if (choice.spoken)
+			spank_setenv(sp, "UNICRON", "0", 1);
+		return (0);
+	}
+	spank_setenv(sp, "UNICRON", "1", 1);
+	spank_setenv(sp, "UNICRON_WEIGHT", choice.weight, 1);
+	spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
+	if (config.controller[0] != '\0')
+		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
+	if (config.file[0] != '\0')
+		spank_setenv(sp, "UNICRON_CONFIG", config.file, 0);
+	return (0);
+}
+
+CALLBACK slurm_spank_task_init(spank_t sp, int ac, char **av)
+{
+	if (usable(ac, av) && choice.enabled && is_regular_step(sp))
+		agent_wrap(sp, config.agent);
+	return (0);
+}
+
+CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
+{
+	struct notice notice = { .kind = "task_exit" };
+
+	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp))
+		return (0);
+	if (spank_get_item(sp, S_TASK_EXIT_STATUS, &notice.status) != ESPANK_SUCCESS)
+		return (0);
+	notice_identify(sp, &notice);
+	notify_send(&notice);
+	return (0);
+}
+
+/* slurmd runs these two in a process of their own; SPANK_UNICRON was left by hand_on() at submission. */
+static int job_script(spank_t sp, int ac, char **av, const char *kind)
+{
+	struct notice notice = { .kind = kind };
+	const char *used = getenv("SPANK_UNICRON");
+
+	if (used == NULL || strcmp(used, "1") != 0 || !usable(ac, av) || config.controller[0] == '\0')
+		return (0);
+	notify_set_controller(config.controller);
+	notice_identify(sp, &notice);
+	notify_send(&notice);
+	return (0);
+}
+
+CALLBACK slurm_spank_job_prolog(spank_t sp, int ac, char **av)
+{
+	return (job_script(sp, ac, av, "prolog"));
+}
+
+CALLBACK slurm_spank_job_epilog(spank_t sp, int ac, char **av)
+{
+	return (job_script(sp, ac, av, "epilog"));
+}

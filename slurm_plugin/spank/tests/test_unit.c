@@ -1,0 +1,420 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Runs the plugin's own code without Slurm, under the address and undefined-behaviour sanitizers: this file plays Slurm's side
+ * of the SPANK interface. The datagrams are printed in hexadecimal for the Python test, which decodes them with another
+ * implementation of MessagePack.
+ */
+#undef NDEBUG
+#include <arpa/inet.h>
+#include <assert.h>
+#include <netinet/in.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "agent.h"
+#include "args.h"
+#include "config.h"
+#include "msgpack.h"
+#include "notify.h"
+
+/* ---- Slurm's side ---- */
+static spank_context_t context;
+static struct { char name[64], value[256]; } job_env[32];
+static int job_env_count;
+static struct spank_option *registered[8];
+static int registered_count, errors, messages;
+static uint32_t step_id;
+static char *job_argv[8];
+static int task_status;
+static char job_control[16];
+
+spank_context_t spank_context(void) { return (context); }
+
+spank_err_t spank_option_register(spank_t sp, struct spank_option *option)
+{
+	(void) sp;
+	registered[registered_count++] = option;
+	return (ESPANK_SUCCESS);
+}
+
+spank_err_t spank_getenv(spank_t sp, const char *name, char *buffer, int size)
+{
+	(void) sp;
+	for (int i = 0; i < job_env_count; ++i)
+		if (strcmp(job_env[i].name, name) == 0)
+			return (snprintf(buffer, (size_t) size, "%s", job_env[i].value) >= size ? ESPANK_NOSPACE : ESPANK_SUCCESS);
+	return (ESPANK_ENV_NOEXIST);
+}
+
+spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
+{
+	int i;
+
+	(void) sp;
+	for (i = 0; i < job_env_count && strcmp(job_env[i].name, name) != 0; ++i)
+		;
+	if (i < job_env_count && !overwrite)
+		return (ESPANK_ENV_EXISTS);
+	snprintf(job_env[i].name, sizeof(job_env[i].name), "%s", name);
+	snprintf(job_env[i].value, sizeof(job_env[i].value), "%s", value);
+	if (i == job_env_count)
+		job_env_count++;
+	return (ESPANK_SUCCESS);
+}
+
+spank_err_t spank_job_control_setenv(spank_t sp, const char *name, const char *value, int overwrite)
+{
+	(void) sp;
+	(void) overwrite;
+	snprintf(job_control, sizeof(job_control), "%s=%s", name, value);
+	return (ESPANK_SUCCESS);
+}
+
+spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
+{
+	va_list list;
+
+	(void) sp;
+	va_start(list, item);
+	switch (item) {
+	case S_JOB_ID:
+		*va_arg(list, uint32_t *) = 4711;
+		break;
+	case S_JOB_STEPID:
+		*va_arg(list, uint32_t *) = step_id;
+		break;
+	case S_JOB_NODEID:
+		*va_arg(list, uint32_t *) = 0;
+		break;
+	case S_JOB_ARGV:
+		*va_arg(list, int *) = 2;
+		*va_arg(list, char ***) = job_argv;
+		break;
+	case S_TASK_EXIT_STATUS:
+		*va_arg(list, int *) = task_status;
+		break;
+	default:
+		va_end(list);
+		return (ESPANK_BAD_ARG);
+	}
+	va_end(list);
+	return (ESPANK_SUCCESS);
+}
+
+#if SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(23, 11, 0)
+spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[])
+{
+	(void) sp;
+	(void) argc;
+	job_argv[0] = (char *) argv[0];
+	return (ESPANK_SUCCESS);
+}
+#endif
+
+/* A node list without brackets is all that is asked for here. */
+hostlist_t slurm_hostlist_create(const char *names) { return ((hostlist_t) strdup(names)); }
+char *slurm_hostlist_shift(hostlist_t list) { return (strdup((char *) list)); }
+void slurm_hostlist_destroy(hostlist_t list) { free(list); }
+
+void slurm_error(const char *format, ...) { (void) format; errors++; }
+void slurm_spank_log(const char *format, ...) { (void) format; messages++; }
+void slurm_verbose(const char *format, ...) { (void) format; }
+
+/* ---- the tests ---- */
+static void print_hex(const char *name, const unsigned char *data, size_t length)
+{
+	printf("%s ", name);
+	for (size_t i = 0; i < length; ++i)
+		printf("%02x", data[i]);
+	printf("\n");
+}
+
+static void test_msgpack(void)
+{
+	static const int64_t numbers[] = { 0, 127, 128, 255, 256, 65535, 65536, 4294967295LL, 4294967296LL, INT64_MAX,
+					   -1, -32, -33, -128, -129, -32768, -32769, -2147483648LL, -2147483649LL, INT64_MIN };
+	static const size_t lengths[] = { 0, 1, 31, 32, 255, 256, 65535 };
+	static unsigned char data[70000];
+	static char text[65537];
+	struct msgpack out;
+
+	for (size_t i = 0; i < sizeof(numbers) / sizeof(*numbers); ++i) {
+		char name[40];
+
+		msgpack_init(&out, data, sizeof(data));
+		msgpack_int(&out, numbers[i]);
+		assert(!out.overflow);
+		snprintf(name, sizeof(name), "int %lld", (long long) numbers[i]);
+		print_hex(name, data, out.used);
+	}
+	for (size_t i = 0; i < sizeof(lengths) / sizeof(*lengths); ++i) {
+		char name[40];
+
+		memset(text, 'x', lengths[i]);
+		text[lengths[i]] = '\0';
+		msgpack_init(&out, data, sizeof(data));
+		msgpack_text(&out, text);
+		assert(!out.overflow);
+		snprintf(name, sizeof(name), "text %zu", lengths[i]);
+		print_hex(name, data, out.used);
+	}
+	memset(text, 'x', 65536);
+	text[65536] = '\0';
+	msgpack_init(&out, data, sizeof(data));
+	msgpack_text(&out, text);
+	assert(out.overflow);
+
+	/* What does not fit is refused as a whole, at every size. */
+	for (size_t size = 0; size < 6; ++size) {
+		unsigned char *small = malloc(size ? size : 1);
+
+		msgpack_init(&out, small, size);
+		msgpack_text(&out, "12345");
+		assert(out.overflow == (size < 6) && out.used <= size);
+		free(small);
+	}
+}
+
+static void test_notice(void)
+{
+	struct notice notice = { .kind = "task_exit", .job = "4294967294", .element = 4000000, .slurm_id = 4294967294LL, .status = 9 };
+	unsigned char data[512];
+	size_t length;
+
+	memset(notice.node, 'n', sizeof(notice.node) - 1);
+	length = notice_encode(&notice, data, sizeof(data));
+	assert(length > 0);
+	print_hex("notice", data, length);
+	assert(notice_encode(&notice, data, 16) == 0);
+}
+
+static void test_numbers(void)
+{
+	static const char *good[] = { "1", "0.5", "2.5e3", "1e-3", ".5", "+1" };
+	static const char *bad[] = { "", "0", "-1", "nan", "inf", "1e999", "1e-999", "0x10", " 1", "1 ", "1,5", "a", "1.2.3", "--1",
+				     "1111111111111111111111111111111111111111111" };
+	static const char *bad_nodes[] = { "", "0", "-1", "1.5", "+1", " 1", "99999999999", "x", "1e2" };
+
+	for (size_t i = 0; i < sizeof(good) / sizeof(*good); ++i)
+		assert(args_check_weight(good[i]) == 0);
+	for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); ++i)
+		assert(args_check_weight(bad[i]) < 0);
+	assert(args_check_min_nodes("1") == 0 && args_check_min_nodes("2147483647") == 0);
+	for (size_t i = 0; i < sizeof(bad_nodes) / sizeof(*bad_nodes); ++i)
+		assert(args_check_min_nodes(bad_nodes[i]) < 0);
+}
+
+static void test_addresses(void)
+{
+	static const char *bad[] = { "", "tcp://", "tcp://:1", "tcp://host", "tcp://host:", "tcp://host:0", "tcp://host:65536",
+				     "tcp://host:1x", "udp://host:1", "tcp://[::1:1", "tcp://::1:1", "tcp://[]:1", "tcp://[:1" };
+	char host[UNICRON_HOST_MAX];
+	char address[UNICRON_HOST_MAX + 32];
+	unsigned port;
+
+	assert(config_split_address("tcp://head-1.example:7700", host, &port) == 0 && strcmp(host, "head-1.example") == 0 && port == 7700);
+	assert(config_split_address("tcp://[::1]:65535", host, &port) == 0 && strcmp(host, "::1") == 0 && port == 65535);
+	for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); ++i)
+		assert(config_split_address(bad[i], host, &port) < 0);
+	memset(address, 'h', sizeof(address));
+	memcpy(address, "tcp://", 6);
+	strcpy(address + sizeof(address) - 3, ":1");
+	assert(config_split_address(address, host, &port) < 0);
+}
+
+static void test_config(void)
+{
+	char *good[] = { (char *) "agent=/a", (char *) "controller=tcp://h:1", (char *) "config=/c", (char *) "default=on" };
+	char *bad[] = { (char *) "agnet=/a", (char *) "agent=a", (char *) "controller=h:1", (char *) "default=yes", (char *) "default",
+			(char *) "" };
+	struct plugin_config config;
+
+	assert(config_parse(&config, 4, good) == 0);
+	assert(strcmp(config.agent, "/a") == 0 && strcmp(config.controller, "tcp://h:1") == 0 && config.by_default);
+	assert(config_parse(&config, 0, NULL) == 0 && !config.by_default && config.agent[0] == '\0');
+	for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); ++i) {
+		errors = 0;
+		assert(config_parse(&config, 1, bad + i) < 0 && errors == 1);
+	}
+}
+
+static int option(const char *name, const char *value, int remote)
+{
+	for (int i = 0; i < registered_count; ++i)
+		if (strcmp(registered[i]->name, name) == 0)
+			return (registered[i]->cb(registered[i]->val, value, remote));
+	abort();
+}
+
+/* One line per case: where, options in their order, environment, the default; and what is to come of it. */
+static void test_choice(void)
+{
+	static const struct {
+		spank_context_t where;
+		const char *options;     /* y: --unicron, n: --no-unicron, w: --unicron-weight */
+		const char *environment;
+		bool by_default, enabled, spoken;
+		int rc;
+	} cases[] = {
+		{ S_CTX_LOCAL, "", NULL, false, false, false, 0 },
+		{ S_CTX_LOCAL, "", NULL, true, true, false, 0 },
+		{ S_CTX_LOCAL, "y", NULL, false, true, true, 0 },
+		{ S_CTX_LOCAL, "n", NULL, true, false, true, 0 },
+		{ S_CTX_LOCAL, "w", NULL, false, true, true, 0 },
+		{ S_CTX_LOCAL, "nw", NULL, true, false, true, 0 },
+		{ S_CTX_LOCAL, "wn", NULL, false, false, true, 0 },
+		{ S_CTX_LOCAL, "w", "0", false, false, true, 0 },
+		{ S_CTX_LOCAL, "y", "0", false, true, true, 0 },
+		{ S_CTX_LOCAL, "n", "1", true, false, true, 0 },
+		{ S_CTX_LOCAL, "", "1", false, true, true, 0 },
+		{ S_CTX_LOCAL, "", "0", true, false, true, 0 },
+		{ S_CTX_LOCAL, "", "maybe", false, false, false, -1 },
+		{ S_CTX_LOCAL, "ny", NULL, false, true, true, 0 },
+		{ S_CTX_LOCAL, "yn", NULL, true, false, true, 0 },
+		{ S_CTX_REMOTE, "ny", "1", false, true, true, 0 },
+		{ S_CTX_REMOTE, "yn", "1", false, true, true, 0 },
+		{ S_CTX_REMOTE, "yn", "0", false, false, true, 0 },
+		{ S_CTX_REMOTE, "yn", NULL, true, false, true, 0 },
+		{ S_CTX_REMOTE, "n", "1", true, false, true, 0 },
+	};
+	struct plugin_choice choice;
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		int rc;
+
+		args_reset();
+		context = cases[i].where;
+		job_env_count = 0;
+		unsetenv("UNICRON");
+		if (cases[i].environment != NULL && context == S_CTX_REMOTE)
+			spank_setenv(NULL, "UNICRON", cases[i].environment, 1);
+		else if (cases[i].environment != NULL)
+			setenv("UNICRON", cases[i].environment, 1);
+		for (const char *c = cases[i].options; *c; ++c)
+			option(*c == 'y' ? "unicron" : *c == 'n' ? "no-unicron" : "unicron-weight", *c == 'w' ? "2" : NULL,
+			       context == S_CTX_REMOTE);
+		rc = args_choose(NULL, cases[i].by_default, &choice);
+		if (rc != cases[i].rc || choice.enabled != cases[i].enabled || choice.spoken != cases[i].spoken) {
+			fprintf(stderr, "case %zu: rc %d enabled %d spoken %d\n", i, rc, choice.enabled, choice.spoken);
+			abort();
+		}
+	}
+
+	args_reset();
+	unsetenv("UNICRON");
+	context = S_CTX_LOCAL;
+	setenv("UNICRON_WEIGHT", "3", 1);
+	setenv("UNICRON_MIN_NODES", "4", 1);
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled);
+	assert(strcmp(choice.weight, "3") == 0 && strcmp(choice.min_nodes, "4") == 0);
+	assert(option("unicron-weight", "5", 0) == 0 && args_choose(NULL, false, &choice) == 0);
+	assert(choice.enabled && strcmp(choice.weight, "5") == 0);
+	assert(option("unicron-weight", "bad", 0) == -1 && option("unicron-min-nodes", "0", 0) == -1);
+	assert(option("unicron-weight", "bad", 1) == 0 && option("unicron-min-nodes", NULL, 1) == 0);
+	setenv("UNICRON_MIN_NODES", "x", 1);
+	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.min_nodes, "1") == 0);
+	unsetenv("UNICRON_WEIGHT");
+	unsetenv("UNICRON_MIN_NODES");
+	args_reset();
+}
+
+/* The life of a step, callback by callback, with the datagram received on a real socket. */
+static void test_step(void)
+{
+	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t length = sizeof(address);
+	char agent[] = "agent=/bin/true", controller[64], *av[] = { agent, controller };
+	unsigned char data[512];
+	char text[256];
+	int fd = socket(AF_INET, SOCK_DGRAM, 0);
+	ssize_t got;
+
+	assert(fd >= 0 && bind(fd, (struct sockaddr *) &address, length) == 0);
+	assert(getsockname(fd, (struct sockaddr *) &address, &length) == 0);
+	snprintf(controller, sizeof(controller), "controller=tcp://127.0.0.1:%d", ntohs(address.sin_port));
+
+	context = S_CTX_REMOTE;
+	registered_count = job_env_count = 0;
+	step_id = 0;
+	job_argv[0] = (char *) "python";
+	job_argv[1] = (char *) "train.py";
+	spank_setenv(NULL, "SLURM_ARRAY_JOB_ID", "42", 1);
+	spank_setenv(NULL, "SLURM_ARRAY_TASK_ID", "7", 1);
+	spank_setenv(NULL, "SLURM_STEP_NODELIST", "node7", 1);
+	agent_set_launcher("/bin/true");
+
+	assert(slurm_spank_init(NULL, 2, av) == 0);
+	assert(option("unicron", NULL, 1) == 0);
+	assert(slurm_spank_init_post_opt(NULL, 2, av) == 0);
+	assert(slurm_spank_user_init(NULL, 2, av) == 0);
+	assert(spank_getenv(NULL, "UNICRON_CONTROLLER", text, sizeof(text)) == ESPANK_SUCCESS && strcmp(text, controller + 11) == 0);
+	messages = 0;
+	assert(slurm_spank_task_init(NULL, 2, av) == 0);
+	assert(strcmp(job_argv[0], "/bin/true") == 0 && messages == 0);
+
+	task_status = 9;
+	assert(slurm_spank_task_exit(NULL, 2, av) == 0);
+	got = recv(fd, data, sizeof(data), 0);
+	assert(got > 0);
+	print_hex("step", data, (size_t) got);
+
+	/* The batch step is left alone and tells nothing. */
+	step_id = SLURM_BATCH_SCRIPT;
+	job_argv[0] = (char *) "python";
+	assert(slurm_spank_task_init(NULL, 2, av) == 0 && strcmp(job_argv[0], "python") == 0);
+	assert(slurm_spank_task_exit(NULL, 2, av) == 0);
+	assert(recv(fd, data, sizeof(data), MSG_DONTWAIT) < 0);
+
+	/* An agent that is there already is not wrapped; one that is missing is reported, and the command stays. */
+	job_argv[0] = (char *) "/opt/bin/unicron-agent";
+	agent_wrap(NULL, "/bin/true");
+	assert(strcmp(job_argv[0], "/opt/bin/unicron-agent") == 0 && messages == 0);
+	job_argv[0] = (char *) "python";
+	agent_wrap(NULL, "/nonexistent/agent");
+	assert(strcmp(job_argv[0], "python") == 0 && messages == 1);
+
+	context = S_CTX_JOB_SCRIPT;
+	setenv("SLURMD_NODENAME", "node8", 1);
+	assert(slurm_spank_job_epilog(NULL, 2, av) == 0);
+	assert(recv(fd, data, sizeof(data), MSG_DONTWAIT) < 0);
+	setenv("SPANK_UNICRON", "1", 1);
+	assert(slurm_spank_job_epilog(NULL, 2, av) == 0);
+	got = recv(fd, data, sizeof(data), 0);
+	assert(got > 0);
+	print_hex("epilog", data, (size_t) got);
+	close(fd);
+}
+
+/* Names are looked up too; one that does not exist leaves the plugin silent. */
+static void test_names(void)
+{
+	struct notice notice = { .kind = "epilog", .job = "1" };
+
+	notify_set_controller("tcp://localhost:9");
+	notify_send(&notice);
+	notify_set_controller("tcp://no-such-host.invalid:9");
+	notify_send(&notice);
+	notify_set_controller("rubbish");
+	notify_send(&notice);
+}
+
+int main(void)
+{
+	test_msgpack();
+	test_notice();
+	test_numbers();
+	test_addresses();
+	test_config();
+	context = S_CTX_LOCAL;
+	args_register(NULL);
+	test_choice();
+	test_step();
+	test_names();
+	printf("ok\n");
+	return (0);
+}
