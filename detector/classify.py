@@ -15,6 +15,7 @@ from pathlib import Path
 
 from detector.severity import (
     ACTIONS,
+    REPORT,
     Rule,
     Severity,
     SeverityTableError,
@@ -25,7 +26,7 @@ from detector.severity import (
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
 MAX_TEXT = 64 * 1024
-_XID = re.compile(r"NVRM:\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)", re.IGNORECASE)
+_XID = re.compile(r"NVRM:\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 
@@ -65,9 +66,9 @@ class Classifier:
     def match(self, text: str, source: str = "exception") -> Verdict | None:
         """As ``text``, but None where no rule applies: for streams in which most lines are no fault (kernel log)."""
         text = _trimmed(text)
-        found = _XID.search(text)
-        if found:
-            return self.xid(int(found.group(2)), where=found.group(1) or "")
+        xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
+        if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
+            return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
         for rule in self.table.of_kind("text"):
             if rule.only_from and source not in rule.only_from:
                 continue
@@ -90,7 +91,7 @@ class Classifier:
             rule = self._by_name("signal", "OOM")
             return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
         known = self.match(stderr_tail, "stderr") if stderr_tail and (code or number) else None
-        if known and known.action != "report":
+        if known and known.action != REPORT:
             return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
         if number:
             rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
@@ -100,12 +101,15 @@ class Classifier:
             return self._verdict(rule, said)
         return self._make("exited_abnormally", "exit-default", said)
 
-    def xid(self, code: int, where: str = "") -> Verdict:
-        """The verdict on an NVIDIA Xid of the kernel log. An unknown one is taken as the application's: SEV2."""
+    def xid(self, code: int, where: str = "", rest: str = "") -> Verdict:
+        """The verdict on an NVIDIA Xid of the kernel log. An unknown one is taken as the application's: SEV2.
+
+        ``where``: the device. ``rest``: what the line says after the code; some rules look at it.
+        """
         said = f"Xid {code}" + (f" at {where}" if where else "")
-        rule = self._by_code("xid", code)
-        if rule:
-            return self._verdict(rule, said)
+        for rule in self.table.of_kind("xid"):
+            if code in rule.codes and (not rule.pattern or rule.regex.search(rest)):
+                return self._verdict(rule, said)
         return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
 
     def slurm(self, state: str) -> Verdict:
