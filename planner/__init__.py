@@ -1,4 +1,4 @@
-"""Planning: which job runs on how many nodes, computed before the failure happens; and a simulator that uses the same code.
+"""Planning: which job runs on how many nodes, computed ahead of the failure; and a simulator on the same code.
 
 Pure: standard library and numpy only, no I/O but files given to it.
 """

@@ -1,23 +1,24 @@
 """Gains as integers, so that sums are exact and a tie is a tie.
 
-One int64 *key* per (job, size) holds, most significant first: the gain G, minus the job's disturbance (0 or 1), minus its move
-|x' - x_t|. Keys add up without rounding, so the best sum of keys is the best plan by gain, then by fewest jobs disturbed, then
-by smallest total move, whatever the order in which jobs are summed.
+One int64 *key* per (job, size) holds, most significant first: the gain G, minus the job's disturbance (0 or 1), minus
+its move |x' - x_t|. Keys add up without rounding, so the best sum of keys is the best plan by gain, then by fewest jobs
+disturbed, then by smallest total move, whatever the order in which jobs are summed.
 
-The gain part is exact where the numbers of the scenario are short decimals (all sizes of all jobs are then multiples of one
-unit, and sums that are equal on paper are equal here). Otherwise it is rounded to 2^-40 or less of the sum of the jobs'
-largest gains: plans closer than that count as equal.
+The gain part is exact where the numbers of the scenario are short decimals (all sizes of all jobs are then multiples of
+one unit, and sums that are equal on paper are equal here). Otherwise it is rounded to 2^-40 or less of the sum of the
+jobs' largest gains: plans closer than that count as equal.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from planner.model import Job, Scenario
+from planner.model import Job, PlanError, Scenario
 
 BITS = 60  # the sum of all keys stays below 2^60 in size, which leaves room for bounds in int64
 
@@ -92,26 +93,27 @@ def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
     return None
 
 
-def _exact(scenario: Scenario, limit: int) -> list[np.ndarray] | None:
-    """G / (unit x D_running) of all jobs as exact integers with a sum of sizes below `limit`, or None."""
-    tables = [sizes_of(job, scenario.nodes) for job in scenario.jobs]
-    current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in scenario.jobs]
+def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarray] | None:
+    """G / (unit x D_running) of all jobs as exact integers whose largest sizes add up to less than `limit`, or None."""
+    tables = [sizes_of(job, scenario.nodes) for job in jobs]
+    current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in jobs]
     rates = _integers([rate for _, rate in tables] + current)
     if rates is None:
         return None
     d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
     factors = []
-    for index, job in enumerate(scenario.jobs):
+    for index, job in enumerate(jobs):
         weight, now = _decimal(job.weight), int(rates[len(tables) + index][0])
         costs = [weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
                  for k in _relations(job)]
         factors.append((weight, costs))
     common = math.lcm(*(part.denominator for weight, costs in factors for part in (weight, *costs)))
-    worst = sum(common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in enumerate(factors))
+    worst = sum(common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in
+                enumerate(factors))
     if worst >= 2**62:
         return None
     out = []
-    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates, scenario.jobs, tables):
+    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates[:len(jobs)], jobs, tables, strict=True):
         cost = _by_relation(job, sizes, tuple(int(common * part) for part in costs))
         out.append(int(common * weight) * rate - cost)
     unit = max(int(np.gcd.reduce(np.abs(np.concatenate(out)))), 1)
@@ -119,25 +121,28 @@ def _exact(scenario: Scenario, limit: int) -> list[np.ndarray] | None:
     return out if sum(int(np.abs(values).max()) for values in out) < limit else None
 
 
-def layout(scenario: Scenario) -> Layout:
-    """Room for the tie-break fields: up to one disturbance per job, and every node of the cluster and of the jobs moving."""
-    moves = scenario.nodes + sum(job.nodes for job in scenario.jobs) + 1
-    move_bits = moves.bit_length()
-    return Layout(shift=move_bits + (len(scenario.jobs) + 1).bit_length(), move_bits=move_bits)
+def layout(nodes: int, jobs: Sequence[Job]) -> Layout:
+    """Room for the tie-break fields: one disturbance per job, and every node of the cluster and of the jobs moving."""
+    move_bits = (nodes + sum(job.nodes for job in jobs) + 1).bit_length()
+    return Layout(shift=move_bits + (len(jobs) + 1).bit_length(), move_bits=move_bits)
 
 
-def rows(scenario: Scenario) -> list[Row]:
-    """One Row per job of the scenario, in its order."""
-    form = layout(scenario)
+def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
+    """One Row per job, all in the same scale. jobs: those of the scenario, unless others are given (several variants of
+    one job can be among them)."""
+    jobs = scenario.jobs if jobs is None else jobs
+    form = layout(scenario.nodes, jobs)
     value_bits = BITS - form.shift - 1
-    values = _exact(scenario, 2**value_bits) if value_bits > 0 else None
-    tables = [gains(scenario, job) for job in scenario.jobs]
+    if value_bits < 24:
+        raise PlanError(f"{len(jobs)} jobs on {scenario.nodes} nodes are too many to plan at once")
+    values = _exact(scenario, jobs, 2**value_bits)
+    tables = [gains(scenario, job) for job in jobs]
     if values is None:
         total = sum(float(np.abs(gain).max()) for _, gain in tables)
         scale = 2.0 ** (value_bits - 1) / total if total > 0 else 0.0
         values = [np.rint(gain * scale).astype(np.int64) for _, gain in tables]
     out = []
-    for job, (sizes, _), value in zip(scenario.jobs, tables, values):
+    for job, (sizes, _), value in zip(jobs, tables, values, strict=True):
         moved = np.abs(sizes - job.nodes)
         disturbed = np.zeros_like(sizes) if job.lost_worker else (moved > 0).astype(np.int64)
         out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))

@@ -46,8 +46,8 @@ def whole(value: object, what: str, *, least: int = 0) -> int:
 
 
 class Throughput(dict):
-    """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by size.
-    Raises PlanError. Not to be changed after it is made."""
+    """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by
+    size. Raises PlanError. Not to be changed after it is made."""
 
     def __init__(self, flops: object, what: str = "flops"):
         if not isinstance(flops, Mapping) or not flops:
@@ -75,9 +75,9 @@ class Job:
     flops: achieved aggregate FLOP/s by node count; a count that is not listed cannot be run; 0 nodes is always allowed.
     nodes: x_t. After a failure this is the count *before* it, with `lost_worker` true: the transition is charged at the
         throughput that the job had.
-    transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`), where known.
+    transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`).
     restart_only: no survivor holds the whole state, so every change is a restart from a checkpoint.
-    flops_by_type, node_type: throughput by type of node, and the type that it runs on now (clusters with several types).
+    flops_by_type, node_type: throughput by type of node, and the type it runs on now (clusters with several types).
     """
 
     name: str
@@ -132,15 +132,15 @@ class Job:
 
     def options(self, nodes: int) -> list[int]:
         """All sizes up to `nodes` that the job can be given, ascending, 0 first."""
-        return [0] + sorted(size for size in self.flops if 0 < size <= nodes and self.runs(size))
+        return [0, *(size for size in self.flops if size <= nodes and self.runs(size))]
 
     def disturbed(self, nodes: int) -> bool:
         """The indicator of G: the job lost a worker or its size changes."""
         return self.lost_worker or nodes != self.nodes
 
     def kind(self, nodes: int) -> str | None:
-        """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move (a
-        replacement takes the lost node's place) or grow."""
+        """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
+        (a replacement takes the lost node's place) or grow."""
         if not self.disturbed(nodes) or (nodes == 0 and self.nodes == 0):
             return None
         if self.restart_only or self.nodes == 0:
@@ -152,8 +152,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. types: nodes by type, where there
-    are several (their sum is `nodes`)."""
+    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. types: nodes by type, where
+    there are several (their sum is `nodes`)."""
 
     nodes: int
     jobs: tuple[Job, ...]

@@ -1,6 +1,6 @@
 """Several types of node: a job runs on nodes of one type at a time, with a throughput of its own on each.
 
-The same dynamic program with one table axis per type. A change of type disturbs the job and counts as a move of all its nodes.
+The same dynamic program with one table axis per type. A change of type disturbs the job and moves all its nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _option(scenario, job, kind, size, rate, now, same_type):
 
 
 def solve_typed(scenario: Scenario):
-    """The best Plan where the cluster has several types of node. Raises PlanError where the table would be too large."""
+    """The best Plan where the cluster has several types of node; PlanError where the table would be too large."""
     from planner.solve import Plan, flops_text, nodes_text
 
     kinds = sorted(scenario.types)
@@ -61,9 +61,9 @@ def solve_typed(scenario: Scenario):
     options = [_options(scenario, job) for job in jobs]
     keys = _keys(scenario, options)
     tables = [np.zeros(shape, dtype=np.int64)]
-    for listed, values in zip(reversed(options), reversed(keys)):
+    for listed, values in zip(reversed(options), reversed(keys), strict=True):
         best = tables[-1] + values[0]
-        for (kind, size, *_), key in zip(listed[1:], values[1:]):
+        for (kind, size, *_), key in zip(listed[1:], values[1:], strict=True):
             axis = kinds.index(kind)
             into = tuple(slice(size, None) if a == axis else slice(None) for a in range(len(kinds)))
             since = tuple(slice(None, n - size) if a == axis else slice(None) for a, n in enumerate(shape))
@@ -71,10 +71,11 @@ def solve_typed(scenario: Scenario):
         tables.append(best)
     tables.reverse()
     left, picked = [n - 1 for n in shape], {}
-    for job, listed, values, rest in zip(jobs, options, keys, tables[1:]):
-        total, size, negative, option = max(
-            (key + int(rest[tuple(left)] if o[0] is None else rest[_without(left, kinds.index(o[0]), o[1])]), o[1], -i, o)
-            for i, (o, key) in enumerate(zip(listed, values)) if o[0] is None or o[1] <= left[kinds.index(o[0])])
+    for job, listed, values, rest in zip(jobs, options, keys, tables[1:], strict=True):
+        choices = [(key + int(rest[_without(left, o[0] and kinds.index(o[0]), o[1])]), o[1], -i, o)
+                   for i, (o, key) in enumerate(zip(listed, values, strict=True))
+                   if o[0] is None or o[1] <= left[kinds.index(o[0])]]
+        _, size, _, option = max(choices)
         picked[job.name] = option
         if option[0] is not None:
             left[kinds.index(option[0])] -= size
@@ -87,11 +88,12 @@ def solve_typed(scenario: Scenario):
         reasons[job.name] = (f"{verb} {nodes_text(size)} of type {kind} ({flops_text(rate)})" if kind else
                              "gets no nodes: they bring more weighted FLOP/s in other jobs")
     return Plan(assignment={job.name: picked[job.name][1] for job in scenario.jobs},
-                objective=math.fsum(option[2] for option in picked.values()), waf=waf, reasons=reasons, spares=sum(left),
+                objective=math.fsum(option[2] for option in picked.values()), waf=waf, reasons=reasons,
+                spares=sum(left),
                 types={job.name: picked[job.name][0] for job in scenario.jobs if picked[job.name][0]})
 
 
-def _without(left: list[int], axis: int, size: int) -> tuple[int, ...]:
+def _without(left: list[int], axis: int | None, size: int) -> tuple[int, ...]:
     return tuple(n - size if a == axis else n for a, n in enumerate(left))
 
 
@@ -102,4 +104,5 @@ def _keys(scenario: Scenario, options: list[list[tuple]]) -> list[list[int]]:
     move_bits = moves.bit_length()
     shift = move_bits + (len(options) + 1).bit_length()
     scale = Fraction(2 ** (60 - shift - 2)) / total if total else Fraction(0)
-    return [[(round(Fraction(o[2]) * scale) << shift) - (o[3] << move_bits) - o[4] for o in listed] for listed in options]
+    return [[(round(Fraction(gain) * scale) << shift) - (disturbed << move_bits) - moved
+             for _, _, gain, disturbed, moved in listed] for listed in options]

@@ -29,8 +29,8 @@ from pathlib import Path
 from planner.model import Job, PlanError, Scenario
 
 CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds", "types")
-JOB_KEYS = ("name", "weight", "min_nodes", "max_nodes", "nodes", "lost_worker", "transition_seconds", "transition", "flops",
-            "restart_only", "node_names", "flops_by_type", "node_type")
+JOB_KEYS = ("name", "weight", "min_nodes", "max_nodes", "nodes", "lost_worker", "transition_seconds", "transition",
+            "flops", "restart_only", "node_names", "flops_by_type", "node_type")
 
 
 def load(path: str | Path) -> Scenario:
@@ -111,7 +111,8 @@ def from_dict(data: Mapping) -> Scenario:
         raise PlanError("job must be an array of tables: write [[job]], not [job]")
     settings = {key: cluster[key] for key in ("mtbf_node_hours", "transition_seconds") if key in cluster}
     nodes = cluster["nodes"] if "nodes" in cluster else sum(c for c in types.values() if isinstance(c, int))
-    return Scenario(nodes=nodes, jobs=tuple(_job(job, i + 1) for i, job in enumerate(jobs)), types=dict(types), **settings)
+    made = tuple(_job(job, i + 1) for i, job in enumerate(jobs))
+    return Scenario(nodes=nodes, jobs=made, types=dict(types), **settings)
 
 
 def to_dict(scenario: Scenario) -> dict:
@@ -144,9 +145,9 @@ def _job_dict(job: Job) -> dict:
 
 
 def check_minima(scenario: Scenario) -> None:
-    """Refuses a scenario whose jobs can't all run at once. The planner itself can stop jobs; a file that asks for more than
-    there is, is more often a mistake."""
+    """Refuses a scenario whose jobs can't all run at once. The planner itself can stop jobs; a file that asks for more
+    than there is, is more often a mistake."""
     total = sum(job.min_nodes for job in scenario.jobs)
     if total > scenario.nodes:
-        raise PlanError(f"the jobs' min_nodes add up to {total}, but the cluster has {scenario.nodes} nodes: lower them, or "
-                        "pass --oversubscribed to let the plan stop jobs")
+        raise PlanError(f"the jobs' min_nodes add up to {total}, but the cluster has {scenario.nodes} nodes: lower "
+                        "them, or pass --oversubscribed to let the plan stop jobs")

@@ -1,4 +1,4 @@
-"""The plan for one scenario: Unicron's dynamic program (section 4), exact, with deterministic ties and a reason per job."""
+"""The plan for one scenario: Unicron's dynamic program (section 4), exact, deterministic, with a reason per job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from planner.model import Job, Scenario
 
 @dataclass(frozen=True)
 class Plan:
-    """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F, weighted
-    FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there are several."""
+    """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
+    weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there
+    are several."""
 
     assignment: dict[str, int]
     objective: float
@@ -40,7 +41,7 @@ def solve(scenario: Scenario) -> Plan:
     order = by_name(scenario)
     rows = keys.rows(scenario)
     sizes, _ = tables.optimum([rows[i] for i in order], scenario.nodes)
-    return plan_of(scenario, {scenario.jobs[i].name: size for i, size in zip(order, sizes)})
+    return plan_of(scenario, {scenario.jobs[i].name: size for i, size in zip(order, sizes, strict=True)})
 
 
 def by_name(scenario: Scenario) -> list[int]:
@@ -91,12 +92,13 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
         "shrinks", "the cluster loses least WAF this way" if scenario.nodes else "no nodes are left")
     if nodes < job.nodes and spares and job.lost_worker:
         why = "a replacement would cost more than it brings before the next failure"
-    return f"{lost}{verb} from {job.nodes} to {nodes_text(nodes)} ({now} to {then}): {why}; the transition takes {seconds}"
+    change = f"{verb} from {job.nodes} to {nodes_text(nodes)} ({now} to {then})"
+    return f"{lost}{change}: {why}; the transition takes {seconds}"
 
 
 def _stopped(scenario: Scenario, job: Job) -> str:
     options = job.options(scenario.nodes)
     before = "stays without nodes" if job.nodes == 0 else f"stops and gives up its {nodes_text(job.nodes)}"
     if len(options) == 1:
-        return f"{before}: none of its sizes fits (at least {max(job.min_nodes, min(job.flops))} of {scenario.nodes} nodes needed)"
+        return f"{before}: none of its sizes fits into {nodes_text(scenario.nodes)}"
     return f"{before}: its smallest size is {nodes_text(options[1])}, which bring more weighted FLOP/s in other jobs"

@@ -1,7 +1,7 @@
-"""Max-plus tables: the dynamic program of Unicron, section 4, on integer keys, with a bound that leaves out what can't win.
+"""Max-plus tables: Unicron's dynamic program (section 4) on integer keys, and a bound that leaves out what can't win.
 
-`S(i,j) = max_k S(i-1,j-k) + G(t_i,k)`. A table is an int64 array over j = 0..n, the nodes that may be used; as a job may
-always be given 0 nodes, no entry is ever -inf once a job has been added.
+`S(i,j) = max_k S(i-1,j-k) + G(t_i,k)`. A table is an int64 array over j = 0..n, the nodes that may be used; as a job
+may always be given 0 nodes, no entry of a finished table is -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add(table: np.ndarray, row: Row) -> np.ndarray:
     out = np.full(n + 1, NONE, dtype=np.int64)
     if len(sizes) < DENSE:
         scratch = np.empty(n + 1, dtype=np.int64)
-        for size, key in zip(sizes.tolist(), keys.tolist()):
+        for size, key in zip(sizes.tolist(), keys.tolist(), strict=True):
             shifted = scratch[: n + 1 - size]
             np.add(table[: n + 1 - size], key, out=shifted)
             np.maximum(out[size:], shifted, out=out[size:])
@@ -73,10 +73,10 @@ def prefixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
 
 
 def trace(rows: list[Row], tables: list[np.ndarray], nodes: int) -> list[int]:
-    """The sizes behind `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a total order,
-    as the caller has sorted the jobs by name."""
+    """The sizes behind `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a total
+    order, as the caller has sorted the jobs by name."""
     left, chosen = nodes, []
-    for row, rest in zip(rows, tables[1:]):
+    for row, rest in zip(rows, tables[1:], strict=True):
         usable = int(np.searchsorted(row.sizes, left, side="right"))
         totals = row.keys[:usable] + rest[left - row.sizes[:usable]]
         size = int(row.sizes[usable - 1 - int(np.argmax(totals[::-1]))])
@@ -87,7 +87,7 @@ def trace(rows: list[Row], tables: list[np.ndarray], nodes: int) -> list[int]:
 
 def value_of(rows: list[Row], sizes: list[int]) -> int:
     """The sum of keys of one assignment."""
-    return sum(int(row.keys[np.searchsorted(row.sizes, size)]) for row, size in zip(rows, sizes))
+    return sum(int(row.keys[np.searchsorted(row.sizes, size)]) for row, size in zip(rows, sizes, strict=True))
 
 
 class Bound:
@@ -149,7 +149,7 @@ class Bound:
     def within(self, gap: int) -> list[Row]:
         """The rows without the sizes whose slack is above `gap`; 0 always stays, so that every table is filled."""
         out = []
-        for row, slack in zip(self.rows, self.slack):
+        for row, slack in zip(self.rows, self.slack, strict=True):
             keep = slack <= gap
             keep[0] = True
             out.append(row if keep.all() else Row(row.sizes[keep], row.keys[keep]))
