@@ -1,0 +1,86 @@
+"""The text of slurm.conf, gres.conf and plugstack.conf. Pure. Why each line is there: docs, and `man slurm.conf`."""
+
+from __future__ import annotations
+
+from unicron_ctl.cluster.layout import Layout, Spec
+
+CPUS_PER_NODE = 4
+MEMORY_MB = 2000
+
+
+def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tuple[int, int]) -> str:
+    """slurm.conf for `version` of Slurm, the release as (year, month)."""
+    auth_info = ["cred_expire=5"]  # a requeued job waits this long before it may start again; the default is 120 s
+    if spec.auth == "munge":
+        auth_info.insert(0, f"socket={layout.munge_socket}")
+    gres = f" Gres=gpu:{spec.gpus_per_node}" if spec.gpus_per_node else ""
+    lines = [
+        "ClusterName=unicron",
+        f"SlurmctldHost={hostname}(127.0.0.1)",
+        f"SlurmctldPort={spec.ports[0]}",
+        f"SlurmUser={user}",
+        f"SlurmdUser={user}",
+        f"AuthType=auth/{spec.auth}",
+        f"CredType=cred/{spec.auth}",
+        f"AuthInfo={','.join(auth_info)}",
+        f"StateSaveLocation={layout.save_dir}",
+        f"SlurmdSpoolDir={layout.spool_dir}/%n",
+        f"SlurmctldPidFile={layout.short_dir}/slurmctld.pid",
+        f"SlurmdPidFile={layout.short_dir}/slurmd-%n.pid",
+        f"SlurmctldLogFile={layout.log_dir}/slurmctld.log",
+        f"SlurmdLogFile={layout.log_dir}/slurmd-%n.log",
+        "SlurmctldDebug=info",
+        "SlurmdDebug=info",
+        "LogTimeFormat=iso8601_ms",
+        f"PlugStackConfig={layout.etc_dir}/plugstack.conf",
+        "MailProg=/bin/true",
+        # Works as any user; cgroups need root.
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "JobAcctGatherType=jobacct_gather/none",
+        "AccountingStorageType=accounting_storage/none",
+        "MpiDefault=none",
+        "SwitchType=switch/none" if version < (23, 11) else "",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        "SchedulerType=sched/backfill",
+        "SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0",
+        # The virtual nodes' CPUs and memory are what this file says, not what the machine has.
+        "SlurmdParameters=config_overrides",
+        # 2 would put a node that was set down back into service while its slurmd lives.
+        "ReturnToService=1",
+        "SlurmdTimeout=10",
+        "SlurmctldTimeout=10",
+        "MessageTimeout=10",
+        "InactiveLimit=0",
+        "KillWait=2",
+        "WaitTime=0",
+        "UnkillableStepTimeout=20",
+        "MinJobAge=300",
+        "JobRequeue=1",
+        "MaxArraySize=4001",
+        "GresTypes=gpu" if spec.gpus_per_node else "",
+        *spec.config_lines,
+        f"NodeName=DEFAULT CPUs={CPUS_PER_NODE} Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} "
+        f"ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN{gres}",
+        *(
+            f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={port}"
+            for name, port in zip(spec.node_names, spec.ports[1:], strict=True)
+        ),
+        f"PartitionName=main Nodes=n[1-{spec.nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
+    ]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def gres_conf(layout: Layout, spec: Spec) -> str:
+    """gres.conf with one (empty, ordinary) file per GPU: a count without files makes Slurm call the node invalid."""
+    return "".join(f"Name=gpu File={path}\n" for path in gpu_files(layout, spec))
+
+
+def gpu_files(layout: Layout, spec: Spec) -> list[str]:
+    """The files that stand for GPUs. All virtual nodes share them."""
+    return [f"{layout.gpu_dir}/gpu{i}" for i in range(spec.gpus_per_node)]
+
+
+def plugstack_conf(spec: Spec) -> str:
+    return "".join(line + "\n" for line in spec.plugstack_lines)

@@ -1,0 +1,329 @@
+"""LocalCluster: slurmctld, many slurmd and munged, privately, in a state folder, as any user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+from unicron_ctl.cluster import binaries, configuration, ports, processes
+from unicron_ctl.cluster.layout import Layout, Spec
+from unicron_ctl.cluster.processes import Process
+from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.slurm.client import NodeInfo, SlurmError
+from unicron_ctl.slurm.command_line import CommandLineClient
+
+_START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
+_KILL_LIMIT = 10.0
+_ATTEMPTS = 3
+
+
+class LocalCluster:
+    """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
+
+    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes). Jobs and their history live
+    as long as the cluster is up. Methods raise UserError, one line, for whatever people can mend.
+    """
+
+    def __init__(
+        self,
+        state_dir: str | os.PathLike[str],
+        nodes: int = 6,
+        gpus_per_node: int = 1,
+        plugstack_lines: Sequence[str] = (),
+        auth: str = "munge",
+        config_lines: Sequence[str] = (),
+    ) -> None:
+        self.layout = Layout(state_dir)
+        self.spec = Spec(nodes, gpus_per_node, auth, tuple(plugstack_lines), tuple(config_lines))
+        self.spec.check()
+
+    @classmethod
+    def load(cls, state_dir: str | os.PathLike[str]) -> LocalCluster:
+        """The cluster that was last started in this folder. Raises UserError when there was none."""
+        spec = Layout(state_dir).load()
+        if spec is None:
+            raise UserError(f"no cluster in {state_dir}; start one with: unicronctl cluster up")
+        cluster = cls(state_dir, spec.nodes, spec.gpus_per_node, spec.plugstack_lines, spec.auth, spec.config_lines)
+        cluster.spec = spec
+        return cluster
+
+    def env(self) -> dict[str, str]:
+        """Variables with which Slurm's and munge's programs reach this cluster; add them to the environment."""
+        added = {"SLURM_CONF": str(self.layout.slurm_conf), "PATH": binaries.SEARCH_PATH}
+        if self.spec.auth == "munge":
+            added["MUNGE_SOCKET"] = str(self.layout.munge_socket)
+        return added
+
+    def client(self, timeout: float = 10.0) -> CommandLineClient:
+        """A Slurm client for this cluster."""
+        return CommandLineClient(env=self.env(), timeout=timeout)
+
+    # --- up and down -------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Starts whatever of the cluster does not run, and returns when every node answers. Leaves nothing if it fails."""
+        programs = self._programs()
+        with self._lock():
+            saved, running = self.layout.load(), self.processes()
+            if running and saved is not None and not saved.same_wish(self.spec):
+                raise UserError(
+                    f"a different cluster ({saved.nodes} nodes) is up in {self.layout.state_dir}; "
+                    "run 'unicronctl cluster down' first",
+                    WRONG_USE,
+                )
+            heads = {process.kind for process in running}
+            whole = "slurmctld" in heads and ("munged" in heads or self.spec.auth == "none")
+            if whole and saved is not None and self.layout.slurm_conf.exists():
+                self.spec = saved
+                missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
+                busy = {process.node for process in running if process.kind == "stepd"}
+                self._start_nodes(programs, missing, rebooted={name for name in missing if name not in busy})
+                return
+            self._start_fresh(programs)
+
+    def down(self) -> None:
+        """Ends every process of the cluster and of its jobs at once and removes its sockets. The logs stay."""
+        if not self.layout.state_dir.is_dir() and not self.layout.short_dir.is_dir():
+            return
+        with self._lock():
+            self._clear()
+
+    def _clear(self) -> None:
+        try:
+            processes.kill_all(self.processes, _KILL_LIMIT)
+        except PermissionError:
+            raise UserError(f"the cluster in {self.layout.state_dir} runs as another user; run this as that user") from None
+        except TimeoutError as error:
+            raise UserError(f"the cluster in {self.layout.state_dir} cannot be ended: {error}") from None
+        shutil.rmtree(self.layout.short_dir, ignore_errors=True)
+
+    # --- single nodes ------------------------------------------------------------------------------------------------
+
+    def power_off(self, node: str) -> list[Process]:
+        """Kills everything that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims."""
+        self._check_node(node)
+        return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+
+    def power_on(self, node: str) -> None:
+        """Starts the slurmd of a node again and waits until it has registered. A node that was set down stays down."""
+        self._check_node(node)
+        with self._lock():
+            running = self.processes()
+            if not any(process.kind == "slurmctld" for process in running):
+                raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
+            if node not in _slurmds(running):
+                for left in self.layout.spool_dir.glob(f"{node}/{node}_*"):  # sockets of stepds that died with it
+                    left.unlink(missing_ok=True)
+                self._start_nodes(self._programs(), [node], rebooted={node})
+
+    def _check_node(self, node: str) -> None:
+        if node not in self.spec.node_names:
+            raise UserError(f"no node {node!r}; this cluster has n1 to n{self.spec.nodes}", WRONG_USE)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[Process]:
+        """All living processes of the cluster and its jobs."""
+        return processes.find(self.layout.marks)
+
+    def status(self) -> dict:
+        """For people and for --json. `state` is up, partial (something is missing or does not answer) or down."""
+        running = self.processes()
+        slurmds = _slurmds(running)
+        heads: dict[str, int] = {}
+        for process in running:
+            if process.kind in ("slurmctld", "munged"):
+                heads.setdefault(process.kind, process.pid)
+        known: dict[str, NodeInfo] = {}
+        if "slurmctld" in heads:
+            with contextlib.suppress(SlurmError):
+                known = {info.name: info for info in self.client(timeout=5.0).nodes()}
+        expected = 1 + (self.spec.auth == "munge")
+        whole = len(heads) == expected and len(slurmds) == self.spec.nodes and len(known) == self.spec.nodes
+        return {
+            "state": "up" if whole else "partial" if running else "down",
+            "state_dir": str(self.layout.state_dir),
+            "slurm_conf": str(self.layout.slurm_conf),
+            "auth": self.spec.auth,
+            "port": self.spec.ports[0] if self.spec.ports else None,
+            "slurmctld": heads.get("slurmctld"),
+            "munged": heads.get("munged"),
+            "nodes": [
+                {
+                    "name": name,
+                    "slurmd": slurmds.get(name),
+                    "states": sorted(known[name].states) if name in known else [],
+                    "reason": known[name].reason if name in known else "",
+                    "gpus": self.spec.gpus_per_node,
+                    "tasks": sum(1 for process in running if process.kind == "task" and process.node == name),
+                }
+                for name in self.spec.node_names
+            ],
+        }
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _programs(self) -> dict[str, str]:
+        wanted = ["slurmctld", "slurmd", "scontrol", "sinfo", "squeue"]
+        return binaries.locate(wanted + (["munged"] if self.spec.auth == "munge" else []))
+
+    def _start_fresh(self, programs: dict[str, str]) -> None:
+        """Starts everything from nothing; again with other ports when somebody took one of them in between."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._clear()
+            try:
+                self._write_files(programs, seed=f"{self.layout.state_dir} {attempt}")
+                if self.spec.auth == "munge":
+                    self._start_munged(programs["munged"])
+                self._start_controller(programs["slurmctld"])
+                self._start_nodes(programs, self.spec.node_names)
+                return
+            except BaseException:
+                self._clear()
+                if attempt == _ATTEMPTS or all(map(ports.is_free, self.spec.ports)):
+                    raise
+
+    def _write_files(self, programs: dict[str, str], seed: str) -> None:
+        layout, user = self.layout, _user_name()
+        layout.make_short_dir()
+        shutil.rmtree(layout.save_dir, ignore_errors=True)
+        for folder in (layout.etc_dir, layout.log_dir, layout.save_dir, layout.gpu_dir, layout.spool_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name in self.spec.node_names:
+            (layout.spool_dir / name).mkdir(exist_ok=True)
+        chosen = ports.choose(self.spec.nodes + 1, seed)
+        self.spec = Spec(**{field: getattr(self.spec, field) for field in Spec.__dataclass_fields__} | {"ports": chosen})
+        layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
+        for path in configuration.gpu_files(layout, self.spec):
+            Path(path).touch()
+        hostname = socket.gethostname().split(".")[0]
+        version = binaries.slurm_version(programs["slurmctld"])
+        layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
+        (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
+        (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
+
+    def _start_munged(self, program: str) -> None:
+        folder = self.layout.munge_dir
+        folder.mkdir(mode=0o755, exist_ok=True)
+        folder.chmod(0o755)
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
+        pid = self._launch("munged", command)
+        self._wait("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
+
+    def _start_controller(self, program: str) -> None:
+        pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)])
+        self._wait("slurmctld", pid, self._answers, _START_LIMIT)
+
+    def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
+        """Starts slurmds and waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
+        began = float(int(time.time()))  # Slurm tells start times in whole seconds
+        pids = {}
+        for name in names:
+            command = [programs["slurmd"], "-D", "-f", str(self.layout.slurm_conf), "-N", name]
+            pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []))
+        deadline = time.monotonic() + _START_LIMIT
+        for name, pid in pids.items():
+            self._wait(f"slurmd-{name}", pid, lambda name=name: self._registered(name, began), deadline - time.monotonic())
+
+    def _launch(self, name: str, command: list[str]) -> int:
+        """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
+        # The daemons run in the foreground of a background shell job: the id is known before anything can fail, and
+        # init, not a long-living caller, collects what is left of them. No stream is inherited: a reader would hang.
+        script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'
+        out = self.layout.log_dir / f"{name}.out"
+        env = {"PATH": binaries.SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.layout.slurm_conf)}
+        done = subprocess.run(["/bin/sh", "-c", script, "sh", str(out), *command], env=env, cwd="/", check=True,
+                              capture_output=True, text=True, timeout=10)
+        return int(done.stdout)
+
+    def _wait(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
+        """Waits until a daemon is ready. Raises UserError with the end of its output when it ends or takes too long."""
+        deadline = time.monotonic() + limit
+        while not ready():
+            alive = processes.is_alive(pid)
+            if not alive or time.monotonic() > deadline:
+                what = f"does not answer after {limit:.0f} s" if alive else "ended at once"
+                raise UserError(f"{name} {what}: {self._last_words(name)}")
+            time.sleep(0.03)
+
+    def _last_words(self, name: str) -> str:
+        path = self.layout.log_dir / f"{name}.out"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        telling = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()] or lines
+        return f"{telling[-1].strip() if telling else 'it said nothing'} (all of it: {path})"
+
+    def _answers(self) -> bool:
+        try:
+            return len(self.client(timeout=3.0).nodes()) == self.spec.nodes
+        except SlurmError:
+            return False
+
+    def _registered(self, name: str, since: float) -> bool:
+        try:
+            info = next((info for info in self.client(timeout=3.0).nodes() if info.name == name), None)
+        except SlurmError:
+            return False
+        return (
+            info is not None
+            and info.slurmd_start is not None
+            and info.slurmd_start >= since
+            and not info.states & {"UNKNOWN", "NOT_RESPONDING"}
+        )
+
+    @contextlib.contextmanager
+    def _lock(self, limit: float = 60.0) -> Iterator[None]:
+        """One up or down at a time per state folder. The kernel gives the lock back when its holder dies."""
+        try:
+            self.layout.state_dir.mkdir(parents=True, exist_ok=True)
+            handle = open(self.layout.lock_file, "w")
+        except OSError as error:
+            raise UserError(f"cannot write {self.layout.state_dir} ({error.strerror}); name another with --state-dir") from None
+        with handle:
+            deadline = time.monotonic() + limit
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise UserError(f"another 'unicronctl cluster' works on {self.layout.state_dir}; try again") from None
+                    time.sleep(0.05)
+            yield
+
+
+def _slurmds(running: Sequence[Process]) -> dict[str, int]:
+    """Node name -> process id of its slurmd (the first: a forking slurmd shows twice for a moment)."""
+    found: dict[str, int] = {}
+    for process in running:
+        if process.kind == "slurmd" and process.node is not None:
+            found.setdefault(process.node, process.pid)
+    return found
+
+
+def _connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        raise UserError(f"user id {os.getuid()} has no name in the password database, and Slurm needs one") from None

@@ -1,0 +1,82 @@
+"""`unicronctl cluster`: a private Slurm cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.cluster.layout import default_state_dir
+
+_state_dir = click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=default_state_dir,
+    show_default="$UNICRON_CLUSTER_DIR or ~/.local/state/unicron/cluster",
+    help="Where the cluster's files are.",
+)
+
+
+@click.group("cluster")
+def command() -> None:
+    """A private Slurm cluster on this machine: slurmctld, munged and one slurmd per virtual node, as any user."""
+
+
+@command.command()
+@click.option("--nodes", type=click.IntRange(1, 256), default=6, show_default=True, help="Virtual nodes, n1 to nN.")
+@click.option("--gpus-per-node", type=click.IntRange(0, 64), default=1, show_default=True, help="Pretended GPUs.")
+@click.option("--auth", type=click.Choice(["munge", "none"]), default="munge", show_default=True)
+@click.option("--plugstack", "plugstack_lines", multiple=True, metavar="LINE", help="A line of plugstack.conf.")
+@click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
+@_state_dir
+def up(nodes: int, gpus_per_node: int, auth: str, plugstack_lines: tuple[str, ...], config_lines: tuple[str, ...],
+       state_dir: Path) -> None:
+    """Start the cluster, or what is missing of it."""
+    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines)
+    cluster.up()
+    click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+
+
+@command.command()
+@_state_dir
+def down(state_dir: Path) -> None:
+    """End the cluster and everything that runs on it."""
+    LocalCluster(state_dir).down()
+    click.echo("the cluster is down")
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
+@_state_dir
+def status(as_json: bool, state_dir: Path) -> None:
+    """Show the daemons and what Slurm says of each node."""
+    state = LocalCluster.load(state_dir).status()
+    if as_json:
+        click.echo(json.dumps(state, indent=1))
+        return
+    click.echo(f"cluster  {state['state']}  in {state['state_dir']}  port {state['port']}  auth {state['auth']}")
+    click.echo(f"{'node':8} {'slurmd':>8} {'tasks':>6}  state")
+    for node in state["nodes"]:
+        said = "+".join(node["states"]) or "unknown"
+        why = f"  ({node['reason']})" if node["reason"] else ""
+        click.echo(f"{node['name']:8} {node['slurmd'] or '-':>8} {node['tasks']:>6}  {said}{why}")
+
+
+@command.command("power-off")
+@click.argument("node")
+@_state_dir
+def power_off(node: str, state_dir: Path) -> None:
+    """Kill everything that runs on NODE at once, as a power failure would."""
+    victims = LocalCluster.load(state_dir).power_off(node)
+    click.echo(f"{node} is off: {len(victims)} processes killed")
+
+
+@command.command("power-on")
+@click.argument("node")
+@_state_dir
+def power_on(node: str, state_dir: Path) -> None:
+    """Start NODE again. Slurm keeps it down until it is resumed if it was set down, or was gone unnoticed."""
+    LocalCluster.load(state_dir).power_on(node)
+    click.echo(f"{node} is on")

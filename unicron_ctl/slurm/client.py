@@ -1,0 +1,106 @@
+"""The interface through which everything else sees Slurm.
+
+A job is an array job of one-node elements. A plain job counts as an array of one element, number 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from unicron_ctl.errors import UserError, one_line
+
+# States in which a node may be given work, if nothing else is in its way.
+_BAD_FLAGS = frozenset({"DOWN", "DRAIN", "FAIL", "ERROR", "NOT_RESPONDING", "UNKNOWN", "POWERED_DOWN", "POWERING_DOWN",
+                        "INVAL", "FUTURE", "MAINTENANCE", "REBOOT_ISSUED", "INVALID_REG"})
+
+
+class SlurmError(UserError):
+    """Slurm refused a call or did not answer in time. The text is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node. `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"};
+    `slurmd_start` is in seconds since the epoch, None while slurmd has not registered; `reason` is without its author."""
+
+    name: str
+    states: frozenset[str]
+    reason: str
+    address: str
+    port: int
+    slurmd_start: float | None
+    gpus: int
+
+    @property
+    def healthy(self) -> bool:
+        """True when Slurm could run something there, now or once it is free."""
+        return not self.states & _BAD_FLAGS
+
+
+@dataclass(frozen=True)
+class ElementInfo:
+    """One element of an array job, or a plain job.
+
+    `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node` None
+    unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued.
+    """
+
+    job: str
+    element: int
+    slurm_id: str
+    state: str
+    node: str | None
+    reason: str
+    name: str
+    user: str
+    comment: str
+    restarts: int
+
+    @property
+    def held(self) -> bool:
+        """True when Slurm will not start it until it is released."""
+        return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
+
+
+class SlurmClient(Protocol):
+    """What the controller needs of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails.
+
+    Every mutating call may be repeated: to requeue what is pending already, or to release what is not held, is no error.
+    """
+
+    def nodes(self) -> list[NodeInfo]:
+        """All nodes, by name as Slurm orders them."""
+
+    def elements(self) -> list[ElementInfo]:
+        """All elements of all jobs that Slurm still knows, the finished ones of the last minutes (MinJobAge) included."""
+
+    def down(self, node: str, reason: str) -> None:
+        """Sets a node down: what runs on it is requeued or ended at once."""
+
+    def resume(self, node: str) -> None:
+        """Gives a drained or downed node back to the scheduler. No error for one that is in service."""
+
+    def requeue(self, job: str, element: int) -> None:
+        """Ends a running element and puts it back in the queue, under the same ids."""
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        """The same, but it stays held; `comment` says to people why. Holds an element that is pending."""
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        """Keeps a pending element from starting; `comment` says to people why."""
+
+    def release(self, job: str, element: int) -> None:
+        """Lets a held element start."""
+
+    def pin(self, job: str, element: int, node: str | None) -> None:
+        """A pending element will start on this node and no other; None takes that back."""
+
+    def start_now(self, job: str, element: int) -> None:
+        """Ends the wait that Slurm imposes on a requeued element."""
+
+    def cancel(self, job: str, element: int | None = None) -> None:
+        """Ends an element, or the whole job, for good."""

@@ -1,0 +1,214 @@
+"""SlurmClient over squeue, scontrol and scancel: works with every Slurm release that has `squeue -O` with suffixes (20.11)."""
+
+from __future__ import annotations
+
+import calendar
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
+
+# A byte that neither names nor comments hold; Slurm prints what users wrote without escaping it.
+_SEPARATOR = "\x1f"
+# One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
+_STATE_SYMBOLS = {
+    "*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED", "!": "POWER_DOWN", "-": "PLANNED",
+}
+_ELEMENT_FIELDS = ("ArrayJobID", "ArrayTaskID", "JobID", "State", "NodeList", "Reason", "UserName", "RestartCnt", "Name",
+                   "Comment")
+# Longer than any real name or comment: squeue cuts a field at its width.
+_WIDTH = 1024
+
+
+class CommandLineClient:
+    """Runs Slurm's own programs.
+
+    `env` is added to the environment (SLURM_CONF for a private cluster); `timeout` limits each program, in seconds.
+    With `dry_run`, calls that would change something hand it their command, ready for a shell, and change nothing.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0,
+                 dry_run: Callable[[str], object] | None = None) -> None:
+        # Time zone and formats that people set for themselves must not change what is parsed here.
+        hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
+        self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
+        self._timeout = timeout
+        self._dry_run = dry_run
+        self._is_array: dict[str, bool] = {}
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def version(self) -> str:
+        """Slurm's release, e.g. "22.05.8"."""
+        return self._run(["sinfo", "--version"]).split()[-1]
+
+    def nodes(self) -> list[NodeInfo]:
+        text = self._run(["scontrol", "--all", "--oneliner", "show", "node"])
+        return [parse_node(line) for line in text.splitlines() if line.startswith("NodeName=")]
+
+    def elements(self) -> list[ElementInfo]:
+        fields = ",".join(f"{name}:{_WIDTH}{_SEPARATOR}" for name in _ELEMENT_FIELDS)
+        text = self._run(["squeue", "--noheader", "--all", "--array", "--states=all", "-O", fields])
+        found = []
+        for line in text.split("\n"):
+            if line.strip():
+                element, is_array = parse_element(line)
+                self._is_array[element.job] = is_array
+                found.append(element)
+        return found
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def down(self, node: str, reason: str) -> None:
+        self._change(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={reason}"])
+
+    def resume(self, node: str) -> None:
+        # Slurm calls this an invalid state change for a node that is in service already.
+        self._change(["scontrol", "update", f"NodeName={node}", "State=RESUME"], harmless=("Invalid node state",))
+
+    # --- elements ----------------------------------------------------------------------------------------------------
+
+    def requeue(self, job: str, element: int) -> None:
+        self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        refused = self._change(["scontrol", "requeuehold", self._id(job, element)],
+                               harmless=("Job is pending execution",))
+        if refused:
+            self._change(["scontrol", "hold", self._id(job, element)])
+        self._comment(job, element, comment)
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        self._change(["scontrol", "hold", self._id(job, element)])
+        self._comment(job, element, comment)
+
+    def release(self, job: str, element: int) -> None:
+        self._change(["scontrol", "release", self._id(job, element)])
+
+    def pin(self, job: str, element: int, node: str | None) -> None:
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"ReqNodeList={node or ''}"])
+
+    def start_now(self, job: str, element: int) -> None:
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", "StartTime=now"])
+
+    def cancel(self, job: str, element: int | None = None) -> None:
+        self._change(["scancel", job if element is None else self._id(job, element)])
+
+    def _comment(self, job: str, element: int, comment: str) -> None:
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"Comment={comment}"])
+
+    def _id(self, job: str, element: int) -> str:
+        """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no element 0."""
+        if element == 0 and job not in self._is_array:
+            index = self._run(["squeue", "--noheader", "--states=all", "--jobs", job, "-o", "%K"]).split()
+            self._is_array[job] = bool(index) and index[0] != "N/A"
+        return f"{job}_{element}" if element or self._is_array[job] else job
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def _change(self, command: list[str], harmless: tuple[str, ...] = ()) -> bool:
+        """Runs a command that changes something. True when Slurm refused it for a reason that is listed as harmless."""
+        if self._dry_run is not None:
+            self._dry_run(shlex.join(command))
+            return False
+        try:
+            self._run(command)
+        except SlurmError as error:
+            if any(text in str(error) for text in harmless):
+                return True
+            raise
+        return False
+
+    def _run(self, command: list[str]) -> str:
+        what = " ".join(command[:3])
+        try:
+            done = subprocess.run(command, env=self._env, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout)
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{what}: no answer from Slurm within {self._timeout:g} s") from None
+        except FileNotFoundError:
+            raise SlurmError(f"{command[0]} not found; install with: apt-get install slurm-client") from None
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
+            raise SlurmError(f"{what}: {said}")
+        return done.stdout.decode(errors="replace")
+
+
+def parse_node(line: str) -> NodeInfo:
+    """One line of `scontrol -o show node`. Raises SlurmError for a line without name or state."""
+    # Values may hold spaces and equal signs (OS, Comment, Reason), so take the first of each key; those that people
+    # can write come after all that are read here, except Reason itself.
+    fields: dict[str, str] = {}
+    for key, value in re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(.*?)(?=\s+[A-Z][A-Za-z]*=|\s*$)", line):
+        fields.setdefault(key, value)
+    if "NodeName" not in fields or "State" not in fields:
+        raise SlurmError(f"scontrol show node: cannot read {line[:80]!r}")
+    reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]]*@[^\[\]]*\]|$)", line.rstrip())
+    name = fields["NodeName"]
+    return NodeInfo(
+        name=name,
+        states=parse_states(fields["State"]),
+        reason=reason[1].strip() if reason else "",
+        address=fields.get("NodeAddr", name),
+        port=int(fields["Port"]) if fields.get("Port", "").isdigit() else 6818,
+        slurmd_start=parse_time(fields.get("SlurmdStartTime", "None")),
+        gpus=count_gpus(fields.get("Gres", "")),
+    )
+
+
+def parse_states(text: str) -> frozenset[str]:
+    """"DOWN*+DRAIN" -> {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
+    states = set()
+    for part in text.upper().split("+"):
+        while part and part[-1] in _STATE_SYMBOLS:
+            states.add(_STATE_SYMBOLS[part[-1]])
+            part = part[:-1]
+        if part:
+            states.add(part)
+    return frozenset(states)
+
+
+def parse_time(text: str) -> float | None:
+    """Slurm's own time format, in UTC as this client asks for it, to seconds since the epoch; None for "None", "Unknown"."""
+    try:
+        return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return None
+
+
+def count_gpus(gres: str) -> int:
+    """"gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
+    total = 0
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        words = item.strip().split(":")
+        if words[0] == "gpu":
+            total += int(words[-1]) if words[-1].isdigit() else 1
+    return total
+
+
+def parse_element(line: str) -> tuple[ElementInfo, bool]:
+    """One line of squeue in this client's format, and whether the job is an array. Raises SlurmError for another format."""
+    values = [value.strip() for value in line.split(_SEPARATOR)]
+    if len(values) < len(_ELEMENT_FIELDS):
+        raise SlurmError(f"squeue: cannot read {line.strip()[:80]!r}")
+    field = dict(zip(_ELEMENT_FIELDS, values, strict=False))
+    is_array = field["ArrayTaskID"].isdigit()
+    node = field["NodeList"]
+    info = ElementInfo(
+        job=field["ArrayJobID"],
+        element=int(field["ArrayTaskID"]) if is_array else 0,
+        slurm_id=field["JobID"],
+        state=field["State"],
+        node=node if node and node not in ("(null)", "n/a", "None") else None,
+        reason="" if field["Reason"] == "None" else field["Reason"],
+        name=field["Name"],
+        user=field["UserName"],
+        comment="" if field["Comment"] in ("(null)", "N/A") else field["Comment"],
+        restarts=int(field["RestartCnt"]) if field["RestartCnt"].isdigit() else 0,
+    )
+    return info, is_array

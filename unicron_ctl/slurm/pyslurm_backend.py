@@ -1,0 +1,190 @@
+"""SlurmClient over pyslurm, for clusters whose Slurm release an importable pyslurm was built for.
+
+It answers in about a millisecond where the command line takes ten. A pyslurm fits exactly one major release of Slurm and
+misreads others, so `choose_client` compares before it chooses. pyslurm reads the slurm.conf that SLURM_CONF named when it
+was imported, and each of its calls is limited by that file's MessageTimeout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.slurm.command_line import CommandLineClient, parse_states
+
+
+class PyslurmClient(CommandLineClient):
+    """Reads, and changes elements that have a record of their own, through pyslurm; the rest through the command line.
+
+    Elements of an array that Slurm has not split off yet share the array's record: a change by number would change them
+    all, and only the command line takes JOB_INDEX. The same way is taken for anything that pyslurm cannot express.
+    """
+
+    def __init__(self, pyslurm: ModuleType, env: Mapping[str, str] | None = None, timeout: float = 10.0,
+                 dry_run: Callable[[str], object] | None = None) -> None:
+        super().__init__(env, timeout, dry_run)
+        self._pyslurm = pyslurm
+        self._own_record: dict[tuple[str, int], int] = {}
+
+    def nodes(self) -> list[NodeInfo]:
+        loaded = self._call("load nodes", self._pyslurm.Nodes.load)
+        return [node_info(node) for node in loaded.values()]
+
+    def elements(self) -> list[ElementInfo]:
+        found = []
+        for record in self._call("load jobs", self._pyslurm.Jobs.load).values():
+            for element, own in elements_of(record):
+                info = element_info(record, element)
+                self._is_array[info.job] = record.array_id is not None
+                if own:
+                    self._own_record[info.job, element] = record.id
+                found.append(info)
+        return found
+
+    def down(self, node: str, reason: str) -> None:
+        if self._dry_run is not None:
+            return super().down(node, reason)
+        changes = self._pyslurm.Node(state="DOWN", reason=reason)
+        self._call(f"set node {node} down", lambda: self._pyslurm.Node(node).modify(changes))
+
+    def resume(self, node: str) -> None:
+        if self._dry_run is not None:
+            return super().resume(node)
+        changes = self._pyslurm.Node(state="RESUME")
+        self._call(f"resume node {node}", lambda: self._pyslurm.Node(node).modify(changes), harmless="Invalid node state")
+
+    def requeue(self, job: str, element: int) -> None:
+        if (record := self._record(job, element)) is None:
+            return super().requeue(job, element)
+        self._call(f"requeue {job}_{element}", record.requeue, harmless="pending execution")
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        if (record := self._record(job, element)) is None:
+            return super().requeue_hold(job, element, comment)
+        what = f"requeuehold {job}_{element}"
+        if self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED:
+            self._call(what, record.hold)
+        self._modify(what, record, comment=comment)
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        if (record := self._record(job, element)) is None:
+            return super().hold(job, element, comment)
+        self._call(f"hold {job}_{element}", record.hold)
+        self._modify(f"hold {job}_{element}", record, comment=comment)
+
+    def release(self, job: str, element: int) -> None:
+        if (record := self._record(job, element)) is None:
+            return super().release(job, element)
+        self._call(f"release {job}_{element}", record.release)
+
+    def pin(self, job: str, element: int, node: str | None) -> None:
+        record = self._record(job, element)
+        if record is None or node is None:  # pyslurm takes an empty list for "no change"
+            return super().pin(job, element, node)
+        self._modify(f"pin {job}_{element}", record, required_nodes=[node])
+
+    def start_now(self, job: str, element: int) -> None:
+        if (record := self._record(job, element)) is None:
+            return super().start_now(job, element)
+        self._modify(f"start {job}_{element}", record, begin_time="now")
+
+    def _record(self, job: str, element: int) -> Any | None:
+        """The pyslurm Job of an element that surely has a record of its own. Split-off elements keep theirs for good."""
+        number = self._own_record.get((job, element))
+        return None if number is None or self._dry_run is not None else self._pyslurm.Job(number)
+
+    def _modify(self, what: str, record: Any, **changes: object) -> None:
+        self._call(what, lambda: record.modify(self._pyslurm.JobSubmitDescription(**changes)))
+
+    def _call(self, what: str, function: Callable[[], Any], harmless: str | None = None) -> Any:
+        try:
+            return function()
+        except self._pyslurm.PyslurmError as error:
+            if harmless is not None and harmless in str(error):
+                return _REFUSED
+            raise SlurmError(f"{what}: {error}") from None
+
+
+_REFUSED = object()
+
+
+def node_info(node: Any) -> NodeInfo:
+    """A pyslurm Node as ours."""
+    gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
+    started = node.slurmd_start_time
+    return NodeInfo(
+        name=node.name,
+        states=parse_states(node.state),
+        reason=node.reason or "",
+        address=node.address or node.name,
+        port=node.slurmd_port or 6818,
+        slurmd_start=float(started) if started else None,
+        gpus=gpus,
+    )
+
+
+def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
+    """(element, whether the record is its own) for each element that a pyslurm Job stands for."""
+    if record.array_tasks_waiting:
+        for element in expand_indices(record.array_tasks_waiting):
+            yield element, False
+    else:
+        yield record.array_task_id or 0, True  # pyslurm says None for 0
+
+
+def expand_indices(text: str) -> list[int]:
+    """"0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
+    indices: list[int] = []
+    for part in text.split("%")[0].split(","):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        indices.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+    return indices
+
+
+def element_info(record: Any, element: int) -> ElementInfo:
+    """One element of a pyslurm Job as ours."""
+    reason = record.state_reason or ""
+    return ElementInfo(
+        job=str(record.array_id or record.id),
+        element=element,
+        slurm_id=str(record.id),
+        state=record.state,
+        node=record.allocated_nodes or None,
+        reason="" if reason == "None" else reason,
+        name=record.name or "",
+        user=record.user_name or "",
+        comment=record.comment or "",
+        restarts=record.requeue_count or 0,
+    )
+
+
+def matching_pyslurm(slurm_release: str, load: Callable[[str], ModuleType] = importlib.import_module) -> ModuleType | None:
+    """pyslurm, if it can be imported and was built for this major release ("22.05.8" -> 22.05); else None."""
+    try:
+        module = load("pyslurm")
+    except Exception:  # it links against libslurm and fails in many ways where that is another one
+        return None
+    built_for = getattr(module, "__version__", "").split(".")[:2]
+    wanted = slurm_release.split(".")[:2]
+    same = len(built_for) == 2 and all(part.isdigit() for part in built_for + wanted)
+    return module if same and [int(part) for part in built_for] == [int(part) for part in wanted] else None
+
+
+def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0,
+                  dry_run: Callable[[str], object] | None = None) -> CommandLineClient:
+    """The pyslurm backend where it fits the cluster's release, else the command line's.
+
+    The command line's too when `env` names another cluster than this process's own SLURM_CONF. Raises SlurmError when
+    Slurm's programs are missing or know no cluster.
+    """
+    client = CommandLineClient(env, timeout, dry_run)
+    chosen = (env or {}).get("SLURM_CONF")
+    if chosen is not None and chosen != os.environ.get("SLURM_CONF"):
+        return client
+    module = matching_pyslurm(client.version())
+    return client if module is None else PyslurmClient(module, env, timeout, dry_run)
