@@ -57,7 +57,8 @@ class Layout:
         self.state_dir = Path(os.path.realpath(os.path.expanduser(state_dir)))
         if not re.fullmatch(r"[A-Za-z0-9._/+@~-]+", str(self.state_dir)):
             raise UserError(
-                f"slurm.conf cannot hold the path {str(self.state_dir)!r}; name a state folder without special characters",
+                f"slurm.conf cannot hold the path {str(self.state_dir)!r}; "
+                "name a state folder without special characters",
                 WRONG_USE,
             )
         digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]

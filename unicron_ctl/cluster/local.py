@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
+import functools
 import os
 import pwd
 import shutil
@@ -69,7 +71,7 @@ class LocalCluster:
     # --- up and down -------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Starts whatever of the cluster does not run, and returns when every node answers. Leaves nothing if it fails."""
+        """Starts whatever of the cluster does not run; returns when every node answers. Leaves nothing if it fails."""
         programs = self._programs()
         with self._lock():
             saved, running = self.layout.load(), self.processes()
@@ -100,7 +102,7 @@ class LocalCluster:
         try:
             processes.kill_all(self.processes, _KILL_LIMIT)
         except PermissionError:
-            raise UserError(f"the cluster in {self.layout.state_dir} runs as another user; run this as that user") from None
+            raise UserError(f"the cluster in {self.layout.state_dir} is not yours; run this as its user") from None
         except TimeoutError as error:
             raise UserError(f"the cluster in {self.layout.state_dir} cannot be ended: {error}") from None
         shutil.rmtree(self.layout.short_dir, ignore_errors=True)
@@ -108,7 +110,7 @@ class LocalCluster:
     # --- single nodes ------------------------------------------------------------------------------------------------
 
     def power_off(self, node: str) -> list[Process]:
-        """Kills everything that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims."""
+        """Kills all that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims."""
         self._check_node(node)
         return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
 
@@ -200,7 +202,7 @@ class LocalCluster:
         for name in self.spec.node_names:
             (layout.spool_dir / name).mkdir(exist_ok=True)
         chosen = ports.choose(self.spec.nodes + 1, seed)
-        self.spec = Spec(**{field: getattr(self.spec, field) for field in Spec.__dataclass_fields__} | {"ports": chosen})
+        self.spec = dataclasses.replace(self.spec, ports=chosen)
         layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
         for path in configuration.gpu_files(layout, self.spec):
             Path(path).touch()
@@ -227,7 +229,7 @@ class LocalCluster:
         self._wait("slurmctld", pid, self._answers, _START_LIMIT)
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
-        """Starts slurmds and waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
+        """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
         began = float(int(time.time()))  # Slurm tells start times in whole seconds
         pids = {}
         for name in names:
@@ -235,7 +237,8 @@ class LocalCluster:
             pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []))
         deadline = time.monotonic() + _START_LIMIT
         for name, pid in pids.items():
-            self._wait(f"slurmd-{name}", pid, lambda name=name: self._registered(name, began), deadline - time.monotonic())
+            ready = functools.partial(self._registered, name, began)
+            self._wait(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
 
     def _launch(self, name: str, command: list[str]) -> int:
         """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
@@ -289,7 +292,8 @@ class LocalCluster:
             self.layout.state_dir.mkdir(parents=True, exist_ok=True)
             handle = open(self.layout.lock_file, "w")
         except OSError as error:
-            raise UserError(f"cannot write {self.layout.state_dir} ({error.strerror}); name another with --state-dir") from None
+            folder = self.layout.state_dir
+            raise UserError(f"cannot write {folder} ({error.strerror}); name another with --state-dir") from None
         with handle:
             deadline = time.monotonic() + limit
             while True:
@@ -298,7 +302,8 @@ class LocalCluster:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise UserError(f"another 'unicronctl cluster' works on {self.layout.state_dir}; try again") from None
+                        folder = self.layout.state_dir
+                        raise UserError(f"another 'unicronctl cluster' works on {folder}; try again") from None
                     time.sleep(0.05)
             yield
 

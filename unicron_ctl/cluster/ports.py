@@ -22,8 +22,10 @@ def is_free(port: int) -> bool:
 
 
 def choose(count: int, seed: str) -> tuple[int, ...]:
-    """`count` free ports. The search starts at a place given by `seed`, so that two clusters that start at the same time
-    do not look at the same ports. Raises OSError when there are not enough."""
+    """`count` free ports. Raises OSError when there are not enough.
+
+    The search starts at a place given by `seed`, so that two clusters that start together look at different ports.
+    """
     size = LAST - FIRST
     start = zlib.crc32(seed.encode()) % size
     free: list[int] = []

@@ -1,7 +1,7 @@
 """Finding and ending the processes of one local cluster.
 
-Nothing relies on remembered process ids, which the kernel uses again: every process is recognised by what it *is* at the
-moment of the signal. A daemon has the cluster's own path in its command line; a slurmstepd, whose command line and
+Nothing relies on remembered process ids, which the kernel uses again: every process is recognised by what it *is* at
+the moment of the signal. A daemon has the cluster's own path in its command line; a slurmstepd, whose command line and
 environment Slurm overwrites with a title, holds a file of the cluster open; a task has SLURM_CONF and SLURMD_NODENAME
 in its environment or descends from a stepd. The signal goes through a pidfd that is opened before the check.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd or task; `node` is None for the first two."""
+    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd or task; the first two have no node."""
 
     pid: int
     kind: str

@@ -10,9 +10,11 @@ from typing import Protocol
 
 from unicron_ctl.errors import UserError, one_line
 
-# States in which a node may be given work, if nothing else is in its way.
-_BAD_FLAGS = frozenset({"DOWN", "DRAIN", "FAIL", "ERROR", "NOT_RESPONDING", "UNKNOWN", "POWERED_DOWN", "POWERING_DOWN",
-                        "INVAL", "FUTURE", "MAINTENANCE", "REBOOT_ISSUED", "INVALID_REG"})
+# In any of these states a node is given no work (man sinfo, NODE STATE CODES).
+_UNUSABLE = frozenset(
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN POWERED_DOWN POWERING_DOWN INVAL "
+    "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED".split()
+)
 
 
 class SlurmError(UserError):
@@ -24,8 +26,11 @@ class SlurmError(UserError):
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node. `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"};
-    `slurmd_start` is in seconds since the epoch, None while slurmd has not registered; `reason` is without its author."""
+    """One node.
+
+    `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
+    seconds since the epoch, None while slurmd has not registered; `reason` is without its author.
+    """
 
     name: str
     states: frozenset[str]
@@ -38,15 +43,15 @@ class NodeInfo:
     @property
     def healthy(self) -> bool:
         """True when Slurm could run something there, now or once it is free."""
-        return not self.states & _BAD_FLAGS
+        return not self.states & _UNUSABLE
 
 
 @dataclass(frozen=True)
 class ElementInfo:
     """One element of an array job, or a plain job.
 
-    `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node` None
-    unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued.
+    `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node`
+    None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued.
     """
 
     job: str
@@ -69,14 +74,14 @@ class ElementInfo:
 class SlurmClient(Protocol):
     """What the controller needs of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails.
 
-    Every mutating call may be repeated: to requeue what is pending already, or to release what is not held, is no error.
+    Every mutating call may be repeated: to requeue what is pending, or to release what is not held, is no error.
     """
 
     def nodes(self) -> list[NodeInfo]:
         """All nodes, by name as Slurm orders them."""
 
     def elements(self) -> list[ElementInfo]:
-        """All elements of all jobs that Slurm still knows, the finished ones of the last minutes (MinJobAge) included."""
+        """All elements of all jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included."""
 
     def down(self, node: str, reason: str) -> None:
         """Sets a node down: what runs on it is requeued or ended at once."""

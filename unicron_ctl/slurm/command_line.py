@@ -1,4 +1,4 @@
-"""SlurmClient over squeue, scontrol and scancel: works with every Slurm release that has `squeue -O` with suffixes (20.11)."""
+"""SlurmClient over squeue, scontrol and scancel, for every Slurm release whose `squeue -O` knows suffixes (20.11)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _STATE_SYMBOLS = {
     "*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "$": "MAINTENANCE",
     "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED", "!": "POWER_DOWN", "-": "PLANNED",
 }
-_ELEMENT_FIELDS = ("ArrayJobID", "ArrayTaskID", "JobID", "State", "NodeList", "Reason", "UserName", "RestartCnt", "Name",
-                   "Comment")
+_ELEMENT_FIELDS = (
+    "ArrayJobID", "ArrayTaskID", "JobID", "State", "NodeList", "Reason", "UserName", "RestartCnt", "Name", "Comment",
+)
 # Longer than any real name or comment: squeue cuts a field at its width.
 _WIDTH = 1024
 
@@ -128,7 +129,9 @@ class CommandLineClient:
     def _run(self, command: list[str]) -> str:
         what = " ".join(command[:3])
         try:
-            done = subprocess.run(command, env=self._env, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout)
+            done = subprocess.run(
+                command, env=self._env, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout
+            )
         except subprocess.TimeoutExpired:
             raise SlurmError(f"{what}: no answer from Slurm within {self._timeout:g} s") from None
         except FileNotFoundError:
@@ -174,7 +177,7 @@ def parse_states(text: str) -> frozenset[str]:
 
 
 def parse_time(text: str) -> float | None:
-    """Slurm's own time format, in UTC as this client asks for it, to seconds since the epoch; None for "None", "Unknown"."""
+    """Slurm's time format, in UTC as this client asks for it, to seconds since the epoch; None for "Unknown"."""
     try:
         return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -192,7 +195,7 @@ def count_gpus(gres: str) -> int:
 
 
 def parse_element(line: str) -> tuple[ElementInfo, bool]:
-    """One line of squeue in this client's format, and whether the job is an array. Raises SlurmError for another format."""
+    """One line of squeue in this client's format, and whether the job is an array. Raises SlurmError if it is not."""
     values = [value.strip() for value in line.split(_SEPARATOR)]
     if len(values) < len(_ELEMENT_FIELDS):
         raise SlurmError(f"squeue: cannot read {line.strip()[:80]!r}")

@@ -1,8 +1,8 @@
 """SlurmClient over pyslurm, for clusters whose Slurm release an importable pyslurm was built for.
 
-It answers in about a millisecond where the command line takes ten. A pyslurm fits exactly one major release of Slurm and
-misreads others, so `choose_client` compares before it chooses. pyslurm reads the slurm.conf that SLURM_CONF named when it
-was imported, and each of its calls is limited by that file's MessageTimeout.
+It answers in about a millisecond where the command line takes ten. A pyslurm fits exactly one major release of Slurm
+and misreads others, so `choose_client` compares before it chooses. pyslurm reads the slurm.conf that SLURM_CONF named
+when it was imported, and each of its calls is limited by that file's MessageTimeout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class PyslurmClient(CommandLineClient):
         if self._dry_run is not None:
             return super().resume(node)
         changes = self._pyslurm.Node(state="RESUME")
-        self._call(f"resume node {node}", lambda: self._pyslurm.Node(node).modify(changes), harmless="Invalid node state")
+        what = f"resume node {node}"
+        self._call(what, lambda: self._pyslurm.Node(node).modify(changes), harmless="Invalid node state")
 
     def requeue(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
@@ -93,7 +94,7 @@ class PyslurmClient(CommandLineClient):
         self._modify(f"start {job}_{element}", record, begin_time="now")
 
     def _record(self, job: str, element: int) -> Any | None:
-        """The pyslurm Job of an element that surely has a record of its own. Split-off elements keep theirs for good."""
+        """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""
         number = self._own_record.get((job, element))
         return None if number is None or self._dry_run is not None else self._pyslurm.Job(number)
 
@@ -163,7 +164,9 @@ def element_info(record: Any, element: int) -> ElementInfo:
     )
 
 
-def matching_pyslurm(slurm_release: str, load: Callable[[str], ModuleType] = importlib.import_module) -> ModuleType | None:
+def matching_pyslurm(
+    slurm_release: str, load: Callable[[str], ModuleType] = importlib.import_module
+) -> ModuleType | None:
     """pyslurm, if it can be imported and was built for this major release ("22.05.8" -> 22.05); else None."""
     try:
         module = load("pyslurm")
