@@ -1,0 +1,85 @@
+"""Process supervision (method 2 of PAPER section 3): the ranks' processes as children of their agent.
+
+A pidfd becomes readable the moment a child ends, so an exit is known in well under a millisecond and without polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 60
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: no rank outlives its agent (prctl(2))."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """One supervised process in a process group of its own. Its standard error passes through, and its last lines are kept."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        self.started = time.time()
+        self._process = subprocess.Popen(command, env=dict(environment), stderr=subprocess.PIPE, process_group=0, preexec_fn=_die_with_parent)
+        assert self._process.stderr is not None
+        self.stderr = self._process.stderr.fileno()
+        os.set_blocking(self.stderr, False)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self._partial = b""
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def pass_stderr(self) -> bool:
+        """Forward what the process wrote to standard error; False when it has closed it."""
+        try:
+            data = os.read(self.stderr, 65536)
+        except BlockingIOError:
+            return True
+        with contextlib.suppress(OSError):
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._tail.extend(line.decode(errors="replace") for line in lines if line.strip())
+        return bool(data)
+
+    def tail(self) -> str:
+        """The last lines of standard error."""
+        return "\n".join([*self._tail, *([self._partial.decode(errors="replace")] if self._partial.strip() else [])])
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        return self._process.poll()
+
+    def reap(self, seconds: float) -> int | None:
+        """Wait up to `seconds` for the exit; drains standard error so that the last lines are there."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        while self.poll() is not None and self._readable() and self.pass_stderr():
+            pass
+        return self.poll()
+
+    def _readable(self) -> bool:
+        import select
+
+        return bool(select.select([self.stderr], [], [], 0)[0])
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Release the descriptors of an ended process."""
+        os.close(self.pidfd)
+        assert self._process.stderr is not None
+        self._process.stderr.close()

@@ -1,0 +1,365 @@
+"""The training loop that survives: one object between a Megatron training script and the generation protocol (DESIGN section 6).
+
+A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost every survivor
+stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the controller's plan. Newcomers
+and leavers change the membership at an iteration boundary, which all members reach in the same iteration because the commit
+all-reduce carries the offer that each holds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from detector.rank_channel import RankChannel
+from transition import groups, migrate
+from transition.gradients import Gradients, PeerLost
+from transition.ledger import Ledger, LedgerError, deal
+from transition.unblock import Unblocker
+from transition.watch import Plan, PlanTimeout, Watch
+
+PLAN_TIMEOUT = 600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
+PROGRESS_SECONDS = 0.2  # at most one progress message per this time
+FATAL = (migrate.StateMismatch, groups.UnsupportedLayout, PlanTimeout, LedgerError)  # never answered by another try
+SELF_STOPS = 3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `loss` is the mean over all micro-batches of the iteration, the same number on every rank."""
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    seconds: float
+    generation: int
+    world_size: int
+
+
+class _Rejoined(Exception):
+    """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
+
+
+class Process:
+    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no channel."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+        self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
+        self.unblocker = Unblocker()
+        self.watch = Watch(self.slot, self.unblocker.unblock)
+        self.channel = RankChannel.from_environment(self.watch.on_message)
+        if self.channel is not None:
+            self.channel.install_excepthook()
+
+    @property
+    def device(self) -> torch.device:
+        """Where collectives of this backend want their tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+
+_process: Process | None = None
+
+
+def init_process_group(backend: str) -> None:
+    """In place of `torch.distributed.init_process_group`.
+
+    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's generations.
+    Without an agent it is torch's own call with the usual environment variables.
+    """
+    global _process
+    _process = Process(backend)
+    if _process.channel is None:
+        dist.init_process_group(backend, timeout=groups.collective_timeout())
+        return
+    groups.init_world(backend, dist.HashStore(), 0, 1)
+
+
+class Session:
+    """Iterate over it: one :class:`StepResult` for each optimizer step.
+
+    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step, fetch: see
+    :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal.
+    """
+
+    def __init__(self, *, model: Sequence[Any], optimizer: Any, scheduler: Any, micro_batches: int, forward_step: Callable[..., Any],
+                 fetch: Callable[[int, int], Any], seq_length: int, micro_batch_size: int, train_iterations: int, start_iteration: int = 0):
+        if _process is None:
+            raise RuntimeError("call transition.init_process_group(backend) before transition.Session(...)")
+        if micro_batches < 1 or train_iterations < start_iteration:
+            raise ValueError(f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and {start_iteration}")
+        groups.check_layout()
+        self._process = _process
+        self._watch, self._channel, self.slot = _process.watch, _process.channel, _process.slot
+        self._model, self._optimizer, self._scheduler = list(model), optimizer, scheduler
+        self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
+        self._state = migrate.TrainingState(model, optimizer, scheduler)
+        self._gradients = Gradients(model, forward_step, fetch, micro_batches,
+                                    {"seq_length": seq_length, "micro_batch_size": micro_batch_size}, self._watch.lost, self._progress)
+        parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
+        self._samples = micro_batches * micro_batch_size
+        self._flops = 6.0 * parameters * self._samples * seq_length  # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1)
+        self._members: list[int] = list(range(dist.get_world_size())) if self._channel is None else []
+        self._rank = dist.get_rank() if self._channel is None else 0
+        self.generation = 0
+        self._entered_first = self._channel is None
+        self._phase = "computing"
+        self._next_assignment: list[int] | None = None
+        self._ledger = Ledger(start_iteration, micro_batches, [])
+        self._seconds, self._loss = 0.0, None
+        self._last_progress = 0.0
+        self._self_stops = 0
+        self._timing: dict[str, float] = {}
+        self._roles: dict[str, Any] | None = None
+        self._agreed_offer: Plan | None = None
+
+    # ------------------------------------------------------------ the loop
+    def __iter__(self) -> Iterator[StepResult]:
+        if self._channel is not None:
+            self._publish("waiting")
+            self._enter_until_in(self._wait_plan())
+        while self.iteration < self.train_iterations:
+            try:
+                result = self._train_iteration()
+            except _Rejoined:
+                continue
+            yield result
+            if self._agreed_offer is not None and self.iteration < self.train_iterations:
+                self._change_membership(self._agreed_offer)
+        self._finish()
+
+    def _change_membership(self, offer: Plan) -> None:
+        """At an iteration boundary: enter what everybody holds, or the plan that follows when it breaks on the way."""
+        plan = self._enter_until_in(offer)
+        if not plan.boundary:
+            self._next_assignment = plan.assignment.get(self.slot)
+
+    def _train_iteration(self) -> StepResult:
+        began = time.perf_counter()
+        self._agreed_offer = None
+        assigned = self._next_assignment if self._next_assignment is not None else deal(self.micro_batches, self._members)[self._my_place()]
+        self._next_assignment = None
+        self._ledger = Ledger(self.iteration, self.micro_batches, assigned)
+        self._gradients.begin()
+        self._optimizer.zero_grad()
+        self._set_phase("computing")
+        loss = self._until_committed()
+        result = self._step(loss, began)
+        self._set_phase("stepped")
+        return result
+
+    def _my_place(self) -> int:
+        return self.slot if self._channel is not None else self._rank
+
+    def _until_committed(self) -> float:
+        """Compute, reduce and commit, over as many generations as it takes; returns the iteration's loss."""
+        loss = 0.0
+        while True:
+            try:
+                self._gradients.compute(self._ledger)
+                self._set_phase("reducing")
+                loss = self._reduce()
+                self._set_phase("synced")
+                self._agreed_offer = self._commit()
+                return loss
+            except (PeerLost, RuntimeError) as error:
+                if not self._is_loss(error):
+                    raise
+                if self._recover(error):
+                    return loss
+
+    def _is_loss(self, error: Exception) -> bool:
+        """Whether `error` means a broken generation rather than a fault of the training script itself."""
+        if self._channel is None or isinstance(error, FATAL):
+            return False
+        if isinstance(error, PeerLost) or self._watch.lost():
+            return True
+        self._self_stops += 1
+        in_collective = self._phase in ("reducing", "synced") and type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        return in_collective and self._self_stops <= SELF_STOPS
+
+    def _reduce(self) -> float:
+        """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean loss.
+
+        The losses travel with the counts so that the job's loss does not depend on who computed what.
+        """
+        proof = torch.zeros(2, self.micro_batches, dtype=torch.float64)
+        for index, loss in self._ledger.losses.items():
+            if index in self._ledger.done:
+                proof[1, index] = loss.double().cpu()
+        for index in self._ledger.done:
+            proof[0, index] += 1
+        proof = proof.to(self._process.device)
+        if self._channel is None and dist.get_world_size() == 1:
+            self._gradients.reduce()
+        else:
+            work = dist.all_reduce(proof, async_op=True)
+            self._gradients.reduce()
+            work.wait()
+        Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
+        return float(proof[1].mean())
+
+    def _commit(self) -> Plan | None:
+        """Nobody steps before all are synced. Returns the offer that every member holds, if there is one."""
+        if self._channel is None:
+            return None
+        offer = self._watch.offer
+        held = torch.zeros(len(self._members), dtype=torch.int64)
+        held[self._members.index(self.slot)] = offer.generation if offer else 0
+        held = held.to(self._process.device)
+        dist.all_reduce(held)
+        everyone = set(held.tolist())
+        return offer if offer is not None and everyone == {offer.generation} else None
+
+    def _step(self, loss: float, began: float) -> StepResult:
+        succeeded, grad_norm, _ = self._optimizer.step()
+        if self._scheduler is not None and succeeded:
+            self._scheduler.step(increment=self._samples)
+        self._self_stops = 0
+        self._seconds, self._loss = time.perf_counter() - began, loss
+        result = StepResult(self.iteration, loss, None if grad_norm is None else float(grad_norm), float(self._optimizer.param_groups[0]["lr"]),
+                            self._seconds, self.generation, len(self._members))
+        if self._channel is not None:
+            self._channel.send("step", generation=self.generation, iteration=self.iteration, micro_batches=self._ledger.done,
+                               computed=self._ledger.computed, total=self.micro_batches, seconds=self._seconds, loss=loss, at=time.time())
+            if self._timing:
+                self._timing["stepped"] = time.time()
+                self._channel.send("timing", generation=self.generation, seconds=self._timing)
+                self._timing = {}
+        self.iteration += 1
+        return result
+
+    # ------------------------------------------------------------ generations
+    def _recover(self, error: Exception) -> bool:
+        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it is."""
+        self._timing = {"broken": self._watch.broken_at, "caught": time.time()}
+        self._stop(error)
+        plan = self._wait_plan()
+        self._timing["planned"] = time.time()
+        plan = self._enter_until_in(plan)
+        if self.slot in plan.joiners:
+            raise _Rejoined
+        if plan.step == self._ledger.iteration and self._phase == "synced":
+            self._next_assignment = plan.assignment.get(self.slot)
+            return True
+        self._timing["restored_buckets"] = float(self._gradients.restore())
+        self._ledger.reassign(plan.assignment[self.slot])
+        self._set_phase("computing")
+        return False
+
+    def _stop(self, error: Exception) -> None:
+        """All collectives of the generation are left for good; say where this rank stands."""
+        self._watch.give_up()
+        self._process.unblocker.unblock()  # the neighbours learn of it at once
+        fault = None
+        if not isinstance(error, PeerLost):
+            fault = {"type": type(error).__name__, "text": str(error)[:2000], "at": time.time()}
+        self._publish("stopped", fault=fault)
+
+    def _wait_plan(self) -> Plan:
+        plan = self._watch.wait_plan(float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT)))
+        while self.slot not in plan.members:
+            self._publish("left")
+            plan = self._watch.wait_plan(None)  # a spare: Slurm or its agent ends it
+        return plan
+
+    def _enter_until_in(self, plan: Plan) -> Plan:
+        """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
+        while True:
+            if self.slot not in plan.members:
+                self._leave()
+                plan = self._wait_plan()
+            try:
+                self._enter(plan)
+                return plan
+            except (PeerLost, RuntimeError, ConnectionError) as error:
+                if isinstance(error, FATAL):
+                    raise
+                self._watch.give_up()
+                self._process.unblocker.unblock()
+                if not self._entered_first:
+                    self._watch.put_back()
+                self._publish("stopped" if self._entered_first else "waiting")
+                plan = self._wait_plan()
+
+    def _leave(self) -> None:
+        """A plan went on without this rank: let go of everything, so that the others do not wait for it."""
+        self._watch.give_up()
+        groups.tear_down()
+        self._process.unblocker.disarm()
+        self._publish("left")
+
+    def _enter(self, plan: Plan) -> None:
+        self._watch.enter(plan)
+        newcomer = not self._entered_first or self.slot in plan.joiners
+        self._publish("entering", entering=plan.generation)
+        old = self._roles or groups.roles()
+        self._roles = old  # what Megatron's objects point to until they are re-pointed, however often this is tried
+        groups.tear_down()
+        with self._process.unblocker.building():
+            store = groups.connect_store(plan.store, plan.prefix, self._watch.lost)
+            if newcomer and self.slot != plan.source:
+                groups.wait_for_members(store)
+            else:
+                groups.open_to_newcomers(store)
+            self._check_alive()
+            groups.rebuild(self._process.backend, store, plan.members, self.slot)
+            self._check_alive()
+        groups.repoint(groups.group_holders(self._model, self._optimizer), old, groups.roles())
+        self._roles = None
+        self._gradients.adopt_groups()
+        self._timing["grouped"] = time.time()
+        self._members = list(plan.members)
+        if plan.joiners and plan.source is not None:
+            self._migrate(plan, newcomer)
+        self._check_alive()
+        self.generation, self._entered_first = plan.generation, True
+        self._timing["entered"] = time.time()
+        if newcomer:
+            self._next_assignment = plan.assignment.get(self.slot)
+            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
+        self._publish("running")
+
+    def _migrate(self, plan: Plan, newcomer: bool) -> None:
+        source = plan.members.index(plan.source)
+        self.iteration = migrate.transfer(self._state, self.iteration, source, newcomer, self._process.device)
+
+    def _check_alive(self) -> None:
+        if self._watch.lost():
+            raise PeerLost("a member was lost while the generation was entered")
+
+    # ------------------------------------------------------------ telling the agent
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+        if self._channel is not None:
+            self._publish("running")
+
+    def _progress(self) -> None:
+        now = time.perf_counter()
+        if self._channel is not None and now - self._last_progress > PROGRESS_SECONDS:
+            self._last_progress = now
+            self._publish("running")
+
+    def _publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None) -> None:
+        if self._channel is None:
+            return
+        self._channel.send(
+            "rank", state=state, generation=self.generation, entering=entering, broken=self._watch.broken, iteration=self._reported_iteration(),
+            phase=self._phase, done=self._ledger.done, micro_batches=self.micro_batches, train_iterations=self.train_iterations,
+            flops_per_iteration=self._flops, iteration_seconds=self._seconds, loss=self._loss, fault=fault)
+
+    def _reported_iteration(self) -> int:
+        """The iteration that the ledger is about; before the first one, the iteration to start with."""
+        return self._ledger.iteration if self.generation else self.iteration
+
+    def _finish(self) -> None:
+        if self._channel is not None:
+            self._publish("finished")
+            self._channel.close()

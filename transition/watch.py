@@ -1,0 +1,145 @@
+"""What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
+
+Rules of DESIGN section 6: a message about an older generation is ignored, a repeated one does no harm, and a Break ends every
+generation up to its number, those that are offered or being entered included.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KICK_SECONDS = 0.02  # how often a main thread that enters a collective late is freed again
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A generation as the controller planned it; the fields are those of `unicron_ctl.wire.Plan`."""
+
+    generation: int
+    members: list[int]
+    store: str
+    prefix: str
+    boundary: bool = False
+    joiners: list[int] = field(default_factory=list)
+    source: int | None = None
+    step: int | None = None
+    iteration: int | None = None
+    assignment: dict[int, list[int]] = field(default_factory=dict)
+    reason: str = ""
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Plan:
+        """From the agent's message; unknown keys are ignored. Raises KeyError or TypeError for a malformed one."""
+        known = {name: message[name] for name in cls.__dataclass_fields__ if name in message}
+        known["assignment"] = {int(slot): list(indices) for slot, indices in (message.get("assignment") or {}).items()}
+        return cls(**known)
+
+
+class PlanTimeout(RuntimeError):
+    """No plan came in time: the job cannot be healed now."""
+
+
+class Watch:
+    """Thread-safe. `unblock` is called from a thread of its own, again and again, while the main thread has not acknowledged a Break."""
+
+    def __init__(self, slot: int, unblock: Callable[[], Any]):
+        self.slot = slot
+        self._unblock = unblock
+        self._changed = threading.Condition()
+        self._active = 0  # the generation that the main thread is in, or is entering
+        self._member = False  # has a place in the job: offers wait for a boundary
+        self._broken = 0
+        self._acknowledged = 0
+        self._plan: Plan | None = None
+        self._offer: Plan | None = None
+        self.broken_at = 0.0  # this process's clock, for the timing of a recovery
+        threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
+
+    # ------------------------------------------------------------ the channel's thread
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """Take in a `break` or a `plan`; other kinds are not for the rank."""
+        if message["kind"] == "break":
+            self._on_break(int(message["generation"]))
+        elif message["kind"] == "plan":
+            self._on_plan(Plan.from_message(message))
+
+    def _on_break(self, generation: int) -> None:
+        with self._changed:
+            if generation <= self._broken:
+                return
+            if not self.lost():
+                self.broken_at = time.time()
+            self._broken = generation
+            if self._offer is not None and self._offer.generation <= generation:
+                self._offer = None
+            if self._plan is not None and self._plan.generation <= generation:
+                self._plan = None
+            self._changed.notify_all()
+
+    def _on_plan(self, plan: Plan) -> None:
+        with self._changed:
+            if plan.generation <= max(self._active, self._broken):
+                return
+            if plan.boundary and self._member:
+                self._offer = plan
+            else:
+                self._plan = plan
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ the main thread
+    @property
+    def broken(self) -> int:
+        """All generations up to this one are over."""
+        return self._broken
+
+    @property
+    def offer(self) -> Plan | None:
+        """The boundary plan that this rank holds, if any."""
+        return self._offer
+
+    def lost(self) -> bool:
+        """The generation that this rank is in, or is entering, is over."""
+        return bool(self._active) and self._broken >= self._active
+
+    def enter(self, plan: Plan) -> None:
+        """The main thread starts to enter `plan`."""
+        with self._changed:
+            self._active, self._member = plan.generation, True
+            if self._offer is not None and self._offer.generation <= plan.generation:
+                self._offer = None
+            self._plan = None
+
+    def give_up(self) -> int:
+        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken number."""
+        with self._changed:
+            self._broken = max(self._broken, self._active)
+            self._acknowledged = self._broken
+            if self._offer is not None and self._offer.generation <= self._broken:
+                self._offer = None
+            return self._broken
+
+    def put_back(self) -> None:
+        """A newcomer that did not get in is a newcomer again."""
+        with self._changed:
+            self._member = False
+
+    def wait_plan(self, timeout: float | None) -> Plan:
+        """The next plan to enter. Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._plan is not None, timeout):
+                raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
+            plan, self._plan = self._plan, None
+            assert plan is not None
+            return plan
+
+    # ------------------------------------------------------------ the unblocking thread
+    def _kick(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.lost() and self._acknowledged < self._broken)
+                self._unblock()  # under the lock, so that the main thread cannot be on to the next generation's sockets
+            time.sleep(KICK_SECONDS)

@@ -1,0 +1,286 @@
+"""The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
+
+It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the controller says.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import msgspec
+import zmq
+
+from unicron_ctl import wire
+from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.ranks import Rank, python_of, rank_environment, stop_all
+from unicron_ctl.credential import make_credential
+
+REGISTER_SECONDS = 0.5
+QUIET_SECONDS = 0.2  # at most one unhurried status per this time
+ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
+DEATH_OF_CONTROLLER = 3.0  # heartbeats unanswered... the controller pings in this many seconds
+
+
+class Agent:
+    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the exit code of the element."""
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        self.place, self.command = place, list(command)
+        self.identity = uuid.uuid4().hex
+        self._context = zmq.Context()
+        self._controller = self._context.socket(zmq.DEALER)
+        self._controller.setsockopt(zmq.IDENTITY, f"{place.label}.{self.identity[:8]}".encode())
+        self._controller.setsockopt(zmq.LINGER, 500)
+        self._controller.setsockopt(zmq.SNDHWM, 10000)
+        self._controller.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._controller.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._controller.connect(address)
+        self._folder = tempfile.mkdtemp(prefix=f"unicron-{place.label}-")
+        endpoint = f"ipc://{self._folder}/ranks"
+        self._channel = self._context.socket(zmq.ROUTER)
+        self._channel.bind(endpoint)
+        environment = rank_environment(place, endpoint, dict(os.environ))
+        self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
+        self._identities: dict[int, bytes] = {}
+        self._store: subprocess.Popen[bytes] | None = None
+        self._store_address = ""
+        self._period = 1.0
+        self._welcomed = self._registered = False
+        self._last_register = self._last_status = self._last_heard = 0.0
+        self._dirty = False
+        self._exit_code: int | None = None
+        self._poller = zmq.Poller()
+        for socket in (self._controller, self._channel):
+            self._poller.register(socket, zmq.POLLIN)
+        self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
+
+    # ------------------------------------------------------------ life
+    def connect(self, seconds: float) -> bool:
+        """Register; False when no controller has answered within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._welcomed and self._exit_code is None and time.monotonic() < deadline:
+            self._register()
+            if self._controller.poll(100):
+                self._from_controller()
+        return self._welcomed
+
+    def run(self) -> int:
+        """Start the ranks and serve until the element is over."""
+        self._wakeup = self._catch_signals()
+        self._start_store()
+        for rank in self.ranks.values():
+            self._start(rank, 0)
+        try:
+            while self._exit_code is None:
+                self._turn()
+        finally:
+            self.close()
+        return self._exit_code
+
+    def close(self) -> None:
+        """End the ranks and the store, leave no socket behind."""
+        stop_all(list(self.ranks.values()))
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait(5)
+        self._controller.close()
+        self._channel.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
+        for descriptor, _ in self._poller.poll(max(0, int(wait * 1000))):
+            if descriptor is self._controller:
+                while self._controller.poll(0) and self._exit_code is None:
+                    self._from_controller()
+            elif descriptor is self._channel:
+                while self._channel.poll(0):
+                    self._from_rank(*self._channel.recv_multipart())
+            else:
+                self._from_descriptor(descriptor)
+        now = time.monotonic()
+        if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
+            self._send_status()
+        if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
+            self._register()
+        self._end_if_over(now)
+
+    def _end_if_over(self, now: float) -> None:
+        """All ranks finished, or some died and the controller has been silent for too long."""
+        if self._exit_code is not None:
+            return
+        if all(rank.status.state == "finished" for rank in self.ranks.values()):
+            self._leave(0, "finished")
+        elif now - self._last_heard > ORPHAN_SECONDS:
+            dead = [rank for rank in self.ranks.values() if rank.status.exit is not None]
+            if dead:
+                self._complain(f"no controller for {ORPHAN_SECONDS:.0f} s and rank {dead[0].slot} is dead; the element ends, requeue it with `scontrol requeue`")
+                self._leave(dead[0].status.exit.code & 0xFF or 1, "no controller")
+
+    def _leave(self, code: int, reason: str) -> None:
+        self._exit_code = code
+        self._send_status(leaving=reason)
+
+    # ------------------------------------------------------------ processes
+    def _start(self, rank: Rank, incarnation: int) -> None:
+        rank.start(incarnation)
+        assert rank.child is not None
+        self._watch(rank.child.pidfd, "exit", rank.slot)
+        self._watch(rank.child.stderr, "stderr", rank.slot)
+        self._send_status()
+
+    def _watch(self, descriptor: int, what: str, slot: int) -> None:
+        self._watched[descriptor] = (what, slot)
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def _unwatch(self, descriptor: int) -> None:
+        if self._watched.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def _from_descriptor(self, descriptor: int) -> None:
+        what, slot = self._watched.get(descriptor, ("", 0))
+        if what == "exit":
+            self._collect(self.ranks[slot])
+        elif what == "stderr":
+            child = self.ranks[slot].child
+            if child is None or not child.pass_stderr():
+                self._unwatch(descriptor)
+        elif what == "store":
+            self._read_store(descriptor)
+        elif what == "signal":
+            self._on_signal(os.read(descriptor, 64))
+
+    def _collect(self, rank: Rank) -> None:
+        child = rank.child
+        if child is None:
+            return
+        self._unwatch(child.pidfd)
+        self._unwatch(child.stderr)
+        while self._channel.poll(0):  # what it said last, its exception above all, comes before its end
+            self._from_rank(*self._channel.recv_multipart())
+        rank.collect()
+        self._send_status()
+
+    def _start_store(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": rank_environment(self.place, "", dict(os.environ))(0, 0, 0)["PYTHONPATH"]}
+        self._store = subprocess.Popen([python_of(self.command), "-m", "transition.store_host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert self._store.stdout is not None
+        self._watch(self._store.stdout.fileno(), "store", 0)
+
+    def _read_store(self, descriptor: int) -> None:
+        line = os.read(descriptor, 100).split()
+        self._unwatch(descriptor)
+        if len(line) == 2 and line[0] == b"port":
+            self._store_address = f"{self.place.address}:{int(line[1])}"
+        else:
+            self._complain(f"couldn't start the rendezvous store with {python_of(self.command)}: is torch installed there? Other nodes' stores are used")
+        self._send_status()
+
+    def _catch_signals(self) -> int:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._watch(read, "signal", 0)
+        return read
+
+    def _on_signal(self, numbers: bytes) -> None:
+        number = numbers[-1]
+        self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+
+    # ------------------------------------------------------------ messages
+    def _from_rank(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = msgpack.unpackb(data)
+            rank = self.ranks[message["slot"]]
+            if message["kind"] in ("step", "timing"):
+                self._forward(message)
+                return
+            self._identities[rank.slot] = identity
+            if rank.heard(message):
+                self._send_status()
+            else:
+                self._dirty = True
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
+            self._complain(f"dropped a bad message of a rank: {type(error).__name__}: {error}")
+
+    def _forward(self, message: dict[str, Any]) -> None:
+        kind = {"step": wire.Step, "timing": wire.Timing}[message["kind"]]
+        fields = {name: message[name] for name in kind.__struct_fields__ if name in message and name not in ("v", "job")}
+        self._send(msgspec.convert({**fields, "kind": message["kind"], "job": self.place.job}, kind))
+
+    def _register(self) -> None:
+        self._last_register = time.monotonic()
+        self._send(wire.Register(job=self.place.job, element=self.place.element, agent=self.identity, node=self.place.node,
+                                 address=self.place.address, slots=self.place.slots, settings=self.place.settings, credential=make_credential()))
+
+    def _send_status(self, leaving: str = "") -> None:
+        self._last_status, self._dirty = time.monotonic(), False
+        self._send(wire.Status(job=self.place.job, element=self.place.element, agent=self.identity, sent=time.time(), store=self._store_address,
+                               leaving=leaving, ranks={slot: rank.status for slot, rank in self.ranks.items()}))
+
+    def _send(self, message: wire.Message) -> None:
+        try:
+            self._controller.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            pass  # the queue to a controller that is away is full; the next status tells everything again
+
+    def _from_controller(self) -> None:
+        try:
+            message = wire.decode(self._controller.recv(), wire.ToAgent)
+        except wire.BadMessage as error:
+            self._complain(f"dropped a bad message of the controller: {error}")
+            return
+        self._last_heard = time.monotonic()
+        match message:
+            case wire.Welcome():
+                self._period, self._welcomed = message.heartbeat_period, True
+                if self._registered:
+                    self._send_status()
+                self._registered = True
+            case wire.Refused():
+                self._on_refused(message)
+            case wire.Break() | wire.Plan():
+                self._to_ranks(message)
+            case wire.StartRank():
+                rank = self.ranks.get(message.slot)
+                if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
+                    self._start(rank, message.incarnation)
+            case wire.StopRank():
+                rank = self.ranks.get(message.slot)
+                if rank is not None and rank.status.incarnation == message.incarnation:
+                    rank.kill()
+            case wire.End():
+                if message.code or message.reason:
+                    self._complain(message.reason)
+                self._leave(message.code, "ended by the controller")
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        if message.final:
+            self._complain(message.reason)
+            self._leave(1, "refused by the controller")
+        elif self._welcomed:
+            self._welcomed = False  # a restarted controller does not know this agent: register again
+            self._register()
+
+    def _to_ranks(self, message: wire.Break | wire.Plan) -> None:
+        data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": wire.VERSION})
+        for slot, identity in self._identities.items():
+            if self.ranks[slot].alive:
+                self._channel.send_multipart([identity, data])
+
+    def _complain(self, text: str) -> None:
+        print(f"unicron: {self.place.label} on {self.place.node}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""The ranks of one node: their processes, what they last said, and their status for the controller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import transition
+from detector.supervise import Child
+from unicron_ctl import wire
+from unicron_ctl.agent.place import Place
+
+QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
+STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
+
+_rank_fields = set(wire.RankStatus.__struct_fields__)
+
+
+class Rank:
+    """One slot: its present process and the status that follows from it."""
+
+    def __init__(self, slot: int, local: int, command: Sequence[str], environment: Callable[[int, int, int], dict[str, str]]):
+        self.slot, self.local = slot, local
+        self._command, self._environment = command, environment
+        self.child: Child | None = None
+        self.status = wire.RankStatus(state="exited", incarnation=-1)
+
+    def start(self, incarnation: int) -> None:
+        """A new process in this slot; the old one must be gone."""
+        self.child = Child(self._command, self._environment(self.slot, self.local, incarnation))
+        self.status = wire.RankStatus(state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time())
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs."""
+        return self.child is not None
+
+    def heard(self, message: dict[str, Any]) -> bool:
+        """Take in a `rank` or `fault` message of the rank's process; True when the controller should know at once.
+
+        Raises msgspec.ValidationError for a message that does not fit.
+        """
+        if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
+            return False  # of a process that has been replaced
+        if message["kind"] == "fault":
+            fields = {name: message[name] for name in ("type", "text", "at", "traceback") if name in message}
+            self.status.fault = msgspec.convert(fields, wire.Fault)
+            return True
+        values = msgspec.to_builtins(self.status, str_keys=False) | {name: value for name, value in message.items() if name in _rank_fields and name != "pid"}
+        before = self.status
+        self.status = msgspec.convert(values, wire.RankStatus)
+        self.status.changed = time.time()
+        return before.state != self.status.state or self.status.state not in QUIET_STATES
+
+    def collect(self) -> None:
+        """The process has ended: record how."""
+        assert self.child is not None
+        code = self.child.reap(1.0)
+        tail = self.child.tail()
+        now = time.time()
+        if code == 0:
+            self.status.state = "finished"
+        else:
+            self.status.state = "exited"
+            last = tail.splitlines()[-1] if tail else ""
+            self.status.exit = wire.Exit(code=-signal.SIGKILL if code is None else code, at=now, lived=now - self.child.started, last_line=last[:500])
+        self.status.changed = now
+        self.child.close()
+        self.child = None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.child is not None:
+            self.child.signal(signal.SIGKILL)
+
+
+def stop_all(ranks: Sequence[Rank]) -> None:
+    """End all processes: SIGTERM, a moment, SIGKILL. Returns when they are reaped, within about two seconds."""
+    for rank in ranks:
+        if rank.child is not None:
+            rank.child.signal(signal.SIGTERM)
+            rank.child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+    deadline = time.monotonic() + STOP_SECONDS
+    for rank in ranks:
+        if rank.child is not None and rank.child.reap(max(0.0, deadline - time.monotonic())) is None:
+            rank.child.signal(signal.SIGKILL)
+    for rank in ranks:
+        if rank.child is not None:
+            rank.collect()
+
+
+def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Callable[[int, int, int], dict[str, str]]:
+    """(slot, local rank, incarnation) -> the environment of that rank's process.
+
+    RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan gives the real one.
+    """
+    package_root = str(Path(transition.__file__).resolve().parent.parent)
+    path = base.get("PYTHONPATH", "")
+    if not package_root.endswith("-packages"):
+        path = f"{path}{os.pathsep}{package_root}" if path else package_root
+
+    def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
+        return {**base, "PYTHONPATH": path, "UNICRON_AGENT": endpoint, "UNICRON_SLOT": str(slot), "UNICRON_INCARNATION": str(incarnation),
+                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
+                "MASTER_ADDR": place.address, "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
+
+    return environment
+
+
+def python_of(command: Sequence[str]) -> str:
+    """The interpreter that has torch: the user's when the command names one, else this one."""
+    return command[0] if os.path.basename(command[0]).startswith("python") else sys.executable

@@ -1,0 +1,245 @@
+"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked against these types at the edge.
+
+The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at every change and
+at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were obeyed. So any message
+may be lost or repeated, and either side may be restarted, without harm (DESIGN section 6).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+VERSION = 1
+MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
+
+
+class BadMessage(Exception):
+    """A message that does not fit the schema; its text is the reason, sent back to the peer."""
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
+    """Base of all messages: `v` is the protocol version."""
+
+    v: int = VERSION
+
+
+# ---------------------------------------------------------------- agent -> controller
+class Settings(msgspec.Struct, kw_only=True):
+    """What the submission says of the job."""
+
+    name: str
+    user: str
+    weight: float = 1.0
+    min_nodes: int = 1
+    max_nodes: int = 1
+    ranks_per_node: int = 1
+
+
+class Exit(msgspec.Struct, kw_only=True):
+    """How a rank's process ended: `code` is the exit status, negative for a signal (as in subprocess)."""
+
+    code: int
+    at: float
+    lived: float  # seconds since its start
+    last_line: str = ""
+
+
+class Fault(msgspec.Struct, kw_only=True):
+    """An exception that a rank saw."""
+
+    type: str
+    text: str
+    at: float
+    traceback: str = ""
+
+
+class RankStatus(msgspec.Struct, kw_only=True):
+    """One rank as its agent knows it.
+
+    state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
+    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | left (a plan went on without it) | finished (trained to the end) | exited.
+    phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
+    broken: all generations up to this one are over for the rank.
+    """
+
+    state: str
+    incarnation: int = 0
+    generation: int = 0
+    entering: int = 0
+    broken: int = 0
+    iteration: int = 0
+    phase: str = "computing"
+    done: list[int] = []
+    micro_batches: int = 0
+    train_iterations: int = 0
+    flops_per_iteration: float = 0.0
+    iteration_seconds: float = 0.0
+    loss: float | None = None
+    pid: int = 0
+    exit: Exit | None = None
+    fault: Fault | None = None
+    changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
+
+
+class Register(Message, tag="register"):
+    """An agent's first message, repeated until it is welcomed."""
+
+    job: str
+    element: int
+    agent: str  # unique per agent process
+    node: str
+    address: str
+    slots: list[int]
+    settings: Settings
+    credential: str = ""
+    unhooked: bool = False
+
+
+class Status(Message, tag="status"):
+    """The whole state of an agent; also its heartbeat."""
+
+    job: str
+    element: int
+    agent: str
+    sent: float
+    store: str = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
+    leaving: str = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
+    ranks: dict[int, RankStatus] = {}
+
+
+class Step(Message, tag="step"):
+    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was computed."""
+
+    job: str
+    slot: int
+    generation: int
+    iteration: int
+    micro_batches: list[int]
+    computed: list[int]
+    total: int
+    seconds: float
+    loss: float
+    at: float
+
+
+class Timing(Message, tag="timing"):
+    """How long the parts of one recovery took in one rank, in seconds."""
+
+    job: str
+    slot: int
+    generation: int
+    seconds: dict[str, float]
+
+
+# ---------------------------------------------------------------- controller -> agent
+class Welcome(Message, tag="welcome"):
+    heartbeat_period: float
+    controller: str
+
+
+class Refused(Message, tag="refused"):
+    """The controller does not accept the last message; `final` means that asking again is useless."""
+
+    reason: str
+    final: bool = False
+
+
+class Break(Message, tag="break"):
+    """All generations up to `generation` are over: stop at a known point and report."""
+
+    generation: int
+    lost: list[int]
+    reason: str
+
+
+class Plan(Message, tag="plan"):
+    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds it."""
+
+    generation: int
+    members: list[int]
+    store: str
+    prefix: str
+    boundary: bool = False
+    joiners: list[int] = []
+    source: int | None = None
+    step: int | None = None  # whoever is synced at this iteration steps
+    iteration: int | None = None
+    assignment: dict[int, list[int]] = {}
+    reason: str = ""
+
+
+class StartRank(Message, tag="start_rank"):
+    """Start the rank again in place, unless its incarnation is already at `incarnation` or later."""
+
+    slot: int
+    incarnation: int
+    reason: str
+
+
+class StopRank(Message, tag="stop_rank"):
+    """Kill the rank's process if it is still this incarnation."""
+
+    slot: int
+    incarnation: int
+    reason: str
+
+
+class End(Message, tag="end"):
+    """End the agent: its ranks are stopped and it exits with `code`."""
+
+    code: int
+    reason: str
+
+
+# ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted alone)
+class Hint(msgspec.Struct, kw_only=True):
+    """A datagram of the plugin: kind is task_exit, prolog or epilog."""
+
+    v: int
+    kind: str
+    job: str
+    element: int
+    node: str
+    status: int
+
+
+# ---------------------------------------------------------------- unicronctl -> controller
+class Ask(Message, tag="ask"):
+    """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
+
+    what: str
+    args: dict[str, Any] = {}
+    user: str = ""
+    credential: str = ""
+
+
+class Answer(Message, tag="answer"):
+    ok: bool
+    error: str = ""
+    data: Any = None
+
+
+ToController = Union[Register, Status, Step, Timing, Ask]
+ToAgent = Union[Welcome, Refused, Break, Plan, StartRank, StopRank, End]
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: Any = ToController) -> Any:
+    """The message in `data`, checked against `kind`. Raises :class:`BadMessage` with the reason."""
+    if len(data) > MAX_BYTES:
+        raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
+    try:
+        message = _decoders[kind].decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadMessage(str(error)) from None
+    if message.v != VERSION:
+        raise BadMessage(f"protocol version {message.v}, this side speaks {VERSION}: install the same release on both sides")
+    return message
