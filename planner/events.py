@@ -1,7 +1,7 @@
 """What can happen next to a cluster, and the scenario after it.
 
-An event is a tuple: ("lost", job, ...) one node of each job named (twice where a job loses two), ("spare",) a spare node
-lost, ("join",) a node joins, ("finish", job) and ("start", job) for a job that is known to wait.
+An event is a tuple: ("lost", job, ...) one node of each job named (twice where a job loses two), ("spare",) a spare
+node lost, ("join",) a node joins, ("finish", job) and ("start", job) for a job that is known to wait.
 """
 
 from __future__ import annotations

@@ -188,9 +188,9 @@ class _Class:
 
 
     def _walk(self, case: _Case) -> dict[str, int]:
-        """An assignment that reaches `case.best`, read off the tables at hand. Equal in gain, jobs disturbed and total move
-        to that of `solve`; but among such equals, jobs before the changed one are decided last name first. For large
-        clusters of jobs that scale alike, where tracing them all in order of name would cost seconds."""
+        """An assignment that reaches `case.best`, read off the tables at hand. Equal in gain, jobs disturbed and total
+        move to that of `solve`; but among such equals, jobs before the changed one are decided last name first. For
+        large clusters of jobs that scale alike, where tracing them all in order of name would cost seconds."""
         i, row = next(iter(case.changed.items()), (0, None))
         whole = not case.changed
         behind = self.behind[0 if whole else min(i + 1, len(self.kept))]
@@ -246,7 +246,7 @@ def _merge(before: np.ndarray, row: Row | None, behind: np.ndarray) -> int:
 
 
 def _reach(rows: list[Row], nodes: int) -> list[int]:
-    """The best assignment over rows that are known to hold an optimum; where one size is left, it is taken out first."""
+    """The best assignment over rows that hold an optimum; where one size is left, it is taken out first."""
     free = [i for i, row in enumerate(rows) if len(row.sizes) > 1]
     sizes = [int(row.sizes[0]) for row in rows]
     left = nodes - sum(size for i, size in enumerate(sizes) if i not in set(free))
@@ -258,7 +258,8 @@ def _reach(rows: list[Row], nodes: int) -> list[int]:
 
 
 class Keeper:
-    """Keeps a Lookahead fresh in the background: `update` returns at once, the latest scenario wins, `get` never waits."""
+    """Keeps a Lookahead fresh in the background: `update` returns at once, the latest scenario wins, `get` never
+    waits."""
 
     def __init__(self, pairs: bool | None = None):
         self._pairs = pairs

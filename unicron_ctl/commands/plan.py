@@ -1,0 +1,89 @@
+"""`unicronctl plan`: the best assignment of nodes to jobs, for a scenario file or for the cluster as it is now."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from planner.model import PlanError, Scenario
+from unicron_ctl.errors import WRONG_USE, UserError
+
+
+@click.command(name="plan")
+@click.argument("scenario", required=False, type=click.Path(), metavar="SCENARIO.toml")
+@click.option("--live", is_flag=True, help="Plan for the cluster as the controller sees it now.")
+@click.option("--if", "suppositions", multiple=True, metavar="TEXT",
+              help='Suppose something first, for example --if "node n3 fails"; can be repeated.')
+@click.option("--explain", "explained", metavar="JOB", help="Add why this job gets what it gets; the second-best plan.")
+@click.option("--ahead", is_flag=True, help="Also list the plan for every next event.")
+@click.option("--oversubscribed", is_flag=True, help="Allow minimum sizes that add up to more than the nodes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(scenario: str | None, live: bool, suppositions: tuple[str, ...], explained: str | None, ahead: bool,
+            oversubscribed: bool, as_json: bool) -> None:
+    """Compute the best assignment of nodes to jobs.
+
+    The plan maximises the weighted achieved FLOP/s of the whole cluster over the time to the next failure, less what
+    the transitions cost.
+    """
+    if bool(scenario) == live:
+        raise click.UsageError("give either a SCENARIO.toml or --live")
+    try:
+        before = _live() if live else _file(scenario, oversubscribed)
+        _run(before, suppositions, explained, ahead, as_json)
+    except PlanError as error:
+        raise UserError(str(error), WRONG_USE) from None
+
+
+def _file(path: str, oversubscribed: bool) -> Scenario:
+    from planner.scenario import check_minima, load
+
+    scenario = load(path)
+    if not oversubscribed:
+        check_minima(scenario)
+    return scenario
+
+
+def _live() -> Scenario:
+    from planner.scenario import from_dict
+    from unicron_ctl.query import ask
+
+    return from_dict(ask({"kind": "scenario"}))
+
+
+def _run(before: Scenario, suppositions: tuple[str, ...], explained: str | None, ahead: bool, as_json: bool) -> None:
+    from planner.solve import solve
+    from planner.whatif import suppose_all
+
+    scenario = suppose_all(before, suppositions)
+    plan = solve(scenario)
+    out = plan.to_dict()
+    if explained:
+        from planner.explain import explain
+
+        out["explanation"] = explain(scenario, explained, plan).to_dict()
+    if ahead:
+        from planner.lookahead import Lookahead
+
+        table = Lookahead(scenario, pairs=False)
+        out["ahead"] = [{"event": list(event), "assignment": entry.assignment}
+                        for event, entry in table.entries.items()]
+    if as_json:
+        click.echo(json.dumps(out, indent=2))
+    else:
+        _show(scenario, out)
+
+
+def _show(scenario: Scenario, out: dict) -> None:
+    from planner.solve import flops_text, nodes_text
+
+    width = max(len(name) for name in out["assignment"])
+    for job in scenario.jobs:
+        count, reason = out["assignment"][job.name], out["reasons"][job.name]
+        click.echo(f"{job.name:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
+    click.echo(f"{nodes_text(scenario.nodes)}, {out['spares']} spare; {flops_text(out['waf'])} weighted")
+    if "explanation" in out:
+        click.echo(out["explanation"]["text"])
+    for row in out.get("ahead", []):
+        changed = [f"{name} {count}" for name, count in row["assignment"].items()]
+        click.echo(f"if {' '.join(row['event'])}: {', '.join(changed)}")
