@@ -91,28 +91,26 @@ static void step_node_name(spank_t sp, char name[UNICRON_NODE_MAX])
 {
 	char nodes[8192];
 	uint32_t place = 0;
-	hostlist_t list = NULL;
 	char *host = NULL;
 
 	if (spank_get_item(sp, S_JOB_NODEID, &place) != ESPANK_SUCCESS ||
 	    (spank_getenv(sp, "SLURM_STEP_NODELIST", nodes, sizeof(nodes)) != ESPANK_SUCCESS &&
 	     spank_getenv(sp, "SLURM_NODELIST", nodes, sizeof(nodes)) != ESPANK_SUCCESS))
-		goto done;
-	list = slurm_hostlist_create(nodes);
+		return;
+	/* hostlist_t is a pointer in some releases, and what it points to in others. */
+	__auto_type list = slurm_hostlist_create(nodes);
 	if (list == NULL)
-		goto done;
+		return;
 	for (uint32_t i = 0; i <= place; ++i) {
 		free(host);
 		host = slurm_hostlist_shift(list);
 		if (host == NULL)
-			goto done;
+			break;
 	}
-	snprintf(name, UNICRON_NODE_MAX, "%s", host);
-
-done:
+	if (host != NULL)
+		snprintf(name, UNICRON_NODE_MAX, "%s", host);
 	free(host);
-	if (list != NULL)
-		slurm_hostlist_destroy(list);
+	slurm_hostlist_destroy(list);
 }
 
 /* A whole number from the step's environment; false when it is not there. */

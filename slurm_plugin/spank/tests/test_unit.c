@@ -117,9 +117,10 @@ spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[])
 #endif
 
 /* A node list without brackets is all that is asked for here. */
-hostlist_t slurm_hostlist_create(const char *names) { return ((hostlist_t) strdup(names)); }
-char *slurm_hostlist_shift(hostlist_t list) { return (strdup((char *) list)); }
-void slurm_hostlist_destroy(hostlist_t list) { free(list); }
+typedef __typeof__(slurm_hostlist_create(NULL)) hosts;
+hosts slurm_hostlist_create(const char *names) { return ((hosts) strdup(names)); }
+char *slurm_hostlist_shift(hosts list) { return (strdup((char *) list)); }
+void slurm_hostlist_destroy(hosts list) { free(list); }
 
 void slurm_error(const char *format, ...) { (void) format; errors++; }
 void slurm_spank_log(const char *format, ...) { (void) format; messages++; }

@@ -1,0 +1,269 @@
+"""Prolog and epilog: called directly for their decisions, and once by a real slurmd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.cluster.local import LocalCluster
+
+HOOKS = Path(__file__).resolve().parents[2] / "slurm_plugin"
+PROLOG, EPILOG = (HOOKS / f"{name}.d" / "50-unicron" for name in ("prolog", "epilog"))
+LIMIT = 1.0  # seconds that a hook may take
+
+
+class Hook:
+    """One of the two scripts with a configuration file, called as slurmd does: as good as without environment."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder, self.log = path, folder, folder / "log"
+        self.conf = folder / "hook.conf"
+        self.settings = {"UNICRON_LOG": str(self.log)}
+
+    def __call__(self, limit: float = LIMIT, **environment: str) -> int:
+        self.conf.write_text("".join(f"{key}={value}\n" for key, value in self.settings.items()))
+        self.log.unlink(missing_ok=True)
+        name = "UNICRON_PROLOG_CONF" if self.path == PROLOG else "UNICRON_EPILOG_CONF"
+        began = time.monotonic()
+        done = subprocess.run([self.path], env={name: str(self.conf)} | environment, capture_output=True, text=True,
+                              timeout=10, stdin=subprocess.DEVNULL)
+        assert time.monotonic() - began < limit
+        assert done.stdout == "" and done.stderr == ""
+        return done.returncode
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+@pytest.fixture
+def prolog(tmp_path: Path) -> Hook:
+    hook = Hook(PROLOG, tmp_path)
+    for index in (0, 1):
+        (tmp_path / f"gpu{index}").touch()
+    hook.settings |= {"UNICRON_SHM_DIR": str(tmp_path), "UNICRON_GPU_DEVICE": f"{tmp_path}/gpu%s"}
+    return hook
+
+
+JOB = {"SLURM_JOB_ID": "815", "SLURMD_NODENAME": "n1"}
+
+
+def test_prolog_passes_a_good_node(prolog: Hook) -> None:
+    assert prolog(**JOB, SLURM_JOB_GPUS="0,1") == 0 and prolog.said() == ""
+    assert [path.name for path in prolog.folder.iterdir() if "probe" in path.name] == []
+    assert prolog(**JOB) == 0 and prolog() == 0  # no GPUs; nothing known at all
+
+
+def test_prolog_refuses_a_node_without_its_gpu_when_told_to(prolog: Hook) -> None:
+    assert prolog(**JOB, SLURM_JOB_GPUS="1,2") == 0 and "has no device file" in prolog.said()
+    prolog.settings["UNICRON_CHECK_GPU"] = "on"
+    assert prolog(**JOB, SLURM_JOB_GPUS="1,2") == 1
+    assert "job 815 node n1: a GPU that Slurm allotted (1,2) has no device file" in prolog.said()
+    prolog.settings["UNICRON_CHECK_GPU"] = "off"
+    assert prolog(**JOB, SLURM_JOB_GPUS="1,2") == 0 and prolog.said() == ""
+
+
+@pytest.mark.parametrize("setting", [{"UNICRON_SHM_FREE_MB": str(10**9)}, {"UNICRON_SHM_DIR": "/nonexistent"}])
+def test_prolog_only_warns_about_shared_memory_unless_told_otherwise(prolog: Hook, setting: dict[str, str]) -> None:
+    prolog.settings |= setting
+    assert prolog(**JOB) == 0 and "can't be written or has less than" in prolog.said()
+    prolog.settings["UNICRON_CHECK_SHM"] = "on"
+    assert prolog(**JOB) == 1
+    prolog.settings["UNICRON_CHECK_SHM"] = "off"
+    assert prolog(**JOB) == 0 and prolog.said() == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"UNICRON_CHECK_GPU": "maybe"}, "couldn't use UNICRON_CHECK_GPU=maybe"),
+        ({"UNICRON_CHECK_GPU": "on", "UNICRON_GPU_DEVICE": "/dev/gpu"}, "check gpu can't tell"),
+        ({"UNICRON_CHECK_SHM": "on", "UNICRON_SHM_FREE_MB": "much"}, "check shm can't tell"),
+        ({"this is no": "setting ' $( ` \""}, ""),
+    ],
+)
+def test_prolog_never_fails_for_a_mistake_in_its_configuration(prolog: Hook, setting: dict, words: str) -> None:
+    prolog.settings |= setting
+    assert prolog(**JOB, SLURM_JOB_GPUS="0") == 0 and words in prolog.said()
+    assert (prolog.said() == "") == (words == "")
+
+
+def test_prolog_concludes_nothing_from_odd_gpu_names(prolog: Hook) -> None:
+    prolog.settings["UNICRON_CHECK_GPU"] = "on"
+    assert prolog(**JOB, SLURM_JOB_GPUS="0,$(exit 100)") == 0 and "check gpu can't tell" in prolog.said()
+
+
+def test_prolog_does_not_wait_for_a_check_that_hangs(prolog: Hook) -> None:
+    slow = prolog.folder / "slow"
+    # A df that hangs, as on a dead network file system; the script's PATH is replaced in a copy of it.
+    (slow / "bin").mkdir(parents=True)
+    (slow / "bin" / "df").write_text("#!/bin/sh\nexec sleep 5\n")
+    (slow / "bin" / "df").chmod(0o755)
+    text = PROLOG.read_text()
+    assert "\nPATH=" in text
+    copy = slow / "50-unicron"
+    copy.write_text(text.replace("\nPATH=", f"\nPATH={slow}/bin:", 1))
+    copy.chmod(0o755)
+    prolog.settings["UNICRON_CHECK_SHM"] = "on"
+    prolog.conf.write_text("".join(f"{key}={value}\n" for key, value in prolog.settings.items()))
+    began = time.monotonic()
+    done = subprocess.run([copy], env=JOB | {"UNICRON_PROLOG_CONF": str(prolog.conf)}, capture_output=True, timeout=10)
+    assert done.returncode == 0 and time.monotonic() - began < LIMIT
+    assert "check shm took too long" in prolog.said()
+
+
+# --- epilog ---
+
+
+@pytest.fixture
+def epilog(tmp_path: Path) -> Hook:
+    hook = Hook(EPILOG, tmp_path)
+    hook.settings["UNICRON_CLEAN_DIRS"] = f"{tmp_path}/shm {tmp_path}/run relative"
+    for name in ("shm", "run"):
+        (tmp_path / name).mkdir()
+    return hook
+
+
+@pytest.fixture
+def sleeper() -> Iterator:
+    """sleeper(**environment) starts a process with just this environment."""
+    started: list[subprocess.Popen] = []
+
+    def start(user: int | None = None, ignores_term: bool = False, **environment: str) -> subprocess.Popen:
+        command = ["/bin/sh", "-c", ("trap '' TERM; " if ignores_term else "") + "echo up; exec sleep 60"]
+        process = subprocess.Popen(command, env=environment, user=user, stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen) -> bool:
+    try:
+        process.wait(0.3)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+ENDED_JOB = JOB | {"SLURM_JOB_UID": str(os.getuid())}
+
+
+def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -> None:
+    mine = [
+        sleeper(**JOB, UNICRON="1"),
+        sleeper(**JOB, UNICRON_AGENT="ipc:///tmp/x"),
+        sleeper(**JOB, UNICRON="1", ignores_term=True),
+    ]
+    others = [
+        sleeper(**JOB),                                                     # a job without Unicron
+        sleeper(**JOB, UNICRON="0"),
+        sleeper(**JOB | {"SLURM_JOB_ID": "8150"}, UNICRON="1"),             # another job, with an id that begins alike
+        sleeper(**JOB | {"SLURM_JOB_ID": "81"}, UNICRON="1"),
+        sleeper(**JOB | {"SLURMD_NODENAME": "n11"}, UNICRON="1"),           # another node on the same machine
+        sleeper(X_SLURM_JOB_ID="815", SLURMD_NODENAME="n1", UNICRON="1"),   # a name that ends alike
+        sleeper(SLURM_JOB_ID="815", UNICRON="1"),
+        sleeper(**JOB, UNICRON="1", SLURM_SCRIPT_CONTEXT="epilog_slurmd"),  # an administrator's epilog
+    ]
+    if os.getuid() == 0:
+        others.append(sleeper(**JOB, UNICRON="1", user=65534))              # another user who imitates the job
+    assert epilog(**ENDED_JOB) == 0
+    assert [ended(process) for process in mine] == [True] * len(mine)
+    assert [process.poll() for process in others] == [None] * len(others)
+    assert all(str(process.pid) in epilog.said() for process in mine)
+
+
+def test_epilog_removes_the_files_of_its_job_only(epilog: Hook) -> None:
+    shm, run = epilog.folder / "shm", epilog.folder / "run"
+    for name in ("unicron-815-0", "unicron-8150-0", "unicron-81-0", "other-815-0"):
+        (shm / name).write_bytes(b"x")
+    (run / "unicron-815-agent" / "deep").mkdir(parents=True)
+    (run / "keep").mkdir()
+    (run / "unicron-815-link").symlink_to(run / "keep")
+    (run / "keep" / "file").touch()
+    if os.getuid() == 0:
+        os.chown(shm / "unicron-81-0", 65534, 65534)
+        foreign = shm / "unicron-815-foreign"
+        foreign.touch()
+        os.chown(foreign, 65534, 65534)
+    assert epilog(**ENDED_JOB) == 0
+    kept = {"unicron-8150-0", "unicron-81-0", "other-815-0"} | ({"unicron-815-foreign"} if os.getuid() == 0 else set())
+    assert {path.name for path in shm.iterdir()} == kept
+    assert [path.name for path in run.iterdir()] == ["keep"] and (run / "keep" / "file").exists()
+
+
+def test_epilog_kill_switches(epilog: Hook, sleeper) -> None:
+    (epilog.folder / "shm" / "unicron-815-0").touch()
+    process = sleeper(**JOB, UNICRON="1")
+    epilog.settings |= {"UNICRON_CLEAN_PROCESSES": "off", "UNICRON_CLEAN_FILES": "off"}
+    assert epilog(**ENDED_JOB) == 0
+    assert process.poll() is None and (epilog.folder / "shm" / "unicron-815-0").exists()
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURMD_NODENAME"])
+def test_epilog_does_nothing_when_it_is_not_told_whose_it_is(epilog: Hook, sleeper, missing: str) -> None:
+    (epilog.folder / "shm" / "unicron-815-0").touch()
+    (epilog.folder / "shm" / "unicron--0").touch()
+    process = sleeper(**JOB, UNICRON="1")
+    for value in ("", "*"):
+        if missing == "SLURMD_NODENAME" and value:
+            continue
+        assert epilog(**ENDED_JOB | {missing: value}) == 0
+    assert process.poll() is None
+    assert len(list((epilog.folder / "shm").iterdir())) == 2
+
+
+@pytest.mark.slurm
+def test_prolog_and_epilog_under_slurm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A job leaves a detached process and shared memory; slurmd's epilog clears them. A lost GPU drains the node."""
+    folder = tmp_path_factory.mktemp("hooks")
+    (folder / "shm").mkdir()
+    cluster = LocalCluster(folder / "cluster", nodes=1, gpus_per_node=1, auth="none", config_lines=[
+        f"Prolog={folder}/prolog", f"Epilog={folder}/epilog"])
+    # slurmd gives its hooks no variable of ours, so wrappers name the configuration.
+    for hook, path in (("prolog", PROLOG), ("epilog", EPILOG)):
+        conf = folder / f"{hook}.conf"
+        conf.write_text(f"UNICRON_LOG={folder}/{hook}.log\nUNICRON_CLEAN_DIRS={folder}/shm\n"
+                        f"UNICRON_CHECK_GPU=on\nUNICRON_GPU_DEVICE={cluster.layout.gpu_dir}/gpu%s\n")
+        # Slurm fills in SLURM_JOB_GPUS for real devices only, and this cluster's are ordinary files.
+        (folder / hook).write_text(f"#!/bin/sh\nSLURM_JOB_GPUS=0 UNICRON_{hook.upper()}_CONF={conf} exec {path}\n")
+        (folder / hook).chmod(0o755)
+
+    def call(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, env=os.environ | cluster.env(), capture_output=True, text=True, timeout=20,
+                              cwd=folder, stdin=subprocess.DEVNULL)
+
+    cluster.up()
+    try:
+        script = (f"export UNICRON=1; setsid sh -c 'sleep 300 & echo $! > left' <&- >&- 2>&-; "
+                  f": > {folder}/shm/unicron-$SLURM_JOB_ID-0")
+        done = call("srun", "--gres=gpu:1", "sh", "-c", script)
+        assert done.returncode == 0, done.stderr
+        left = Path("/proc") / (folder / "left").read_text().strip() / "environ"
+        wait_for(lambda: not left.exists() and not list((folder / "shm").iterdir()))
+        wait_for(lambda: cluster.client().nodes()[0].states == {"IDLE"})
+        assert not (folder / "prolog.log").exists()
+
+        gpu = cluster.layout.gpu_dir / "gpu0"
+        gpu.unlink()
+        submitted = call("sbatch", "--parsable", "--gres=gpu:1", "--wrap=true")
+        assert submitted.returncode == 0, submitted.stderr
+        wait_for(lambda: "DRAIN" in cluster.client().nodes()[0].states)
+        assert "has no device file" in (folder / "prolog.log").read_text()
+    finally:
+        cluster.down()
+
+
+def wait_for(condition, limit: float = 10.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)

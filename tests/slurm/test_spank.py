@@ -1,0 +1,414 @@
+"""The SPANK plugin on a real Slurm. A small script stands in for the agent, so that the plugin alone is tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from unicron_ctl.cluster.local import LocalCluster
+
+pytestmark = pytest.mark.slurm
+
+SOURCE = Path(__file__).resolve().parents[2] / "slurm_plugin" / "spank"
+CALL_LIMIT = 20.0  # seconds for one Slurm command
+
+# Records how it was called, then becomes the user's command, as `unicron-agent run --` would start it.
+AGENT = """#!{python} -IS
+import json, os, sys
+name = f"{{os.environ['SLURM_JOB_ID']}}.{{os.environ['SLURM_STEP_ID']}}.{{os.environ['SLURM_PROCID']}}"
+with open(os.path.join({folder!r}, name), "w") as file:
+    json.dump({{"argv": sys.argv, "environment": dict(os.environ)}}, file)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+class Listener:
+    """Stands in for the controller: keeps every datagram with the time at which it came."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._received: list[tuple[float, dict]] = []
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            data = self._socket.recv(65536)
+            if not data:
+                return
+            with self._changed:
+                self._received.append((time.time(), msgpack.unpackb(data)))
+                self._changed.notify_all()
+
+    def messages(self, kind: str, slurm_id: int) -> list[dict]:
+        return [m for _, m in self._received if m["kind"] == kind and m["slurm_id"] == slurm_id]
+
+    def wait(self, kind: str, slurm_id: int, count: int = 1) -> list[dict]:
+        """The messages of one job, once there are `count`; fails after a while."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.messages(kind, slurm_id)) >= count, timeout=5), (
+                f"no {count} x {kind} for job {slurm_id} among {self._received}"
+            )
+            return self.messages(kind, slurm_id)
+
+    def time_of(self, kind: str, slurm_id: int) -> float:
+        self.wait(kind, slurm_id)
+        return next(t for t, m in self._received if m["kind"] == kind and m["slurm_id"] == slurm_id)
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", ("127.0.0.1", self.port))
+
+
+@dataclasses.dataclass
+class Bench:
+    """A cluster with the plugin, and what its stand-ins have seen."""
+
+    cluster: LocalCluster
+    listener: Listener
+    folder: Path
+    plugin: Path
+    agent: Path
+
+    def line(self, *arguments: str, mode: str = "optional", controller: str = "", agent: str = "") -> str:
+        controller = controller or f"tcp://127.0.0.1:{self.listener.port}"
+        return f"{mode} {self.plugin} agent={agent or self.agent} controller={controller} {' '.join(arguments)}"
+
+    def load(self, *lines: str) -> None:
+        """Replaces plugstack.conf; srun and slurmstepd read it at each start."""
+        (self.cluster.layout.etc_dir / "plugstack.conf").write_text("".join(line + "\n" for line in lines))
+
+    def call(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("UNICRON", "SLURM", "SBATCH"))}
+        return subprocess.run(command, env=clean | self.cluster.env() | environment, capture_output=True, text=True,
+                              timeout=CALL_LIMIT, cwd=self.folder, stdin=subprocess.DEVNULL)
+
+    def batch(self, script: str, *options: str, elements: tuple[int, ...] = ()) -> tuple[int, dict[int, str]]:
+        """Submits a script and waits for its end: job id, and the output by element (0 without an array)."""
+        path = self.folder / f"script{time.monotonic_ns()}"
+        path.write_text(f"#!/bin/sh\n#SBATCH -N1\n{script}\necho END\n")
+        array = ["--array=" + ",".join(map(str, elements))] if elements else []
+        output = f"{path.name}.%a" if elements else f"{path.name}.0"
+        done = self.call("sbatch", "--parsable", *array, "-o", output, *options, path.name)
+        assert done.returncode == 0, done.stderr
+        files = {element: self.folder / f"{path.name}.{element}" for element in elements or (0,)}
+        wait_for(lambda: all(f.exists() and f.read_text().endswith("END\n") for f in files.values()))
+        return int(done.stdout), {element: f.read_text() for element, f in files.items()}
+
+    def record(self, job: int | str, step: int = 0, task: int = 0) -> dict:
+        return json.loads((self.folder / "seen" / f"{job}.{step}.{task}").read_text())
+
+    def recorded(self, job: int | str) -> list[str]:
+        return sorted(path.name for path in (self.folder / "seen").glob(f"{job}.*"))
+
+
+def wait_for(condition: Callable[[], bool], limit: float = 15.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-s", "-C", str(SOURCE), f"O={folder}", *targets], capture_output=True, text=True,
+                          timeout=100)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("spank")
+    built = build(folder / "build")
+    assert built.returncode == 0, built.stderr
+    (folder / "seen").mkdir()
+    agent = folder / "agent"
+    agent.write_text(AGENT.format(python=sys.executable, folder=str(folder / "seen")))
+    agent.chmod(0o755)
+    task_prolog = folder / "task_prolog"
+    task_prolog.write_text("#!/bin/sh\necho export FROM_TASK_PROLOG=yes\n")
+    task_prolog.chmod(0o755)
+
+    listener = Listener()
+    bench = Bench(LocalCluster(folder / "cluster"), listener, folder, folder / "build" / "unicron.so", agent)
+    bench.cluster = LocalCluster(folder / "cluster", nodes=2, auth="none", plugstack_lines=[bench.line()],
+                                 config_lines=[f"TaskProlog={task_prolog}"])
+    bench.cluster.up()
+    try:
+        yield bench
+    finally:
+        bench.cluster.down()
+        listener.close()
+
+
+@pytest.fixture(autouse=True)
+def usual_plugstack_and_sound_nodes(bench: Bench) -> Iterator[None]:
+    """Whatever a test does to the plugin, no node may be drained for it, and every node serves again at once."""
+    bench.load(bench.line("config=/etc/unicron/unicron.toml"))
+    yield
+    wait_for(lambda: all(node.states == {"IDLE"} for node in bench.cluster.client().nodes()))
+    assert [node.reason for node in bench.cluster.client().nodes()] == ["", ""]
+
+
+SHOW = "echo $SLURM_JOB_ID; env | grep ^UNICRON | sort"
+
+
+def test_srun_runs_the_command_under_the_agent(bench: Bench) -> None:
+    done = bench.call("srun", "--unicron", "--unicron-weight=2.5", "sh", "-c", SHOW)
+    job, *shown = done.stdout.split("\n")[:-1]
+    assert done.returncode == 0 and done.stderr == ""
+    assert shown == [
+        "UNICRON=1",
+        "UNICRON_CONFIG=/etc/unicron/unicron.toml",
+        f"UNICRON_CONTROLLER=tcp://127.0.0.1:{bench.listener.port}",
+        "UNICRON_MIN_NODES=1",
+        "UNICRON_WEIGHT=2.5",
+    ]
+    seen = bench.record(job)
+    assert seen["argv"] == [str(bench.agent), "run", "--", "sh", "-c", SHOW]
+    assert seen["environment"]["UNICRON_WEIGHT"] == "2.5" and "UNICRON_LAUNCH_AGENT" not in seen["environment"]
+
+
+def test_without_the_option_nothing_happens(bench: Bench) -> None:
+    done = bench.call("srun", "sh", "-c", SHOW)
+    job = done.stdout.strip()
+    assert done.returncode == 0 and done.stderr == "" and "UNICRON" not in job
+    assert bench.recorded(job) == []
+    # A later job's messages have come, so this one's would have.
+    other = bench.call("srun", "--unicron", "sh", "-c", "echo $SLURM_JOB_ID").stdout.strip()
+    bench.listener.wait("epilog", int(other))
+    assert not [m for kind in ("prolog", "task_exit", "epilog") for m in bench.listener.messages(kind, int(job))]
+
+
+def test_what_slurm_does_after_task_init_still_happens(bench: Bench) -> None:
+    command = "ulimit -n 777; exec srun --unicron sh -c 'ulimit -n; echo $FROM_TASK_PROLOG; echo $SLURM_JOB_ID'"
+    limit, exported, job = bench.call("sh", "-c", command).stdout.split()
+    assert (limit, exported) == ("777", "yes")
+    assert len(bench.recorded(job)) == 1
+
+
+def test_what_the_user_set_is_kept(bench: Bench) -> None:
+    mine = {"UNICRON_CONTROLLER": f"tcp://localhost:{bench.listener.port}", "UNICRON_CONFIG": "/mine"}
+    done = bench.call("srun", "--unicron", "sh", "-c", SHOW, **mine)
+    assert set(done.stdout.split("\n")) >= {f"{name}={value}" for name, value in mine.items()}
+    # The hints go where the user's agent reports to; a name of a host is looked up for it.
+    assert bench.listener.wait("task_exit", int(done.stdout.split()[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "agents"),
+    [
+        ([], {"UNICRON": "1", "UNICRON_WEIGHT": "3", "UNICRON_MIN_NODES": "2"}, 1),
+        (["--unicron-min-nodes=2", "--unicron-weight=3"], {}, 1),
+        (["--no-unicron"], {"UNICRON": "1"}, 0),
+        (["--unicron-weight=3", "--no-unicron"], {}, 0),
+        ([], {"UNICRON_WEIGHT": "3"}, 0),
+        (["--unicron"], {"UNICRON": "0", "UNICRON_WEIGHT": "3", "UNICRON_MIN_NODES": "2"}, 1),
+    ],
+)
+def test_options_beat_the_environment(
+    bench: Bench, options: list[str], environment: dict[str, str], agents: int
+) -> None:
+    done = bench.call("srun", *options, "sh", "-c", SHOW, **environment)
+    job = done.stdout.split()[0]
+    assert done.returncode == 0 and len(bench.recorded(job)) == agents
+    if agents:
+        assert "UNICRON_MIN_NODES=2\nUNICRON_WEIGHT=3\n" in done.stdout
+    elif options:
+        assert "UNICRON=0\n" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["srun", "hostname"], ["sbatch", "--wrap=hostname"], ["salloc", "hostname"]])
+@pytest.mark.parametrize(
+    ("option", "environment", "advice"),
+    [
+        ("--unicron-weight=0", {}, "--unicron-weight=0: write a number above 0"),
+        ("--unicron-min-nodes=1.5", {}, "--unicron-min-nodes=1.5: write a whole number from 1"),
+        ("--unicron", {"UNICRON_WEIGHT": "nan"}, "UNICRON_WEIGHT=nan: write a number above 0"),
+        ("--no-unicron", {"UNICRON": "yes"}, "UNICRON=yes: write UNICRON=1 or UNICRON=0"),
+    ],
+)
+def test_bad_values_are_refused_at_submission(
+    bench: Bench, command: list[str], option: str, environment: dict[str, str], advice: str
+) -> None:
+    done = bench.call(command[0], option, *command[1:], **environment)
+    assert done.returncode != 0 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if "unicron: " in line]
+    assert len(lines) == 1 and f"unicron: couldn't use {advice}" in lines[0]
+    assert {element.name for element in bench.cluster.client().elements()}.isdisjoint({"hostname", "wrap"})
+
+
+def test_exit_codes_come_through(bench: Bench) -> None:
+    for command, code, status in (("exit 7", 7, 7 << 8), ("kill -9 $$", 137, 9), ("exit 0", 0, 0)):
+        # Through a file: srun may drop what a task printed right before it was killed.
+        done = bench.call("srun", "--unicron", "sh", "-c", f"echo $SLURM_JOB_ID > job; {command}")
+        assert done.returncode == code
+        (message,) = bench.listener.wait("task_exit", job := int((bench.folder / "job").read_text()))
+        assert message == {"v": 1, "kind": "task_exit", "job": str(job), "element": 0, "slurm_id": job,
+                           "node": message["node"], "status": status}
+        assert message["node"] in ("n1", "n2")
+
+
+def test_each_node_reports_under_its_own_name(bench: Bench) -> None:
+    done = bench.call("srun", "--unicron", "-N2", "sh", "-c", "echo $SLURM_JOB_ID")
+    job = int(done.stdout.split()[0])
+    for kind in ("prolog", "task_exit", "epilog"):
+        assert {m["node"] for m in bench.listener.wait(kind, job, count=2)} == {"n1", "n2"}
+    assert bench.recorded(job) == [f"{job}.0.0", f"{job}.0.1"]
+
+
+def test_batch_job_array(bench: Bench) -> None:
+    script = (
+        "#SBATCH --unicron --unicron-min-nodes=3\nenv | grep ^UNICRON=\n"
+        "srun sh -c 'echo min $UNICRON_MIN_NODES'\necho $SLURM_JOB_ID"
+    )
+    array, output = bench.batch(script, elements=(3, 5))
+    for element, text in output.items():
+        mark, minimum, slurm_id, _ = text.splitlines()
+        assert (mark, minimum) == ("UNICRON=1", "min 3")
+        assert bench.recorded(slurm_id) == [f"{slurm_id}.0.0"]  # the step, not the batch script
+        (message,) = bench.listener.wait("task_exit", int(slurm_id))
+        assert (message["job"], message["element"]) == (str(array), element)
+        bench.listener.wait("prolog", int(slurm_id))
+        bench.listener.wait("epilog", int(slurm_id))
+
+
+def test_nested_srun_can_change_its_mind(bench: Bench) -> None:
+    script = "srun --no-unicron sh -c 'echo $UNICRON'; srun --unicron-weight=9 sh -c 'echo $UNICRON $UNICRON_WEIGHT'"
+    job, output = bench.batch(script, "--unicron")
+    assert output[0].splitlines() == ["0", "1 9", "END"]
+    assert bench.recorded(job) == [f"{job}.1.0"]
+    job, output = bench.batch("srun --unicron sh -c 'echo $UNICRON'; srun sh -c 'echo $UNICRON'", "--no-unicron")
+    assert output[0].splitlines() == ["1", "0", "END"]
+    assert bench.recorded(job) == [f"{job}.0.0"]
+
+
+def test_default_on(bench: Bench) -> None:
+    bench.load(bench.line("default=on"))
+    protected = bench.call("srun", "sh", "-c", "echo $SLURM_JOB_ID $UNICRON").stdout.split()
+    plain = bench.call("srun", "--no-unicron", "sh", "-c", "echo $SLURM_JOB_ID $UNICRON").stdout.split()
+    assert protected[1] == "1" and len(bench.recorded(protected[0])) == 1
+    assert plain[1] == "0" and bench.recorded(plain[0]) == []
+
+
+def test_an_agent_in_the_command_is_not_wrapped_again(bench: Bench) -> None:
+    by_hand = bench.folder / "unicron-agent"
+    by_hand.write_text("#!/bin/sh\necho $*\n")
+    by_hand.chmod(0o755)
+    done = bench.call("srun", "--unicron", str(by_hand), "run", "--", "hostname")
+    assert done.stdout == "run -- hostname\n"
+
+
+@pytest.mark.parametrize("kind", ["missing", "no program", "broken"])
+def test_without_a_working_agent_the_command_runs_and_says_so(bench: Bench, kind: str) -> None:
+    agent = bench.folder / kind.replace(" ", "-")
+    if kind != "missing":
+        agent.write_text("#!/nonexistent/interpreter\n")
+        agent.chmod(0o755 if kind == "broken" else 0o644)
+    # Root may not execute what nobody may execute either, so the three cases hold for every user.
+    bench.load(bench.line(agent=str(agent)))
+    done = bench.call("srun", "--unicron", "sh", "-c", "echo works; exit 3")
+    assert done.stdout == "works\n" and done.returncode == 3
+    lines = [line for line in done.stderr.splitlines() if "unicron: " in line]
+    assert len(lines) == 1 and str(agent) in lines[0] and "runs unprotected" in lines[0]
+
+
+@pytest.mark.parametrize("controller", ["tcp://127.0.0.1:9", "tcp://no-such-host.invalid:7700", "tcp://[::1]:9"])
+def test_a_controller_that_is_not_there_costs_nothing(bench: Bench, controller: str) -> None:
+    bench.load(bench.line(controller=controller))
+    began = time.monotonic()
+    done = bench.call("srun", "--unicron", "sh", "-c", "exit 4")
+    assert done.returncode == 4 and "unicron" not in done.stderr
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("mode", ["optional", "required"])
+@pytest.mark.parametrize("argument", ["agnet=/x", "default=maybe"])
+def test_a_bad_plugin_argument_turns_the_plugin_off(bench: Bench, mode: str, argument: str) -> None:
+    bench.load(bench.line(argument, mode=mode))
+    done = bench.call("srun", "--unicron", "sh", "-c", "echo $SLURM_JOB_ID")
+    assert done.returncode == 0 and bench.recorded(done.stdout.strip()) == []
+    assert f'unicron: couldn\'t read the plugin argument "{argument}"' in done.stderr
+
+
+def test_a_missing_plugin_that_is_optional_costs_nothing(bench: Bench) -> None:
+    bench.load("optional /nonexistent/unicron.so")
+    assert bench.call("srun", "echo", "works").stdout == "works\n"
+
+
+def test_loaded_as_required(bench: Bench) -> None:
+    bench.load(bench.line(mode="required"))
+    job, output = bench.batch("srun sh -c 'exit 5'; echo $?", "--unicron")
+    assert output[0].splitlines()[-2:] == ["5", "END"] and bench.recorded(job) == [f"{job}.0.0"]
+
+
+def test_an_exit_is_seen_within_50_ms(bench: Bench) -> None:
+    delays = []
+    for _ in range(5):
+        bench.call("srun", "--unicron", "sh", "-c", "{ echo $SLURM_JOB_ID; date +%s.%N; } > killed; kill -9 $$")
+        job, killed_at = (bench.folder / "killed").read_text().split()
+        delays.append(bench.listener.time_of("task_exit", int(job)) - float(killed_at))
+    print(f"kill to datagram: {', '.join(f'{1000 * d:.1f}' for d in delays)} ms")
+    assert 0 < statistics.median(delays) < 0.05
+
+
+def test_help_shows_the_options(bench: Bench) -> None:
+    for command in ("srun", "sbatch", "salloc"):
+        text = bench.call(command, "--help").stdout
+        assert "--unicron-weight=WEIGHT" in text and "--unicron-min-nodes=NODES" in text and "[unicron] " in text
+
+
+def test_unit_tests_under_sanitizers(tmp_path: Path) -> None:
+    done = build(tmp_path, "check")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert last == "ok"
+    decoded = []
+    for line in lines:
+        kind, *argument, data = line.split()
+        value = msgpack.unpackb(bytes.fromhex(data))
+        decoded.append(kind)
+        if kind == "int":
+            assert value == int(argument[0])
+        elif kind == "text":
+            assert value == "x" * int(argument[0])
+        elif kind == "notice":
+            assert value == {"v": 1, "kind": "task_exit", "job": "4294967294", "element": 4000000,
+                             "slurm_id": 4294967294, "node": "n" * 255, "status": 9}
+        elif kind == "step":
+            assert (value["job"], value["element"], value["node"], value["status"]) == ("42", 7, "node7", 9)
+        else:
+            assert (value["kind"], value["job"], value["node"]) == ("epilog", "4711", "node8")
+    assert sorted(set(decoded)) == ["epilog", "int", "notice", "step", "text"] and decoded.count("int") == 20
+
+
+def test_the_plugin_names_its_slurm_and_exports_nothing_else(bench: Bench) -> None:
+    version = build(bench.plugin.parent, "version").stdout.strip()
+    release = bench.call("srun", "--version").stdout.split()[1]
+    assert version.endswith(f"built for Slurm {release}")
+    assert version.encode() in bench.plugin.read_bytes()
+    listed = subprocess.run(["nm", "-D", "--defined-only", bench.plugin], capture_output=True, text=True, check=True)
+    names = {line.split()[-1] for line in listed.stdout.splitlines()} - {"spank_plugin_version"}  # SPANK_PLUGIN's own
+    assert names and all(name.startswith(("plugin_", "slurm_spank_")) for name in names)
+
+
+def test_install_and_uninstall(tmp_path: Path) -> None:
+    arguments = ["install", f"DESTDIR={tmp_path}/root", "PREFIX=/usr"]
+    assert build(tmp_path / "build", *arguments).returncode == 0
+    folder = tmp_path / "root" / "usr" / "lib" / "slurm"
+    assert sorted(path.name for path in folder.iterdir()) == ["unicron-launch", "unicron.so"]
+    assert os.access(folder / "unicron-launch", os.X_OK)
+    assert build(tmp_path / "build", "uninstall", *arguments[1:]).returncode == 0
+    assert list(folder.iterdir()) == []
