@@ -122,8 +122,6 @@ class LocalCluster:
             if not any(process.kind == "slurmctld" for process in running):
                 raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
             if node not in _slurmds(running):
-                for left in self.layout.spool_dir.glob(f"{node}/{node}_*"):  # sockets of stepds that died with it
-                    left.unlink(missing_ok=True)
                 self._start_nodes(self._programs(), [node], rebooted={node})
 
     def _check_node(self, node: str) -> None:
@@ -230,9 +228,16 @@ class LocalCluster:
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
         """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
+        if rebooted:
+            # Slurm compares times in whole seconds and takes a reboot within one for no reboot.
+            time.sleep(1.0 - time.time() % 1.0)
         began = float(int(time.time()))  # Slurm tells start times in whole seconds
         pids = {}
         for name in names:
+            if name in rebooted:
+                # As on a diskless node. A requeued job that came back here would else stumble over its own old script.
+                shutil.rmtree(self.layout.spool_dir / name, ignore_errors=True)
+                (self.layout.spool_dir / name).mkdir()
             command = [programs["slurmd"], "-D", "-f", str(self.layout.slurm_conf), "-N", name]
             pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []))
         deadline = time.monotonic() + _START_LIMIT
@@ -264,8 +269,8 @@ class LocalCluster:
     def _last_words(self, name: str) -> str:
         path = self.layout.log_dir / f"{name}.out"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        telling = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()] or lines
-        return f"{telling[-1].strip() if telling else 'it said nothing'} (all of it: {path})"
+        telling = [line for line in lines if "error:" in line or "fatal:" in line] or lines
+        return f"{'; '.join(line.strip() for line in telling[-2:]) or 'it said nothing'} (all of it: {path})"
 
     def _answers(self) -> bool:
         try:

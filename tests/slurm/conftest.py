@@ -1,0 +1,86 @@
+"""A real Slurm for this tier: six virtual nodes with one pretended GPU each, up for the whole session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.slurm import ElementInfo, SlurmClient
+
+
+@pytest.fixture(scope="session")
+def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """The session's cluster. Tests that use it directly clean up after themselves; `cluster` does it for them."""
+    cluster = LocalCluster(tmp_path_factory.mktemp("slurm") / "state", nodes=6, gpus_per_node=1, auth="munge")
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture
+def cluster(local_cluster: LocalCluster) -> Iterator[LocalCluster]:
+    """The session's cluster with no job and every node in service, before and after the test."""
+    yield local_cluster
+    client = local_cluster.client()
+    for element in client.elements():
+        if element.state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
+            client.cancel(element.job)
+    for node in local_cluster.spec.node_names:
+        local_cluster.power_on(node)
+        client.resume(node)
+    wait_until(lambda: all(node.states == {"IDLE"} for node in client.nodes()), "all nodes idle", client.nodes)
+
+
+@pytest.fixture
+def submit(cluster: LocalCluster, tmp_path) -> Callable[..., str]:
+    """submit(*options) runs a job that notes "INDEX NODE RESTARTS" in tmp_path/notes from a job step, then waits."""
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        "export PATH=$PATH:/usr/bin:/bin\n"
+        'note="${SLURM_ARRAY_TASK_ID:-0} $SLURMD_NODENAME ${SLURM_RESTART_COUNT:-0}"\n'
+        f'srun bash -c "echo $note >> {tmp_path}/notes"\n'
+        "exec sleep 300\n"
+    )
+
+    def call(*options: str) -> str:
+        command = ["sbatch", "--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--requeue", "--open-mode=append",
+                   f"--output={tmp_path}/%A_%a.out", *options, str(script)]
+        done = subprocess.run(command, env=os.environ | cluster.env(), capture_output=True, text=True, timeout=20)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return call
+
+
+@pytest.fixture
+def wait_for(cluster: LocalCluster) -> Callable[..., ElementInfo]:
+    """wait_for(client, job, element, state, node=None) returns the element once it is so."""
+
+    def call(client: SlurmClient, job: str, element: int, state: str, node: str | None = None) -> ElementInfo:
+        def look() -> ElementInfo:
+            return next(info for info in client.elements() if (info.job, info.element) == (job, element))
+
+        def ready() -> bool:
+            info = look()
+            return info.state == state and node in (None, info.node)
+
+        wait_until(ready, f"element {job}_{element} {state} on {node or 'any node'}", look)
+        return look()
+
+    return call
+
+
+def wait_until(ready: Callable[[], bool], what: str, look: Callable[[], object], limit: float = 20.0) -> None:
+    """Polls; fails with what was wanted and what is."""
+    deadline = time.monotonic() + limit
+    while not ready():
+        assert time.monotonic() < deadline, f"no {what} within {limit:.0f} s: {look()}"
+        time.sleep(0.02)

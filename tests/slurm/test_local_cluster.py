@@ -1,0 +1,267 @@
+"""The private cluster itself: it comes up beside others, survives accidents, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.cluster import LocalCluster, binaries, ports
+from unicron_ctl.errors import UserError
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster of two nodes of its own, not started; ended whatever the test does."""
+    cluster = LocalCluster(tmp_path / "state", nodes=2)
+    yield cluster
+    cluster.down()
+
+
+def _mentions(folder: Path) -> list[str]:
+    """Command lines of all processes that mention the folder, found without the code under test."""
+    listing = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, timeout=10).stdout
+    return [line for line in listing.splitlines() if str(folder) in line]
+
+
+def _assert_nothing_left(cluster: LocalCluster) -> None:
+    assert cluster.processes() == []
+    assert _mentions(cluster.layout.state_dir) == [] and _mentions(cluster.layout.short_dir) == []
+    assert not cluster.layout.short_dir.exists()
+    sockets = Path("/proc/net/unix").read_text()
+    assert str(cluster.layout.short_dir) not in sockets and str(cluster.layout.state_dir) not in sockets
+    assert all(ports.is_free(port) for port in cluster.spec.ports)
+
+
+def _in_child(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def _output(command: list[str], cluster: LocalCluster) -> str:
+    env = os.environ | cluster.env()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+CRASHING_UP = """
+import os, signal, sys
+from unicron_ctl.cluster import LocalCluster
+launch, left = LocalCluster._launch, [int(sys.argv[2])]
+def launch_or_die(self, name, command):
+    pid = launch(self, name, command)
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+LocalCluster._launch = launch_or_die
+LocalCluster(sys.argv[1], nodes=2).up()
+"""
+
+
+def test_up_twice_is_no_error_and_down_leaves_nothing(small: LocalCluster) -> None:
+    small.up()
+    before = [(process.pid, process.started) for process in small.processes()]
+    small.up()
+    LocalCluster(small.layout.state_dir, nodes=2).up()
+    assert [(process.pid, process.started) for process in small.processes()] == before
+    status = LocalCluster.load(small.layout.state_dir).status()
+    assert status["state"] == "up" and [node["states"] for node in status["nodes"]] == [["IDLE"], ["IDLE"]]
+    with pytest.raises(UserError, match=r"different cluster \(2 nodes\).*cluster down") as raised:
+        LocalCluster(small.layout.state_dir, nodes=3).up()
+    assert raised.value.exit_code == 2
+    small.down()
+    _assert_nothing_left(small)
+    small.down()
+    assert small.status()["state"] == "down"
+
+
+@pytest.mark.parametrize("launches", [1, 2, 3])
+def test_a_crash_half_way_up_is_cleared_by_down(small: LocalCluster, launches: int) -> None:
+    crashed = _in_child(CRASHING_UP, str(small.layout.state_dir), str(launches))
+    assert crashed.returncode == -signal.SIGKILL, crashed.stderr
+    kinds = {process.kind for process in small.processes()}
+    assert kinds == set(["munged", "slurmctld", "slurmd"][:launches])
+    assert LocalCluster.load(small.layout.state_dir).status()["state"] == "partial"
+    small.down()
+    _assert_nothing_left(small)
+
+
+def test_a_crash_half_way_up_is_mended_by_up(small: LocalCluster) -> None:
+    for launches in (1, 3):
+        _in_child(CRASHING_UP, str(small.layout.state_dir), str(launches))
+        small.up()
+        assert small.status()["state"] == "up"
+        small.down()
+    _assert_nothing_left(small)
+
+
+def test_a_port_in_use_is_avoided(small: LocalCluster) -> None:
+    wanted = ports.choose(3, f"{small.layout.state_dir} 1")
+    with socket.create_server(("127.0.0.1", wanted[0])), socket.create_server(("127.0.0.1", wanted[2])):
+        small.up()
+        assert not {wanted[0], wanted[2]} & set(small.spec.ports)
+        assert small.status()["state"] == "up"
+
+
+def test_a_port_taken_between_choice_and_start_leads_to_another(small: LocalCluster,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        real, calls = ports.choose, []
+
+        def choose(count: int, seed: str) -> tuple[int, ...]:
+            calls.append(seed)
+            found = real(count, seed)
+            return (taken.getsockname()[1], *found[1:]) if len(calls) == 1 else found
+
+        monkeypatch.setattr(ports, "choose", choose)
+        small.up()
+    assert len(calls) == 2 and small.status()["state"] == "up"
+
+
+def test_deep_folders_and_two_clusters_at_once(tmp_path: Path, local_cluster: LocalCluster) -> None:
+    deep = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 6)
+    assert len(str(deep)) > 150
+    cluster = LocalCluster(deep, nodes=1, auth="none")
+    try:
+        cluster.up()
+        assert _output(["srun", "echo", "works"], cluster) == "works"
+        assert local_cluster.status()["state"] == "up"
+        assert not set(cluster.spec.ports) & set(local_cluster.spec.ports)
+    finally:
+        cluster.down()
+    _assert_nothing_left(cluster)
+    assert local_cluster.status()["state"] == "up", "down ended only its own"
+
+
+def test_the_lines_of_the_caller_reach_slurm(tmp_path: Path) -> None:
+    plugstack = f"optional {tmp_path}/absent.so agent=/x"
+    options = {"plugstack_lines": [plugstack], "config_lines": ["MaxJobCount=77"]}
+    cluster = LocalCluster(tmp_path / "s", nodes=1, auth="none", **options)
+    try:
+        cluster.up()
+        assert "MaxJobCount             = 77" in _output(["scontrol", "show", "config"], cluster)
+        assert (cluster.layout.etc_dir / "plugstack.conf").read_text() == plugstack + "\n"
+    finally:
+        cluster.down()
+
+
+def test_what_slurm_does_not_accept_is_told_in_one_line(tmp_path: Path) -> None:
+    cluster = LocalCluster(tmp_path / "s", nodes=1, auth="none", config_lines=["NoSuchOption=1"])
+    with pytest.raises(UserError, match=r"slurmctld ended at once: .*(NoSuchOption|slurm.conf)"):
+        cluster.up()
+    _assert_nothing_left(cluster)
+
+
+def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: LocalCluster, tmp_path: Path) -> None:
+    client = cluster.client()
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        "export PATH=$PATH:/usr/bin:/bin\n"
+        f"srun --overlap bash -c 'setsid sleep 301 & echo $! > {tmp_path}/hidden; exec sleep 302' &\n"
+        f"setsid sleep 303 & echo $! > {tmp_path}/batch\n"
+        "wait\n"
+    )
+    options = ["-N1", "-w", "n2", "--exclusive", "--requeue", f"--output={tmp_path}/out"]
+    job = _output(["sbatch", "--parsable", *options, str(script)], cluster)
+    _until(lambda: (tmp_path / "hidden").exists() and (tmp_path / "batch").exists())
+    pids = [int((tmp_path / name).read_text()) for name in ("hidden", "batch")]
+    others = [p for p in cluster.processes() if p.kind == "slurmd" and p.node != "n2"]
+    began = time.monotonic()
+    victims = cluster.power_off("n2")
+    took = time.monotonic() - began
+    assert set(pids) <= {victim.pid for victim in victims} and all(victim.node == "n2" for victim in victims)
+    assert {"slurmd", "stepd", "task"} == {victim.kind for victim in victims}
+    assert not [process for process in cluster.processes() if process.node == "n2"]
+    assert [p for p in cluster.processes() if p.kind == "slurmd"] == others
+    assert took < 2.0
+    client.down("n2", "unicron[node_problem]: no heartbeat")
+    cluster.power_on("n2")
+    cluster.power_on("n2")
+    node = next(node for node in client.nodes() if node.name == "n2")
+    assert "DOWN" in node.states and node.reason.startswith("unicron["), "a node that was set down stays down"
+    client.resume("n2")
+    client.start_now(job, 0)
+    again = ("RUNNING", "n2", 1)
+    _until(lambda: any(e.job == job and (e.state, e.node, e.restarts) == again for e in client.elements()))
+
+
+def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(cluster: LocalCluster, submit: Callable[..., str],
+                                                                    wait_for: Callable[..., object]) -> None:
+    client = cluster.client()
+    job = submit("-w", "n4")
+    wait_for(client, job, 0, "RUNNING")
+    cluster.power_off("n4")
+    cluster.power_on("n4")
+    assert wait_for(client, job, 0, "PENDING").restarts == 1
+
+
+def test_another_user_than_root_can_have_one() -> None:
+    """All other tests run as whoever started them: root in a container. This one runs as nobody there."""
+    folder = Path(tempfile.mkdtemp(prefix="unicron-user-", dir="/tmp"))
+    nobody = pwd.getpwnam("nobody")
+    user = nobody if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+    try:
+        os.chown(folder, user.pw_uid, user.pw_gid)
+        report = folder / "report"
+        # Forked, not started anew: the interpreter and this folder may be readable for root only.
+        child = os.fork()
+        if child == 0:
+            _child_as(user, folder, report)
+        _, status = os.waitpid(child, 0)
+        seen = json.loads(report.read_text())
+        assert os.waitstatus_to_exitcode(status) == 0, seen
+        assert seen == {"uid": user.pw_uid, "state": "up", "owners": [user.pw_uid], "srun": user.pw_name, "left": 0}
+    finally:
+        LocalCluster(folder / "state").down()
+        shutil.rmtree(folder)
+
+
+def _child_as(user: pwd.struct_passwd, folder: Path, report: Path) -> None:
+    seen: dict[str, object] = {}
+    try:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(user.pw_gid)
+            os.setuid(user.pw_uid)
+        seen["uid"] = os.getuid()
+        os.chdir("/")
+        cluster = LocalCluster(folder / "state", nodes=2)
+        cluster.up()
+        seen["state"] = cluster.status()["state"]
+        seen["owners"] = sorted({Path(f"/proc/{process.pid}").stat().st_uid for process in cluster.processes()})
+        env = {"PATH": binaries.SEARCH_PATH} | cluster.env()
+        done = subprocess.run(["srun", "id", "-un"], env=env, capture_output=True, text=True, timeout=30)
+        seen["srun"] = done.stdout.strip() or done.stderr
+        cluster.down()
+        seen["left"] = len(cluster.processes()) + cluster.layout.short_dir.exists()
+    except BaseException as error:
+        seen["error"] = repr(error)
+    finally:
+        report.write_text(json.dumps(seen))
+        os._exit(1 if "error" in seen else 0)
+
+
+def _until(ready: Callable[[], bool], limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not ready():
+        assert time.monotonic() < deadline, "not within the time limit"
+        time.sleep(0.05)
