@@ -1,0 +1,232 @@
+"""Online statistics of iteration times: degraded, failed, a deadline for the iteration in progress, and the culprit.
+
+Pure and for the standard library only: the caller gives times and clocks. Thresholds: PAPER section 3 (over 3x the
+running average an iteration has failed; over 1.1x it is degraded, which is only reported).
+
+Why not simply compare with the mean: the first iterations are slow (allocator, compilation, data), checkpoints and
+evaluations are not iterations, times drift with the sequence length, and some jobs alternate between two speeds. So the
+monitor learns a centre and a spread from the job's own iterations, and calls a job degraded only when the whole recent
+window has moved, beyond what the job's own noise explains.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from detector.culprit import Culprit, Progress, slowest, stuck
+
+__all__ = ["EXCLUDED", "Culprit", "Health", "IterationMonitor", "Limits", "Observation", "Progress", "slowest", "stuck"]
+
+
+class Health(enum.Enum):
+    """What the monitor says after an iteration."""
+
+    LEARNING = "learning"
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+
+
+# Kinds of iteration that say nothing about the job's speed.
+EXCLUDED = ("checkpoint", "evaluation", "warmup", "recovery")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """skip: iterations after a (re)start that are never learned from. learn: iterations until the first verdict.
+    window: iterations of the running average. recent: a block of iterations; a whole one must have moved before a job
+    is degraded. failed, degraded: ratios to the running average. spreads: so many standard deviations of the job's own
+    blocks must it have moved, too. patience: how far, at most, a job's own slow iterations can raise ``failed``.
+    floor: seconds under which no deadline falls, so that a stutter of the machine is no failure. first_deadline:
+    seconds allowed per iteration while nothing is learned yet, None for no limit."""
+
+    skip: int = 3
+    learn: int = 8
+    window: int = 64
+    recent: int = 16
+    failed: float = 3.0
+    degraded: float = 1.1
+    spreads: float = 6.0
+    patience: float = 6.0
+    floor: float = 0.25
+    first_deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The monitor's answer to one iteration. ``ratio``: its time over the running average (1.0 while learning)."""
+
+    health: Health
+    ratio: float
+    average: float
+    reason: str
+
+
+class IterationMonitor:
+    """Learns one job's iteration time and judges each iteration and the one in progress. Times in seconds."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._window: deque[float] = deque(maxlen=self.limits.window)
+        self._recent: deque[float] = deque(maxlen=self.limits.recent)
+        self._to_skip = self.limits.skip
+        self._started: float | None = None
+        self._kind = "training"
+        self._baseline: float | None = None
+        self._block: list[float] = []
+        self._block_means: deque[float] = deque(maxlen=64)
+        self._degraded = False
+        self._high = 0.0
+
+    def restarted(self) -> None:
+        """The job was restarted or regrouped: the next iterations are warm-up again; what was learned is kept."""
+        self._to_skip = self.limits.skip
+        self._recent.clear()
+        self._started = None
+
+    def resized(self) -> None:
+        """The job's size changed, so its speed did too: learn anew."""
+        self._window.clear()
+        self._block.clear()
+        self._block_means.clear()
+        self._baseline = None
+        self._degraded = False
+        self._high = 0.0
+        self.restarted()
+
+    def begin(self, now: float, kind: str = "training") -> None:
+        """An iteration begins. ``kind``: "training", or one of EXCLUDED, which is neither judged nor learned."""
+        self._started = now
+        self._kind = kind
+
+    def mark(self, kind: str) -> None:
+        """The iteration in progress turns out to be of another kind (it saves a checkpoint, say)."""
+        self._kind = kind
+
+    def end(self, now: float) -> Observation:
+        """The iteration ends. Raises RuntimeError when none was begun."""
+        if self._started is None:
+            raise RuntimeError("end() without begin(): call begin(now) at the start of each iteration")
+        seconds, self._started = max(0.0, now - self._started), None
+        return self.observe(seconds, self._kind)
+
+    def observe(self, seconds: float, kind: str = "training") -> Observation:
+        """Judges one finished iteration and learns from it unless it is excluded, warm-up or failed."""
+        if kind in EXCLUDED:
+            return self._answer(self._health(), 1.0, f"a {kind} iteration is not judged")
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return self._answer(Health.LEARNING, 1.0, "warm-up")
+        average = self.average
+        if len(self._window) < self.limits.learn:
+            self._learn(seconds)
+            return self._answer(
+                Health.LEARNING, 1.0, f"learning, {len(self._window)} of {self.limits.learn} iterations"
+            )
+        ratio = seconds / average if average > 0 else 1.0
+        if seconds > self._failure_time():
+            # The average does not follow failures, else they would excuse the next one. But an iteration of this length
+            # that ended by itself can come again (an epoch's first batch), and then it is not news.
+            self._high = max(self._high, seconds)
+            reason = f"{seconds:.3f} s is {ratio:.1f}x the running average of {average:.3f} s"
+            return Observation(Health.FAILED, ratio, average, reason)
+        self._learn(seconds)
+        return self._judge(ratio, average)
+
+    def deadline(self, now: float) -> float | None:
+        """When (on the clock of ``now``) the iteration in progress counts as failed; None when nothing can be said:
+        no iteration in progress, an excluded one, warm-up, or still learning without ``first_deadline``."""
+        if self._started is None or self._kind in EXCLUDED:
+            return None
+        if self._to_skip > 0 or len(self._window) < self.limits.learn:
+            first = self.limits.first_deadline
+            return None if first is None else self._started + first
+        return self._started + self._failure_time()
+
+    def overdue(self, now: float) -> float:
+        """Seconds by which the iteration in progress is past its deadline; 0 when it is not."""
+        deadline = self.deadline(now)
+        return 0.0 if deadline is None else max(0.0, now - deadline)
+
+    @property
+    def average(self) -> float:
+        """The running average, seconds per iteration; 0 while nothing is learned."""
+        return sum(self._window) / len(self._window) if self._window else 0.0
+
+    @property
+    def learned(self) -> bool:
+        return len(self._window) >= self.limits.learn
+
+    def _failure_time(self) -> float:
+        """3x the running average; more only where the job's own iterations have come close to that and ended by
+        themselves: a job that alternates between 1 s and 3 s is healthy."""
+        limits, average = self.limits, self.average
+        return max(limits.failed * average, limits.floor, min(1.25 * self._high, limits.patience * average))
+
+    def _learn(self, seconds: float) -> None:
+        self._window.append(seconds)
+        self._recent.append(seconds)
+        # Forgotten with a half-life of about 20,000 iterations, so that what comes once per epoch stays known.
+        self._high = max(seconds, self._high * (1.0 - 3.5e-5))
+
+    def _judge(self, ratio: float, average: float) -> Observation:
+        """Degraded: the recent iterations together took over 1.1x the baseline, and by more than chance explains.
+
+        The baseline follows the job down (it got faster) soon and up only by slow drift, so that a job that has become
+        slow stays degraded until it is fast again or resized.
+        """
+        if self._baseline is None:
+            if len(self._window) == self._window.maxlen:
+                self._baseline = average
+            return Observation(self._health(), ratio, average, "")
+        if len(self._recent) < self.limits.recent:
+            return Observation(self._health(), ratio, average, "")
+        recent = sum(self._recent) / len(self._recent)
+        limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())
+        leave = self._baseline + (limit - self._baseline) * 0.6
+        self._degraded = recent > limit or (self._degraded and recent > leave)
+        self._follow(ratio * average)
+        reason = ""
+        if self._degraded:
+            share = recent / self._baseline
+            reason = f"the last {len(self._recent)} iterations took {share:.2f}x the usual {self._baseline:.3f} s"
+        return Observation(self._health(), ratio, average, reason)
+
+    def _block_error(self) -> float:
+        """The standard deviation of the mean of a block. Measured on blocks, not derived from single iterations, since
+        noise comes in runs; doubled while few blocks are known."""
+        single = _standard_deviation(self._window) / math.sqrt(self.limits.recent)
+        if len(self._block_means) < 16:
+            return 2.0 * max(single, _standard_deviation(self._block_means) if self._block_means else 0.0)
+        return max(single, _standard_deviation(self._block_means))
+
+    def _follow(self, seconds: float) -> None:
+        """Learns the noise of whole blocks and lets the baseline drift, both only while the job is not degraded."""
+        if self._degraded:
+            self._block.clear()
+            return
+        self._block.append(seconds)
+        if len(self._block) == self.limits.recent:
+            self._block_means.append(sum(self._block) / len(self._block))
+            self._block.clear()
+        target = self.average
+        # Schedules drift over thousands of iterations; a fault does not take that long.
+        self._baseline += (0.02 if target < self._baseline else 0.002) * (target - self._baseline)
+
+    def _health(self) -> Health:
+        if not self.learned:
+            return Health.LEARNING
+        return Health.DEGRADED if self._degraded else Health.HEALTHY
+
+    def _answer(self, health: Health, ratio: float, reason: str) -> Observation:
+        return Observation(health, ratio, self.average, reason)
+
+
+def _standard_deviation(values: Iterable[float]) -> float:
+    values = list(values)
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
