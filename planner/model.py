@@ -45,7 +45,7 @@ def whole(value: object, what: str, *, least: int = 0) -> int:
     return value
 
 
-class Throughput(dict):
+class Rates(dict):
     """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by
     size. Raises PlanError. Not to be changed after it is made."""
 
@@ -64,8 +64,8 @@ class Throughput(dict):
         self.rates = np.fromiter(self.values(), dtype=np.float64, count=len(self))
 
 
-def _checked(flops: object, what: str) -> Throughput:
-    return flops if isinstance(flops, Throughput) else Throughput(flops, what)
+def _checked(flops: object, what: str) -> Rates:
+    return flops if isinstance(flops, Rates) else Rates(flops, what)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,9 @@
+"""Replay of failure traces under several policies: what each would have cost."""
+
+from __future__ import annotations
+
+from planner.simulate.engine import Result, simulate
+from planner.simulate.policies import POLICIES, Policy
+from planner.simulate.trace import Trace, load
+
+__all__ = ["POLICIES", "Policy", "Result", "Trace", "load", "simulate"]

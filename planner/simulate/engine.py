@@ -1,0 +1,385 @@
+"""Replays a trace under a policy: event-driven, deterministic, with the planner that the controller uses.
+
+Every job is in one phase, and the WAF of the cluster is split by phase at every moment:
+run (counts), detect (a failure that nobody has noticed yet), transition, recompute (work done before), idle. What is not at
+work because nodes are gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the ideal: the WAF
+of the best split of all nodes without failures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from planner.events import Event
+from planner.model import Job, PlanError, Scenario
+from planner.simulate.causes import REPORTED
+from planner.simulate.placement import split
+from planner.simulate.policies import ITERATION, Policy, detection_seconds
+from planner.simulate.trace import Trace, TraceEvent
+from planner.solve import solve
+
+RUN, DETECT, TRANSITION, RECOMPUTE, IDLE = "run", "detect", "transition", "recompute", "idle"
+LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
+
+
+@dataclass
+class Task:
+    """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until they are
+    noticed. level: F while it runs. worked: seconds of progress, for checkpoints. worst: severity of what is not noticed."""
+
+    job: Job
+    size: int = 0
+    nodes: set[int] = field(default_factory=set)
+    target: int = 0
+    phase: str = IDLE
+    level: float = 0.0
+    epoch: int = 0
+    until: float = 0.0
+    worst: int = 4
+    worked: float = 0.0
+    debt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one policy made of a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds, WAF),
+    steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
+
+    policy: str
+    mean_waf: float
+    ideal_waf: float
+    efficiency: float
+    lost: dict[str, float]
+    series: tuple[tuple[float, float], ...]
+    failures: tuple[float, ...]
+    plans: int
+
+    def to_dict(self) -> dict:
+        """The JSON of `unicronctl simulate`."""
+        return {"policy": self.policy, "mean_waf": self.mean_waf, "ideal_waf": self.ideal_waf,
+                "efficiency": self.efficiency, "lost": self.lost, "failures": len(self.failures), "plans": self.plans}
+
+
+def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, int]], set[int], int]:
+    """(events with node numbers, nodes that are there at the start, nodes ever there).
+
+    Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers are
+    taken, a new name takes the place of a node that is gone; where none is, the cluster grows."""
+    numbers: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for event in trace.events:
+        first.setdefault(event.node, event.event)
+    late = [name for name, kind in first.items() if kind == "join"][:nodes]
+    gone: list[int] = []
+    up: set[int] = set()
+    out, most = [], nodes
+    reserved = {name: i for i, name in enumerate(list(first)[:nodes])}
+    absent = {reserved[name] for name in late if name in reserved}
+    up = set(range(nodes)) - absent
+    for event in trace.events:
+        if event.node not in numbers:
+            if event.node in reserved:
+                numbers[event.node] = reserved[event.node]
+            elif event.event == "join":
+                numbers[event.node] = gone.pop(0) if gone else most
+                most += numbers[event.node] == most
+            else:
+                raise PlanError(f"the trace names node {event.node} beside {nodes} others, but the cluster has only {nodes}: "
+                                "give a scenario with more nodes")
+        number = numbers[event.node]
+        if event.event == "join" and number not in up:
+            up.add(number)
+            if number in gone:
+                gone.remove(number)
+        elif event.event == "fail" and event.cause.severity == 1 and number in up:
+            up.remove(number)
+            gone.append(number)
+            if event.node not in reserved:
+                del numbers[event.node]
+        out.append((event.seconds, event, number))
+    return out, set(range(nodes)) - absent, most
+
+
+class Simulation:
+    """One policy on one trace."""
+
+    def __init__(self, scenario: Scenario, trace: Trace, policy: Policy):
+        if scenario.types:
+            raise PlanError("the simulator takes one type of node: leave `types` out of the scenario")
+        self.scenario, self.trace, self.policy = scenario, trace, policy
+        self.events, self.up, most = node_slots(trace, scenario.nodes)
+        fresh = tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs)
+        whole = replace(scenario, nodes=most, jobs=fresh)
+        self.ideal = solve(whole).waf
+        if self.ideal <= 0:
+            raise PlanError("no job of the scenario can run on this cluster: there is nothing to simulate")
+        self.free = set(self.up)
+        self.tasks = [Task(job) for job in fresh]
+        self.owner: dict[int, Task] = {}
+        self.queue: list = []
+        self.order = itertools.count()
+        self.now, self.plans = 0.0, 0
+        self.work = 0.0
+        self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
+        self.series: list[tuple[float, float]] = []
+        self.failures: list[float] = []
+        self.memory: dict[tuple, dict[str, int]] = {}
+
+    def run(self) -> Result:
+        """Replays the whole trace."""
+        self._start()
+        for when, event, number in self.events:
+            if when <= 0 and event.event == "join":
+                continue
+            self._push(when, lambda event=event, number=number: self._trace_event(event, number))
+        while self.queue and self.queue[0][0] < self.trace.until:
+            when, _, act = heapq.heappop(self.queue)
+            self._advance(when)
+            act()
+        self._advance(self.trace.until)
+        total = self.ideal * self.trace.until
+        lost = {name: value / total for name, value in self.lost.items()}
+        efficiency = self.work / total
+        lost["sub_healthy"] = 1.0 - efficiency - sum(value for name, value in lost.items() if name != "sub_healthy")
+        if abs(lost["sub_healthy"]) < 1e-12:
+            lost["sub_healthy"] = 0.0
+        return Result(self.policy.name, self.work / self.trace.until, self.ideal, efficiency, lost, tuple(self.series),
+                      tuple(self.failures), self.plans)
+
+    # ---------------------------------------------------------------- time
+
+    def _push(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (when, next(self.order), act))
+
+    def _advance(self, when: float) -> None:
+        """Accounts for the time up to `when`."""
+        span = when - self.now
+        if span > 0:
+            room, running = self.ideal, 0.0
+            for phase in (RUN, RECOMPUTE, TRANSITION, DETECT):
+                level = min(sum(task.level for task in self.tasks if task.phase == phase), room)
+                room -= level
+                if phase == RUN:
+                    self.work += level * span
+                    running = level
+                else:
+                    self.lost[LOST[phase]] += level * span
+            if not self.series or self.series[-1][1] != running:
+                self.series.append((self.now, running))
+            for task in self.tasks:
+                if task.phase == RUN:
+                    task.worked += span
+        self.now = when
+
+    def _enter(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
+        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between."""
+        task.phase, task.until = phase, self.now + seconds
+        task.epoch += 1
+        if then is not None:
+            epoch = task.epoch
+            self._push(task.until, lambda: then(task) if task.epoch == epoch else None)
+
+    # ---------------------------------------------------------------- what happens
+
+    def _start(self) -> None:
+        """The first placement costs nothing: the replay starts with all jobs running."""
+        # Baselines that cannot redistribute get the planner's split to start from (to their advantage).
+        placement = self.policy.placement if self.policy.placement in ("equally", "by_weight", "by_size") else "optimal"
+        plan = self._plan(placement, set())
+        for task in self.tasks:
+            task.target = task.size = plan[task.job.name]
+            self._take(task, task.size)
+            self._settle(task)
+
+    def _trace_event(self, event: TraceEvent, number: int) -> None:
+        if event.event == "join":
+            if number not in self.up:
+                self.up.add(number)
+                self.free.add(number)
+                holder = self.owner.get(number)
+                if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost all the same
+                    self._drop(holder, number)
+                self._joined()
+            return
+        if number not in self.up or event.cause.name in REPORTED:
+            return
+        task = self.owner.get(number)
+        if event.cause.severity == 1:
+            self.up.discard(number)
+            self.free.discard(number)
+        if task is None or task.phase == IDLE:
+            if task is not None and event.cause.severity == 1:
+                self._drop(task, number)
+            return
+        self.failures.append(self.now)
+        self._hit(task, event)
+
+    def _hit(self, task: Task, event: TraceEvent) -> None:
+        if task.phase != DETECT:
+            self._owe(task)
+            self._enter(task, DETECT, detection_seconds(self.policy, event.cause), self._noticed)
+        task.worst = min(task.worst, event.cause.severity)
+
+    def _owe(self, task: Task) -> None:
+        """What the failure makes the job compute again, in seconds of its own work."""
+        if self.policy.checkpoint is not None:
+            since = task.worked % self.policy.checkpoint
+            task.debt += since
+            task.worked -= since
+        else:
+            task.debt = max(task.debt, self.policy.redo * ITERATION)
+
+    def _noticed(self, task: Task) -> None:
+        severity, task.worst = task.worst, 4
+        if severity > 1:
+            self._recover(task, severity)
+        elif self.policy.placement == "fixed":
+            self._replace_or_wait(task)
+        elif self.policy.placement == "own":
+            self._shrink(task)
+        else:
+            self._redistribute(event=("lost", task.job.name))
+
+    def _recover(self, task: Task, severity: int) -> None:
+        """The same nodes, after the transition of that severity."""
+        seconds = self.policy.transition[severity]
+        if seconds is None:
+            seconds = self._planned_seconds(task, task.size, lost=True)
+        task.level = self._f(task, task.size)
+        self._enter(task, TRANSITION, seconds, self._recompute)
+
+    def _recompute(self, task: Task) -> None:
+        debt, task.debt = task.debt, 0.0
+        if debt > 0:
+            self._enter(task, RECOMPUTE, debt, self._settle)
+        else:
+            self._settle(task)
+
+    def _settle(self, task: Task) -> None:
+        task.level = self._f(task, task.size)
+        self._enter(task, RUN if task.size else IDLE, 0.0, None)
+
+    def _joined(self) -> None:
+        if self.policy.placement == "fixed":
+            for task in self.tasks:
+                if task.phase == IDLE and task.target:
+                    self._replace_or_wait(task)
+        elif self.policy.placement == "own":
+            self._grow()
+        else:
+            self._redistribute(event=("join",))
+
+    # ---------------------------------------------------------------- placements
+
+    def _f(self, task: Task, size: int) -> float:
+        return self.policy.healthy * task.job.f(size)
+
+    def _planned_seconds(self, task: Task, size: int, lost: bool) -> float:
+        job = replace(task.job, nodes=task.size, lost_worker=lost)
+        return self.scenario.d_transition(job, size)
+
+    def _drop(self, task: Task, number: int) -> None:
+        task.nodes.discard(number)
+        self.owner.pop(number, None)
+
+    def _take(self, task: Task, size: int) -> None:
+        """Gives back or takes nodes until the task holds `size`; dead nodes go first."""
+        for number in [number for number in task.nodes if number not in self.up]:
+            self._drop(task, number)
+        for number in sorted(task.nodes, reverse=True)[: max(len(task.nodes) - size, 0)]:
+            self._drop(task, number)
+            self.free.add(number)
+        for number in sorted(self.free)[: max(size - len(task.nodes), 0)]:
+            self.free.discard(number)
+            task.nodes.add(number)
+            self.owner[number] = task
+
+    def _dead(self, task: Task) -> bool:
+        return any(number not in self.up for number in task.nodes) or len(task.nodes) < task.size
+
+    def _replace_or_wait(self, task: Task) -> None:
+        """fixed: all its nodes again, with spares for the lost ones, or none until they are repaired."""
+        self._take(task, min(task.target, len([n for n in task.nodes if n in self.up]) + len(self.free)))
+        if len(task.nodes) < task.target:
+            task.level = 0.0
+            self._enter(task, IDLE, 0.0, None)
+            return
+        task.size = task.target
+        self._recover(task, 1)
+
+    def _shrink(self, task: Task) -> None:
+        """own: goes on with what is left, and spares, at the largest size that it can run."""
+        alive = len([number for number in task.nodes if number in self.up])
+        size = self._largest(task, min(alive + len(self.free), task.target))
+        self._resize(task, size, 1, lost=True)
+        self._grow()
+
+    def _grow(self) -> None:
+        """own: free nodes go to the job that misses most."""
+        for task in sorted(self.tasks, key=lambda task: (task.size - task.target, task.job.name)):
+            if task.phase == DETECT or not self.free:
+                continue
+            size = self._largest(task, min(len(task.nodes) + len(self.free), task.target))
+            if size > task.size:
+                if not self.policy.graceful and task.phase == RUN:
+                    self._owe(task)
+                self._resize(task, size, 1, lost=False)
+
+    def _largest(self, task: Task, room: int) -> int:
+        return task.job.options(room)[-1]
+
+    def _resize(self, task: Task, size: int, severity: int, lost: bool) -> None:
+        seconds = self.policy.transition[severity]
+        if seconds is None:
+            seconds = self._planned_seconds(task, size, lost)
+        self._take(task, size)
+        task.size, task.level = size, self._f(task, size)
+        if size:
+            self._enter(task, TRANSITION, seconds, self._recompute)
+        else:
+            self._enter(task, IDLE, 0.0, None)
+
+    def _redistribute(self, event: Event) -> None:
+        """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to light."""
+        self.plans += 1
+        lost = {task.job.name for task in self.tasks if self._dead(task)}
+        if event[0] == "lost":
+            lost.add(event[1])
+        plan = self._plan(self.policy.placement, lost)
+        changed = [task for task in self.tasks if plan[task.job.name] != task.size or task.job.name in lost]
+        seconds = {task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost) for task in changed}
+        shrinking_first = sorted(changed, key=lambda task: plan[task.job.name] - len(task.nodes))
+        for task in shrinking_first:
+            size = plan[task.job.name]
+            fresh = task.size == 0
+            self._take(task, size)
+            if task.job.name in lost:
+                task.worst = 4
+            task.size, task.level = size, self._f(task, size)
+            if size == 0:
+                self._enter(task, IDLE, 0.0, None)
+            else:
+                self._enter(task, TRANSITION, 0.0 if fresh and self.now == 0 else seconds[task.job.name], self._recompute)
+
+    def _plan(self, placement: str, lost: set[str]) -> dict[str, int]:
+        jobs = tuple(replace(task.job, nodes=task.size, lost_worker=task.job.name in lost) for task in self.tasks)
+        scenario = replace(self.scenario, nodes=len(self.up), jobs=jobs)
+        if placement != "optimal":
+            return split(scenario, placement)
+        key = (len(self.up), tuple(task.size for task in self.tasks), frozenset(lost))
+        if key not in self.memory:
+            if self.policy.ahead:
+                from planner.expected import solve_expected
+
+                self.memory[key] = solve_expected(scenario).assignment
+            else:
+                self.memory[key] = solve(scenario).assignment
+        return self.memory[key]
+
+
+def simulate(scenario: Scenario, trace: Trace, policy: Policy) -> Result:
+    """The Result of one policy on one trace; the same input always gives the same result. Raises PlanError."""
+    return Simulation(scenario, trace, policy).run()

@@ -1,0 +1,109 @@
+"""Generators of failure traces, deterministic by seed. Each names its source; what is our own choice is marked [choice]."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from planner.model import PlanError
+from planner.simulate.causes import CAUSES
+from planner.simulate.trace import DAY, Trace, TraceEvent, make
+
+# Unicron, section 1: share of tasks by outcome in percent, without those that finished.
+UNICRON_MIX = {
+    "nccl_timeout": 10.1, "link_flapping": 3.9, "task_hang": 3.1, "cuda_error": 1.6, "nvlink_error": 4.5,
+    "gpu_driver_error": 0.6, "connection_refused": 2.1, "connection_reset": 1.0, "other_network_error": 4.0,
+    "illegal_memory_access": 2.1, "ecc_error": 5.0, "invalid_dma_mapping": 2.1, "others": 3.3,
+}
+# Llama 3 (arXiv 2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs, as causes of our table.
+LLAMA3_COUNTS = {
+    "gpu_lost": 148 + 17, "ecc_error": 72 + 19, "other_software_error": 54 + 2, "other_network_error": 35,
+    "node_failed": 32 + 2 + 3 + 2, "nic_error": 7, "nccl_timeout": 7, "numerical_error": 6, "host_hardware_error": 6 + 2 + 2,
+    "local_disk_error": 3,
+}
+LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
+# Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
+RSC1_PER_NODE_DAY = 6.50 / 1000
+REPAIR_HOURS = (1.0, 24.0, 168.0)  # least, median, most: "hours to days" (Unicron, section 1), log-normal [choice]
+
+
+def repair_seconds(draw: random.Random) -> float:
+    """How long a drained node is away: log-normal with median 24 h and sigma 1, cut to 1 h..7 d [choice, see above]."""
+    low, middle, high = REPAIR_HOURS
+    return 3600.0 * min(max(middle * draw.lognormvariate(0.0, 1.0), low), high)
+
+
+def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str]) -> list[TraceEvent]:
+    """Failures at `times` on nodes that are up, each lost node joining again after its repair."""
+    back = [0.0] * nodes
+    out = []
+    for when in sorted(times):
+        up = [node for node in range(nodes) if back[node] <= when]
+        if not up:
+            continue
+        node, cause = draw.choice(up), CAUSES[pick()]
+        out.append(TraceEvent(when, "fail", f"n{node}", cause))
+        if cause.severity == 1:
+            back[node] = when + repair_seconds(draw)
+            out.append(TraceEvent(back[node], "join", f"n{node}"))
+    return out
+
+
+def poisson(nodes: int, seconds: float, per_node_day: float, mix: dict[str, float], seed: int, name: str) -> Trace:
+    """Failures at a constant rate per node and day, causes drawn by weight."""
+    if nodes < 1 or seconds <= 0:
+        raise PlanError("a trace needs at least one node and a time above 0")
+    draw = random.Random(f"{name}/{seed}")
+    rate, when, times = nodes * per_node_day / DAY, 0.0, []
+    while (when := when + draw.expovariate(rate)) < seconds:
+        times.append(when)
+    names, weights = list(mix), list(mix.values())
+    return make(_events(draw, times, nodes, lambda: draw.choices(names, weights)[0]), seconds, name)
+
+
+def llama3(nodes: int, seconds: float, seed: int = 0) -> Trace:
+    """Rate and causes of the Llama 3 run."""
+    return poisson(nodes, seconds, LLAMA3_PER_NODE_DAY, LLAMA3_COUNTS, seed, "llama3")
+
+
+def rsc1(nodes: int, seconds: float, seed: int = 0) -> Trace:
+    """Rate of Meta's RSC-1, causes of Unicron's mix (the paper's own causes are not broken down the same way)."""
+    return poisson(nodes, seconds, RSC1_PER_NODE_DAY, UNICRON_MIX, seed, "rsc1")
+
+
+def unicron(nodes: int, seconds: float, seed: int = 0, per_node_day: float = 43 / 56 / 16) -> Trace:
+    """Unicron's mix of causes; by default at the rate of trace-a."""
+    return poisson(nodes, seconds, per_node_day, UNICRON_MIX, seed, "unicron")
+
+
+def counted(nodes: int, seconds: float, severe: int, other: int, seed: int, name: str) -> Trace:
+    """Exactly `severe` failures of severity 1 and `other` others, at uniform times, causes by Unicron's mix."""
+    draw = random.Random(f"{name}/{seed}")
+    kinds = [True] * severe + [False] * other
+    draw.shuffle(kinds)
+    times = sorted(draw.uniform(0.0, seconds) for _ in kinds)
+    names = {flag: [c for c in UNICRON_MIX if (CAUSES[c].severity == 1) == flag] for flag in (True, False)}
+    queue = iter(kinds)
+
+    def pick() -> str:
+        flag = next(queue)
+        return draw.choices(names[flag], [UNICRON_MIX[c] for c in names[flag]])[0]
+
+    return make(_events(draw, times, nodes, pick), seconds, name)
+
+
+def trace_a(seed: int = 0, nodes: int = 16) -> Trace:
+    """Unicron's trace-a as recalled: 8 weeks, 10 failures of severity 1 and 33 others."""
+    return counted(nodes, 56 * DAY, 10, 33, seed, "trace-a")
+
+
+def trace_b(seed: int = 0, nodes: int = 16) -> Trace:
+    """Unicron's trace-b as recalled: 7 days, 26 failures of severity 1 and 80 others."""
+    return counted(nodes, 7 * DAY, 26, 80, seed, "trace-b")
+
+
+GENERATORS = {"trace-a": lambda nodes, days, seed: trace_a(seed, nodes),
+              "trace-b": lambda nodes, days, seed: trace_b(seed, nodes),
+              "unicron": lambda nodes, days, seed: unicron(nodes, days * DAY, seed),
+              "llama3": lambda nodes, days, seed: llama3(nodes, days * DAY, seed),
+              "rsc1": lambda nodes, days, seed: rsc1(nodes, days * DAY, seed)}

@@ -1,0 +1,132 @@
+"""Failure traces: what happens to which node when. Readers for our own CSV and for public churn traces.
+
+Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the node away
+until it joins again; the others leave it where it is. Public churn traces (for example those in the repository
+uclasystem/bamboo, folder traces/): lines `milliseconds,add|remove,node` without a header.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.model import PlanError
+from planner.simulate import causes
+from planner.simulate.causes import CAUSES, Cause
+
+HEADER = ["seconds", "event", "node", "cause"]
+LARGEST = 5_000_000  # lines
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One line of a trace. cause: of a failure; None for a join."""
+
+    seconds: float
+    event: str
+    node: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events in order of time, and the time at which the replay ends, seconds."""
+
+    events: tuple[TraceEvent, ...]
+    until: float
+    name: str = "trace"
+
+
+def load(path: str | Path, until: float | None = None) -> Trace:
+    """The trace in a file, of either kind; raises PlanError with one line. until: end in seconds, by default a day after
+    the last event."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = [(number, row) for number, row in enumerate(csv.reader(file), 1) if row and any(map(str.strip, row))]
+    except OSError as error:
+        raise PlanError(f"can't read {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise PlanError(f"{path} is not a CSV file") from None
+    if len(lines) > LARGEST:
+        raise PlanError(f"{path} has more than {LARGEST} lines")
+    if not lines:
+        raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
+    first = [field.strip().lower() for field in lines[0][1]]
+    if first == HEADER:
+        events = _infer([_own(path, number, row) for number, row in lines[1:]])
+    elif len(first) == 3 and first[1] in ("add", "remove"):
+        events = [_churn(path, number, row) for number, row in lines]
+    else:
+        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)} (or a churn trace: ms,add|remove,node)")
+    return make(events, until, Path(path).stem)
+
+
+def make(events: Iterable[TraceEvent], until: float | None = None, name: str = "trace") -> Trace:
+    """A Trace of events in any order."""
+    ordered = sorted(events, key=lambda event: event.seconds)
+    end = (ordered[-1].seconds if ordered else 0.0) + DAY if until is None else until
+    if not math.isfinite(end) or end <= 0:
+        raise PlanError(f"the end of the replay must be above 0 seconds, not {end}")
+    return Trace(tuple(event for event in ordered if event.seconds < end), end, name)
+
+
+def _seconds(path: str | Path, number: int, text: str, scale: float = 1.0) -> float:
+    try:
+        value = float(text) * scale
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise PlanError(f"{path}, line {number}: the time {text!r} is not a number of 0 or more")
+    return value
+
+
+def _own(path: str | Path, number: int, row: list[str]) -> TraceEvent | tuple[float, str, str]:
+    if len(row) < 3 or len(row) > 4:
+        raise PlanError(f"{path}, line {number}: expected {','.join(HEADER)}, found {len(row)} fields")
+    seconds, event, node, cause = [*(field.strip() for field in row), ""][:4]
+    when = _seconds(path, number, seconds)
+    if event.lower() not in ("fail", "join"):
+        raise PlanError(f"{path}, line {number}: the event must be fail or join, not {event!r}")
+    if not node:
+        raise PlanError(f"{path}, line {number}: the node's name is missing")
+    if event.lower() == "join":
+        return TraceEvent(when, "join", node)
+    found = causes.find(cause) if cause else CAUSES["node_failed"]
+    return TraceEvent(when, "fail", node, found) if found else (when, node, cause)
+
+
+def _infer(rows: list[TraceEvent | tuple[float, str, str]]) -> list[TraceEvent]:
+    """A cause that the table doesn't have: the node was lost if it joins again before it fails again, else a process."""
+    ordered = sorted(rows, key=lambda row: row.seconds if isinstance(row, TraceEvent) else row[0])
+    following: dict[str, str] = {}
+    out = []
+    for row in reversed(ordered):
+        if not isinstance(row, TraceEvent):
+            when, node, name = row
+            lost = following.get(node) == "join"
+            row = TraceEvent(when, "fail", node, Cause(name, 1 if lost else 2, "node_health" if lost else "process"))
+        following[row.node] = row.event
+        out.append(row)
+    return out[::-1]
+
+
+def _churn(path: str | Path, number: int, row: list[str]) -> TraceEvent:
+    if len(row) != 3 or row[1].strip() not in ("add", "remove") or not row[2].strip():
+        raise PlanError(f"{path}, line {number}: expected milliseconds,add|remove,node")
+    when, node = _seconds(path, number, row[0], 1e-3), row[2].strip()
+    if row[1].strip() == "add":
+        return TraceEvent(when, "join", node)
+    return TraceEvent(when, "fail", node, CAUSES["lost_connection"])
+
+
+def write(trace: Trace, path: str | Path) -> None:
+    """Writes our CSV."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        writer.writerows([f"{event.seconds:.3f}", event.event, event.node, event.cause.name if event.cause else ""]
+                         for event in trace.events)
