@@ -1,0 +1,97 @@
+"""`unicronctl` as a whole: quick, and every error one line with the right exit status."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+
+from unicron_ctl import cli
+from unicron_ctl.errors import UserError
+
+
+@click.group()
+def program() -> None:
+    pass
+
+
+@program.command()
+@click.option("--count", type=int)
+@click.argument("kind")
+def fail(count: int, kind: str) -> None:
+    errors = {
+        "use": UserError("no such thing; name another", 2),
+        "plain": UserError("two\nlines  here"),
+        "os": FileNotFoundError(2, "No such file or directory", "/x.toml"),
+        "defect": ZeroDivisionError("division by zero"),
+        "interrupt": KeyboardInterrupt(),
+    }
+    raise errors[kind]
+
+
+@pytest.mark.parametrize(("arguments", "status", "text"), [
+    (["fail", "use"], 2, "unicronctl: no such thing; name another\n"),
+    (["fail", "plain"], 1, "unicronctl: two lines here\n"),
+    (["fail", "os"], 1, "unicronctl: [Errno 2] No such file or directory: '/x.toml'\n"),
+    (["fail", "interrupt"], 1, "\nunicronctl: interrupted\n"),  # click ends the line that shows ^C
+    (["fail", "--count", "x", "use"], 2,
+     "unicronctl: Invalid value for '--count': 'x' is not a valid integer. (see 'unicronctl fail --help')\n"),
+    (["fail"], 2, "unicronctl: Missing argument 'KIND'. (see 'unicronctl fail --help')\n"),
+    (["--nix"], 2, "unicronctl: No such option '--nix'. (see 'unicronctl --help')\n"),
+])
+def test_errors_are_one_line(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("unicronctl", program, arguments) == status
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", text)
+
+
+def test_a_defect_hides_its_traceback_until_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UNICRON_DEBUG", raising=False)
+    assert cli.run("unicronctl", program, ["fail", "defect"]) == 1
+    quiet = capsys.readouterr().err
+    assert quiet.startswith("unicronctl: ZeroDivisionError: division by zero (") and quiet.count("\n") == 1
+    monkeypatch.setenv("UNICRON_DEBUG", "1")
+    assert cli.run("unicronctl", program, ["fail", "defect"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("unicronctl", cli.unicronctl, ["nix"]) == 2
+    assert capsys.readouterr().err == "unicronctl: No such command 'nix'. (see 'unicronctl --help')\n"
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_of_the_table_exists_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("unicronctl", cli.unicronctl, [name, "--help"]) == 0
+    assert f"Usage: unicronctl {name}" in capsys.readouterr().out
+
+
+def test_help_is_instant_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from unicron_ctl.cli import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
+        "print([m for m in ('torch', 'numpy', 'zmq', 'msgspec', 'rich', 'sqlite3') if m in sys.modules])"
+    )
+    took = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+        took.append(time.monotonic() - began)
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert statistics.median(took) < 0.5  # 0.1 s on an idle machine
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    script = "import sys; from unicron_ctl.cli import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,193 @@
+"""The files, ports and process marks of a local cluster, without a Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.cluster import LocalCluster, binaries, configuration, ports, processes
+from unicron_ctl.cluster.layout import Layout, Spec, default_state_dir
+from unicron_ctl.cluster.processes import Marks
+from unicron_ctl.errors import UserError
+
+SPEC = Spec(nodes=3, gpus_per_node=2, auth="munge", ports=(20001, 20002, 20003, 20004))
+
+
+def _conf(layout: Layout, spec: Spec, version: tuple[int, int] = (22, 5)) -> list[str]:
+    return configuration.slurm_conf(layout, spec, "ann", "head", version).splitlines()
+
+
+def test_slurm_conf_names_nodes_ports_and_what_recovery_relies_on(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    lines = _conf(layout, SPEC)
+    assert "SlurmctldPort=20001" in lines
+    assert "NodeName=n3 NodeHostname=head NodeAddr=127.0.0.1 Port=20004" in lines
+    assert "PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE" in lines
+    assert f"AuthInfo=socket={layout.munge_socket},cred_expire=5" in lines
+    assert {"ReturnToService=1", "JobRequeue=1", "KillWait=2", "SlurmdTimeout=10", "GresTypes=gpu"} <= set(lines)
+    assert any(line.startswith("NodeName=DEFAULT") and line.endswith("Gres=gpu:2") for line in lines)
+    assert configuration.gres_conf(layout, SPEC).splitlines() == [
+        f"Name=gpu File={tmp_path}/dev/gpu0", f"Name=gpu File={tmp_path}/dev/gpu1",
+    ]
+
+
+def test_slurm_conf_without_gpus_and_munge_and_for_a_later_release(tmp_path: Path) -> None:
+    spec = Spec(nodes=1, gpus_per_node=0, auth="none", config_lines=("Prolog=/p",), ports=(1, 2))
+    lines = _conf(Layout(tmp_path), spec, (24, 11))
+    assert "AuthInfo=cred_expire=5" in lines and "Prolog=/p" in lines
+    assert not any("Gres" in line or "SwitchType" in line for line in lines)
+
+
+def test_socket_paths_are_short_however_deep_the_state_folder_is(tmp_path: Path) -> None:
+    layout = Layout(tmp_path.joinpath(*["x" * 40] * 8))
+    assert len(f"{layout.spool_dir}/n256/n256_4294967295.4294967291") < 80
+    assert len(str(layout.munge_socket)) < 80
+    assert layout.short_dir != Layout(tmp_path).short_dir
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"nodes": 0}, "1 to 256 nodes"), ({"nodes": 257}, "1 to 256 nodes"), ({"gpus_per_node": -1}, "0 to 64 GPUs"),
+    ({"auth": "kerberos"}, "munge or none"),
+])
+def test_impossible_clusters_are_wrong_use(tmp_path: Path, options: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text) as raised:
+        LocalCluster(tmp_path, **options)
+    assert raised.value.exit_code == 2
+
+
+def test_a_path_that_slurm_conf_cannot_hold_is_wrong_use() -> None:
+    with pytest.raises(UserError, match=r"cannot hold the path '/tmp/two words'") as raised:
+        LocalCluster("/tmp/two words")
+    assert raised.value.exit_code == 2
+
+
+def test_the_spec_survives_and_a_damaged_file_is_told(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    assert layout.load() is None
+    layout.save(SPEC)
+    assert layout.load() == SPEC
+    assert LocalCluster.load(tmp_path).spec == SPEC
+    for damage in ("{", "[]", json.dumps({"nodes": 1})):
+        layout.state_file.write_text(damage)
+        with pytest.raises(UserError, match="damaged"):
+            layout.load()
+
+
+def test_no_cluster_yet_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no cluster in .*unicronctl cluster up"):
+        LocalCluster.load(tmp_path)
+
+
+def test_somebody_elses_folder_for_sockets_is_not_used(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.short_dir.symlink_to(tmp_path)
+    try:
+        with pytest.raises(UserError, match="not a folder of ours"):
+            layout.make_short_dir()
+    finally:
+        layout.short_dir.unlink()
+
+
+def test_the_folder_for_sockets_is_open_to_readers_whatever_the_umask(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    before = os.umask(0o077)
+    try:
+        layout.make_short_dir()
+        layout.make_short_dir()
+        assert stat.S_IMODE(layout.short_dir.stat().st_mode) == 0o755
+    finally:
+        os.umask(before)
+        layout.short_dir.rmdir()
+
+
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNICRON_CLUSTER_DIR", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert default_state_dir() == Path("/home/ann/.local/state/unicron/cluster")
+    monkeypatch.setenv("XDG_STATE_HOME", "/s")
+    assert default_state_dir() == Path("/s/unicron/cluster")
+    monkeypatch.setenv("UNICRON_CLUSTER_DIR", "/c")
+    assert default_state_dir() == Path("/c")
+
+
+def test_missing_programs_are_named_with_the_apt_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(binaries, "SEARCH_PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^slurmctld, squeue, munged not found; install with: "
+                                        r"apt-get install munge slurm-client slurmctld$"):
+        binaries.locate(["slurmctld", "squeue", "munged"])
+
+
+def test_ports_in_use_are_passed_over() -> None:
+    first = ports.choose(3, "seed")
+    with socket.create_server(("127.0.0.1", first[1])):
+        assert not ports.is_free(first[1])
+        again = ports.choose(3, "seed")
+    assert first[1] not in again and again[0] == first[0] and len(set(again)) == 3
+    assert ports.choose(3, "seed") == first
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(["sleep", "60"], env={"SLURM_CONF": "/x/slurm.conf", "SLURMD_NODENAME": "n2",
+                                                     "PATH": os.environ["PATH"]})
+    yield process
+    process.kill()
+    process.wait()
+
+
+MARKS = Marks(slurm_conf="/x/slurm.conf", munge_socket="/y/socket", log_dir="/x/log")
+
+
+def test_a_task_is_known_by_both_variables_and_a_shell_is_left_alone(sleeper: subprocess.Popen) -> None:
+    shell = subprocess.Popen(["sleep", "60"], env={"SLURM_CONF": MARKS.slurm_conf, "PATH": os.environ["PATH"]})
+    try:
+        found = {process.pid: process for process in processes.find(MARKS)}
+        assert (found[sleeper.pid].kind, found[sleeper.pid].node) == ("task", "n2")
+        assert shell.pid not in found and os.getpid() not in found
+    finally:
+        shell.kill()
+        shell.wait()
+
+
+def test_a_child_that_hides_its_environment_is_found_through_its_parent() -> None:
+    script = "import subprocess; subprocess.run(['env', '-i', '/bin/sleep', '60'])"
+    env = {"SLURM_CONF": MARKS.slurm_conf, "SLURMD_NODENAME": "n7", "PATH": os.environ["PATH"]}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=env)
+    try:
+        def victims() -> list[processes.Process]:
+            return [process for process in processes.find(MARKS) if process.node == "n7"]
+
+        while len(victims()) < 2:
+            assert parent.poll() is None
+        assert len(processes.kill_all(victims, limit=5.0)) >= 2
+        assert parent.wait(timeout=5) < 0
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_a_process_id_that_was_used_again_is_not_killed(sleeper: subprocess.Popen) -> None:
+    found = next(process for process in processes.find(MARKS) if process.pid == sleeper.pid)
+    earlier = processes.Process(found.pid, found.kind, found.node, found.started - 1)
+    assert processes.kill(earlier) is False
+    assert sleeper.poll() is None
+    assert processes.kill(found) is True
+    assert sleeper.wait(timeout=5) == -9
+    assert processes.kill(found) is False
+
+
+def test_what_cannot_be_ended_is_told_after_a_while(sleeper: subprocess.Popen) -> None:
+    found = next(process for process in processes.find(MARKS) if process.pid == sleeper.pid)
+    immortal = processes.Process(found.pid, found.kind, found.node, found.started - 1)
+    with pytest.raises(TimeoutError, match=re.escape(f"[{found.pid}]")):
+        processes.kill_all(lambda: [immortal], limit=0.1)

@@ -1,0 +1,165 @@
+"""The pyslurm backend with a pyslurm that only takes notes: which calls go where."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from unicron_ctl.slurm import CommandLineClient, SlurmError, choose_client
+from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
+
+
+def _record(number: int, **fields: object) -> SimpleNamespace:
+    base = {
+        "id": number, "array_id": None, "array_task_id": None, "array_tasks_waiting": None, "state": "RUNNING",
+        "state_reason": "None", "allocated_nodes": "n1", "name": "job", "user_name": "ann", "comment": None,
+        "requeue_count": 0,
+    }
+    return SimpleNamespace(**(base | fields))
+
+
+class FakePyslurm(ModuleType):
+    """Notes every change. Elements 0 and 2 of array 7 have their own records, 1, 3, 4 share the master's; 9 is plain."""
+
+    def __init__(self) -> None:
+        super().__init__("pyslurm")
+        self.__version__ = "25.11.2"
+        self.notes: list[tuple] = []
+        self.refuse: str | None = None
+        notes, outer = self.notes, self
+
+        class PyslurmError(Exception):
+            pass
+
+        class Job:
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def _note(self, *what: object) -> None:
+                if outer.refuse and what[0] == "requeue":
+                    raise PyslurmError(outer.refuse)
+                notes.append((self.number, *what))
+
+            def requeue(self, hold: bool = False) -> None:
+                self._note("requeue", hold)
+
+            def hold(self) -> None:
+                self._note("hold")
+
+            def release(self) -> None:
+                self._note("release")
+
+            def modify(self, changes: dict) -> None:
+                self._note("modify", changes)
+
+        records = [
+            _record(8, array_id=7, array_task_id=None),  # pyslurm's way to say element 0
+            _record(10, array_id=7, array_task_id=2),
+            _record(7, array_id=7, array_tasks_waiting="1,3-4%2", state="PENDING", allocated_nodes=None),
+            _record(9),
+        ]
+        self.PyslurmError, self.Job, self.JobSubmitDescription = PyslurmError, Job, lambda **fields: fields
+        self.Jobs = SimpleNamespace(load=lambda: {record.id: record for record in records})
+
+
+@pytest.fixture
+def fake() -> FakePyslurm:
+    return FakePyslurm()
+
+
+@pytest.fixture
+def by_command(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Every command that would have gone to the command line."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(CommandLineClient, "_run", lambda self, command: commands.append(command) or "")
+    return commands
+
+
+def test_elements_without_a_record_of_their_own_are_found(fake: FakePyslurm) -> None:
+    found = {(e.job, e.element): e for e in PyslurmClient(fake).elements()}
+    assert sorted(found) == [("7", 0), ("7", 1), ("7", 2), ("7", 3), ("7", 4), ("9", 0)]
+    assert [found["7", i].slurm_id for i in range(5)] == ["8", "7", "10", "7", "7"]
+    assert found["7", 1].node is None and found["7", 0].node == "n1" and found["9", 0].reason == ""
+
+
+def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
+    fake: FakePyslurm, by_command: list[list[str]]
+) -> None:
+    client = PyslurmClient(fake)
+    client.elements()
+    client.requeue_hold("7", 2, "why")
+    client.pin("7", 0, "n4")
+    client.start_now("9", 0)
+    assert fake.notes == [
+        (10, "requeue", True), (10, "modify", {"comment": "why"}),
+        (8, "modify", {"required_nodes": ["n4"]}), (9, "modify", {"begin_time": "now"}),
+    ]
+    assert by_command == []
+    client.hold("7", 3, "why")
+    client.release("7", 1)
+    client.pin("7", 2, None)
+    client.release("6", 1)  # never seen
+    assert len(fake.notes) == 4, "the master record was left alone"
+    assert [command[-1] for command in by_command] == ["7_3", "Comment=why", "7_1", "ReqNodeList=", "6_1"]
+
+
+def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -> None:
+    client = PyslurmClient(fake)
+    client.elements()
+    fake.refuse = "Job is pending execution"
+    client.requeue("7", 2)
+    client.requeue_hold("7", 2, "why")
+    assert fake.notes == [(10, "hold"), (10, "modify", {"comment": "why"})]
+    fake.refuse = "Access/permission denied"
+    with pytest.raises(SlurmError, match=r"requeue 7_2: Access/permission denied"):
+        client.requeue("7", 2)
+
+
+def test_a_dry_run_prints_commands(fake: FakePyslurm) -> None:
+    said: list[str] = []
+    client = PyslurmClient(fake, dry_run=said.append)
+    client.elements()
+    client.requeue("7", 2)
+    client.resume("n1")
+    assert said == ["scontrol requeue 7_2", "scontrol update NodeName=n1 State=RESUME"] and fake.notes == []
+
+
+@pytest.mark.parametrize(("text", "indices"), [
+    ("4", [4]), ("0-3", [0, 1, 2, 3]), ("0-6:2,9", [0, 2, 4, 6, 9]), ("1,3-4%2", [1, 3, 4]),
+])
+def test_index_lists(text: str, indices: list[int]) -> None:
+    assert expand_indices(text) == indices
+
+
+@pytest.mark.parametrize(("version", "release", "fits"), [
+    ("25.11.2", "25.11.0", True), ("22.5.1", "22.05.8", True), ("25.11.2", "25.05.1", False),
+    ("25.11.2", "22.05.8", False),
+    ("18.8.0.1", "22.05.8", False), ("", "22.05.8", False), ("25", "25.11.1", False),
+])
+def test_pyslurm_is_used_only_for_its_own_release(version: str, release: str, fits: bool) -> None:
+    module = ModuleType("pyslurm")
+    module.__version__ = version
+    assert (matching_pyslurm(release, load=lambda name: module) is module) is fits
+
+
+def test_a_pyslurm_that_cannot_be_imported_is_no_error() -> None:
+    def load(name: str) -> ModuleType:
+        raise ImportError("libslurm.so.44: cannot open shared object file")
+
+    assert matching_pyslurm("22.05.8", load=load) is None
+
+
+def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    assert type(choose_client({"SLURM_CONF": "/elsewhere/slurm.conf"})) is CommandLineClient
+    assert os.environ["SLURM_CONF"] == "/etc/slurm/slurm.conf"
+
+
+def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm) -> None:
+    monkeypatch.setattr("unicron_ctl.slurm.pyslurm_backend.matching_pyslurm",
+                        lambda release: fake if release == "25.11.1" else None)
+    for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):
+        monkeypatch.setattr(CommandLineClient, "version", lambda self, release=release: release)
+        assert type(choose_client()) is backend
