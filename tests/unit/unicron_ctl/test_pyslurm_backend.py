@@ -21,7 +21,7 @@ def _record(number: int, **fields: object) -> SimpleNamespace:
 
 
 class FakePyslurm(ModuleType):
-    """Notes every change. Elements 0 and 2 of array 7 have their own records, 1, 3, 4 share the master's; 9 is plain."""
+    """Notes changes. Elements 0 and 2 of array 7 have their own records, 1, 3, 4 share the master's; 9 is plain."""
 
     def __init__(self) -> None:
         super().__init__("pyslurm")
