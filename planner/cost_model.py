@@ -88,7 +88,8 @@ def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, 
     compute = slots * work / (how.tp * how.pp) / (hardware.peak * hardware.efficiency)
     activation = 2.0 * tokens * model.hidden  # bytes of one activation in 16 bits
     reduces = 6 if how.recompute else 4  # all-reduces per layer: two forward, two backward, two again when recomputing
-    tensor = slots * reduces * math.ceil(model.layers / how.pp) * activation * 2 * (how.tp - 1) / how.tp / hardware.nvlink
+    per_slot = reduces * math.ceil(model.layers / how.pp) * activation
+    tensor = slots * per_slot * 2 * (how.tp - 1) / how.tp / hardware.nvlink
     send = 0.0 if how.pp == 1 else slots * 2 * activation / how.tp / hardware.network
     gradients = 4.0 * model.parameters / (how.tp * how.pp)
     reduce = gradients * 2 * (how.dp - 1) / how.dp / hardware.network
@@ -96,8 +97,8 @@ def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, 
 
 
 def memory(model: Gpt, how: Parallel) -> float:
-    """Bytes per GPU: weights and gradients (6 B a parameter) whole, optimizer state (12 B) spread over the data parallel
-    ranks (distributed optimizer), and the activations of as many micro-batches as the first stage holds."""
+    """Bytes per GPU: weights and gradients (6 B a parameter) whole, optimizer state (12 B) spread over the data
+    parallel ranks (distributed optimizer), and the activations of as many micro-batches as the first stage holds."""
     weights = model.parameters / (how.tp * how.pp)
     state = weights * (6 + 12 / how.dp)
     s, b, h = model.seq_length, how.micro_batch, model.hidden
@@ -109,7 +110,8 @@ def memory(model: Gpt, how: Parallel) -> float:
     return state + activations + logits
 
 
-def ways(model: Gpt, hardware: Hardware, nodes: int, tp: int | None = None, pp: int | None = None) -> Iterator[Parallel]:
+def ways(model: Gpt, hardware: Hardware, nodes: int, tp: int | None = None,
+         pp: int | None = None) -> Iterator[Parallel]:
     """All splits that fit into memory on `nodes` nodes; tp, pp: fixed by the job where given."""
     total = nodes * hardware.gpus
     tps = [tp] if tp else [t for t in (1, 2, 4, 8) if t <= hardware.gpus and model.heads % t == 0]

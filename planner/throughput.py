@@ -25,8 +25,8 @@ KEPT = 64  # newest samples kept per size
 
 @dataclass(frozen=True)
 class Estimate:
-    """flops: T in FLOP/s. sigma: its standard error, FLOP/s. measured: whether this size has been run. parallel: the best
-    split, where the model is known."""
+    """flops: T in FLOP/s. sigma: its standard error, FLOP/s. measured: whether this size has been run. parallel: the
+    best split, where the model is known."""
 
     flops: float
     sigma: float
@@ -71,8 +71,9 @@ def ridge(features: np.ndarray, seconds: np.ndarray, prior: np.ndarray, spread: 
 class Throughput:
     """The throughput of one job.
 
-    flops_per_iteration: work of one optimizer step; taken from `model` where that is given. model, hardware: for jobs that
-    the Megatron cost model covers; without them, unseen sizes follow t(x) = a + b / x. tp, pp: fixed by the job's script.
+    flops_per_iteration: work of one optimizer step; taken from `model` where that is given. model, hardware: for jobs
+    that the Megatron cost model covers; without them, unseen sizes follow t(x) = a + b / x. tp, pp: fixed by the
+    job's script.
     """
 
     flops_per_iteration: float = 0.0

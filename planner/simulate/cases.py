@@ -1,7 +1,7 @@
 """The five multi-task cases of Unicron's evaluation (recalled): six GPT-3 tasks on 16 nodes of eight A800.
 
-T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (planner.cost_model), with the layer
-counts and widths of GPT-3 (arXiv 2005.14165, table 2.1).
+T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (planner.cost_model), with the
+layer counts and widths of GPT-3 (arXiv 2005.14165, table 2.1).
 """
 
 from __future__ import annotations

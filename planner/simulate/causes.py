@@ -1,6 +1,7 @@
 """Causes of failures, with severity and the method that detects them.
 
-The names are those of the severity table in `detector` (a test holds the two together; `planner` imports nothing of it).
+The names are those of the severity table in `detector` (a test holds the two together; `planner` imports nothing of
+it).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _TABLE = {
     "exception": {
         1: ["ecc_error", "invalid_dma_mapping", "nvlink_error", "gpu_driver_error", "gpu_lost", "host_hardware_error",
             "kernel_error", "nic_error", "local_disk_error"],
-        2: ["illegal_memory_access", "cuda_error", "other_software_error", "others", "ecc_contained", "cuda_out_of_memory",
-            "host_out_of_memory", "device_assert", "collective_mismatch", "application_error", "numerical_error",
-            "configuration_error", "disk_full", "shared_memory_full", "file_system_error", "checkpoint_corrupt"],
+        2: ["illegal_memory_access", "cuda_error", "other_software_error", "others", "ecc_contained",
+            "cuda_out_of_memory", "host_out_of_memory", "device_assert", "collective_mismatch", "application_error",
+            "numerical_error", "configuration_error", "disk_full", "shared_memory_full", "file_system_error",
+            "checkpoint_corrupt"],
         3: ["connection_refused", "connection_reset", "other_network_error", "hardware_warning", "finished"],
     },
     "statistical": {2: ["task_hang"], 3: ["nccl_timeout", "link_flapping"]},
@@ -37,7 +39,8 @@ REPORTED = ("hardware_warning", "finished")  # only reported: they disturb nobod
 
 
 def find(text: str) -> Cause | None:
-    """The cause of that name; spelling with blanks, capitals or a plural s is understood ("ECC errors"). None: unknown."""
+    """The cause of that name; spelling with blanks, capitals or a plural s is understood ("ECC errors"). None:
+    unknown."""
     name = re.sub(r"[^a-z0-9]+", "_", text.strip().lower()).strip("_")
     for candidate in (name, name.removesuffix("s"), f"{name}_error"):
         if candidate in CAUSES:

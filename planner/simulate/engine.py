@@ -1,9 +1,9 @@
 """Replays a trace under a policy: event-driven, deterministic, with the planner that the controller uses.
 
 Every job is in one phase, and the WAF of the cluster is split by phase at every moment:
-run (counts), detect (a failure that nobody has noticed yet), transition, recompute (work done before), idle. What is not at
-work because nodes are gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the ideal: the WAF
-of the best split of all nodes without failures.
+run (counts), detect (a failure that nobody has noticed yet), transition, recompute (work done before), idle. What is
+not at work because nodes are gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the
+ideal: the WAF of the best split of all nodes without failures.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 
 @dataclass
 class Task:
-    """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until they are
-    noticed. level: F while it runs. worked: seconds of progress, for checkpoints. worst: severity of what is not noticed."""
+    """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until
+    they are noticed. level: F while it runs. worked: seconds of progress, for checkpoints. worst: severity of what is
+    not noticed."""
 
     job: Job
     size: int = 0
@@ -45,8 +46,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy made of a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds, WAF),
-    steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
+    """What one policy made of a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds,
+    WAF), steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
 
     policy: str
     mean_waf: float
@@ -66,41 +67,37 @@ class Result:
 def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, int]], set[int], int]:
     """(events with node numbers, nodes that are there at the start, nodes ever there).
 
-    Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers are
-    taken, a new name takes the place of a node that is gone; where none is, the cluster grows."""
-    numbers: dict[str, int] = {}
+    Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
+    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows."""
     first: dict[str, str] = {}
     for event in trace.events:
         first.setdefault(event.node, event.event)
-    late = [name for name, kind in first.items() if kind == "join"][:nodes]
-    gone: list[int] = []
-    up: set[int] = set()
-    out, most = [], nodes
-    reserved = {name: i for i, name in enumerate(list(first)[:nodes])}
-    absent = {reserved[name] for name in late if name in reserved}
-    up = set(range(nodes)) - absent
+    numbers = {name: number for number, name in enumerate(list(first)[:nodes])}
+    absent = {number for name, number in numbers.items() if first[name] == "join"}
+    up, gone, most = set(range(nodes)) - absent, [], nodes
+    start, out = set(up), []
     for event in trace.events:
-        if event.node not in numbers:
-            if event.node in reserved:
-                numbers[event.node] = reserved[event.node]
-            elif event.event == "join":
-                numbers[event.node] = gone.pop(0) if gone else most
-                most += numbers[event.node] == most
-            else:
-                raise PlanError(f"the trace names node {event.node} beside {nodes} others, but the cluster has only {nodes}: "
-                                "give a scenario with more nodes")
-        number = numbers[event.node]
-        if event.event == "join" and number not in up:
+        number = numbers.get(event.node)
+        if event.event == "join":
+            if number is None:
+                number = gone.pop(0) if gone else most
+                numbers[event.node] = number
+                most = max(most, number + 1)
             up.add(number)
             if number in gone:
                 gone.remove(number)
-        elif event.event == "fail" and event.cause.severity == 1 and number in up:
-            up.remove(number)
-            gone.append(number)
-            if event.node not in reserved:
-                del numbers[event.node]
+            if event.seconds <= 0:
+                start.add(number)
+                continue
+        else:
+            if number is None:
+                raise PlanError(f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
+                                "a scenario with more nodes")
+            if event.cause.severity == 1 and number in up:
+                up.remove(number)
+                gone.append(number)
         out.append((event.seconds, event, number))
-    return out, set(range(nodes)) - absent, most
+    return out, start, most
 
 
 class Simulation:
@@ -112,8 +109,8 @@ class Simulation:
         self.scenario, self.trace, self.policy = scenario, trace, policy
         self.events, self.up, most = node_slots(trace, scenario.nodes)
         fresh = tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs)
-        whole = replace(scenario, nodes=most, jobs=fresh)
-        self.ideal = solve(whole).waf
+        self.fresh = replace(scenario, jobs=fresh)
+        self.ideal = solve(replace(self.fresh, nodes=most)).waf
         if self.ideal <= 0:
             raise PlanError("no job of the scenario can run on this cluster: there is nothing to simulate")
         self.free = set(self.up)
@@ -132,8 +129,6 @@ class Simulation:
         """Replays the whole trace."""
         self._start()
         for when, event, number in self.events:
-            if when <= 0 and event.event == "join":
-                continue
             self._push(when, lambda event=event, number=number: self._trace_event(event, number))
         while self.queue and self.queue[0][0] < self.trace.until:
             when, _, act = heapq.heappop(self.queue)
@@ -186,11 +181,14 @@ class Simulation:
 
     def _start(self) -> None:
         """The first placement costs nothing: the replay starts with all jobs running."""
-        # Baselines that cannot redistribute get the planner's split to start from (to their advantage).
-        placement = self.policy.placement if self.policy.placement in ("equally", "by_weight", "by_size") else "optimal"
-        plan = self._plan(placement, set())
+        # Baselines that cannot redistribute get the planner's split of the whole cluster (to their advantage).
+        rigid = self.policy.placement in ("fixed", "own")
+        plan = solve(self.fresh).assignment if rigid else self._plan(self.policy.placement, set())
         for task in self.tasks:
-            task.target = task.size = plan[task.job.name]
+            task.target = plan[task.job.name]
+            task.size = self._largest(task, min(task.target, len(self.free)))
+            if self.policy.placement == "fixed" and task.size < task.target:
+                task.size = 0
             self._take(task, task.size)
             self._settle(task)
 
@@ -200,7 +198,7 @@ class Simulation:
                 self.up.add(number)
                 self.free.add(number)
                 holder = self.owner.get(number)
-                if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost all the same
+                if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost
                     self._drop(holder, number)
                 self._joined()
             return
@@ -298,7 +296,7 @@ class Simulation:
             self.owner[number] = task
 
     def _dead(self, task: Task) -> bool:
-        return any(number not in self.up for number in task.nodes) or len(task.nodes) < task.size
+        return len(task.nodes) < task.size or any(number not in self.up for number in task.nodes)
 
     def _replace_or_wait(self, task: Task) -> None:
         """fixed: all its nodes again, with spares for the lost ones, or none until they are repaired."""
@@ -343,18 +341,19 @@ class Simulation:
             self._enter(task, IDLE, 0.0, None)
 
     def _redistribute(self, event: Event) -> None:
-        """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to light."""
+        """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to
+        light."""
         self.plans += 1
         lost = {task.job.name for task in self.tasks if self._dead(task)}
         if event[0] == "lost":
             lost.add(event[1])
         plan = self._plan(self.policy.placement, lost)
         changed = [task for task in self.tasks if plan[task.job.name] != task.size or task.job.name in lost]
-        seconds = {task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost) for task in changed}
+        seconds = {task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost)
+                   for task in changed}
         shrinking_first = sorted(changed, key=lambda task: plan[task.job.name] - len(task.nodes))
         for task in shrinking_first:
             size = plan[task.job.name]
-            fresh = task.size == 0
             self._take(task, size)
             if task.job.name in lost:
                 task.worst = 4
@@ -362,7 +361,7 @@ class Simulation:
             if size == 0:
                 self._enter(task, IDLE, 0.0, None)
             else:
-                self._enter(task, TRANSITION, 0.0 if fresh and self.now == 0 else seconds[task.job.name], self._recompute)
+                self._enter(task, TRANSITION, seconds[task.job.name], self._recompute)
 
     def _plan(self, placement: str, lost: set[str]) -> dict[str, int]:
         jobs = tuple(replace(task.job, nodes=task.size, lost_worker=task.job.name in lost) for task in self.tasks)

@@ -1,4 +1,5 @@
-"""Generators of failure traces, deterministic by seed. Each names its source; what is our own choice is marked [choice]."""
+"""Generators of failure traces, deterministic by seed. Each names its source; what is our own choice is marked
+[choice]."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ UNICRON_MIX = {
 # Llama 3 (arXiv 2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs, as causes of our table.
 LLAMA3_COUNTS = {
     "gpu_lost": 148 + 17, "ecc_error": 72 + 19, "other_software_error": 54 + 2, "other_network_error": 35,
-    "node_failed": 32 + 2 + 3 + 2, "nic_error": 7, "nccl_timeout": 7, "numerical_error": 6, "host_hardware_error": 6 + 2 + 2,
-    "local_disk_error": 3,
+    "node_failed": 32 + 2 + 3 + 2, "nic_error": 7, "nccl_timeout": 7, "numerical_error": 6,
+    "host_hardware_error": 6 + 2 + 2, "local_disk_error": 3,
 }
 LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
 RSC1_PER_NODE_DAY = 6.50 / 1000
-REPAIR_HOURS = (1.0, 24.0, 168.0)  # least, median, most: "hours to days" (Unicron, section 1), log-normal [choice]
+REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron, section 1), so log-normal within 1 h..7 d [choice]
 
 
-def repair_seconds(draw: random.Random) -> float:
-    """How long a drained node is away: log-normal with median 24 h and sigma 1, cut to 1 h..7 d [choice, see above]."""
-    low, middle, high = REPAIR_HOURS
-    return 3600.0 * min(max(middle * draw.lognormvariate(0.0, 1.0), low), high)
+def repair_seconds(draw: random.Random, median_hours: float = REPAIR_HOURS) -> float:
+    """How long a drained node is away: log-normal with that median and sigma 1, cut to 1 h..7 d [choice]."""
+    return 3600.0 * min(max(median_hours * draw.lognormvariate(0.0, 1.0), 1.0), 168.0)
 
 
-def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str]) -> list[TraceEvent]:
+def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str],
+            repair: float = REPAIR_HOURS) -> list[TraceEvent]:
     """Failures at `times` on nodes that are up, each lost node joining again after its repair."""
     back = [0.0] * nodes
     out = []
@@ -44,12 +45,13 @@ def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[
         node, cause = draw.choice(up), CAUSES[pick()]
         out.append(TraceEvent(when, "fail", f"n{node}", cause))
         if cause.severity == 1:
-            back[node] = when + repair_seconds(draw)
+            back[node] = when + repair_seconds(draw, repair)
             out.append(TraceEvent(back[node], "join", f"n{node}"))
     return out
 
 
-def poisson(nodes: int, seconds: float, per_node_day: float, mix: dict[str, float], seed: int, name: str) -> Trace:
+def poisson(nodes: int, seconds: float, per_node_day: float, mix: dict[str, float], seed: int, name: str,
+            repair: float = REPAIR_HOURS) -> Trace:
     """Failures at a constant rate per node and day, causes drawn by weight."""
     if nodes < 1 or seconds <= 0:
         raise PlanError("a trace needs at least one node and a time above 0")
@@ -58,7 +60,7 @@ def poisson(nodes: int, seconds: float, per_node_day: float, mix: dict[str, floa
     while (when := when + draw.expovariate(rate)) < seconds:
         times.append(when)
     names, weights = list(mix), list(mix.values())
-    return make(_events(draw, times, nodes, lambda: draw.choices(names, weights)[0]), seconds, name)
+    return make(_events(draw, times, nodes, lambda: draw.choices(names, weights)[0], repair), seconds, name)
 
 
 def llama3(nodes: int, seconds: float, seed: int = 0) -> Trace:
@@ -71,12 +73,14 @@ def rsc1(nodes: int, seconds: float, seed: int = 0) -> Trace:
     return poisson(nodes, seconds, RSC1_PER_NODE_DAY, UNICRON_MIX, seed, "rsc1")
 
 
-def unicron(nodes: int, seconds: float, seed: int = 0, per_node_day: float = 43 / 56 / 16) -> Trace:
+def unicron(nodes: int, seconds: float, seed: int = 0, per_node_day: float = 43 / 56 / 16,
+            repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's mix of causes; by default at the rate of trace-a."""
-    return poisson(nodes, seconds, per_node_day, UNICRON_MIX, seed, "unicron")
+    return poisson(nodes, seconds, per_node_day, UNICRON_MIX, seed, "unicron", repair)
 
 
-def counted(nodes: int, seconds: float, severe: int, other: int, seed: int, name: str) -> Trace:
+def counted(nodes: int, seconds: float, severe: int, other: int, seed: int, name: str,
+            repair: float = REPAIR_HOURS) -> Trace:
     """Exactly `severe` failures of severity 1 and `other` others, at uniform times, causes by Unicron's mix."""
     draw = random.Random(f"{name}/{seed}")
     kinds = [True] * severe + [False] * other
@@ -89,17 +93,17 @@ def counted(nodes: int, seconds: float, severe: int, other: int, seed: int, name
         flag = next(queue)
         return draw.choices(names[flag], [UNICRON_MIX[c] for c in names[flag]])[0]
 
-    return make(_events(draw, times, nodes, pick), seconds, name)
+    return make(_events(draw, times, nodes, pick, repair), seconds, name)
 
 
-def trace_a(seed: int = 0, nodes: int = 16) -> Trace:
+def trace_a(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-a as recalled: 8 weeks, 10 failures of severity 1 and 33 others."""
-    return counted(nodes, 56 * DAY, 10, 33, seed, "trace-a")
+    return counted(nodes, 56 * DAY, 10, 33, seed, "trace-a", repair)
 
 
-def trace_b(seed: int = 0, nodes: int = 16) -> Trace:
+def trace_b(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-b as recalled: 7 days, 26 failures of severity 1 and 80 others."""
-    return counted(nodes, 7 * DAY, 26, 80, seed, "trace-b")
+    return counted(nodes, 7 * DAY, 26, 80, seed, "trace-b", repair)
 
 
 GENERATORS = {"trace-a": lambda nodes, days, seed: trace_a(seed, nodes),

@@ -17,8 +17,9 @@ SHARES = {"equally": lambda job: 1.0, "by_weight": lambda job: job.weight, "by_s
 
 
 def split(scenario: Scenario, how: str) -> dict[str, int]:
-    """Nodes by job in proportion to its share, each rounded down to a size that it can run; what is left over then raises
-    the jobs, furthest below their share first, to their next size. No regard to throughput or to what jobs have now."""
+    """Nodes by job in proportion to its share, each rounded down to a size that it can run; what is left over then
+    raises the jobs, furthest below their share first, to their next size. No regard to throughput or to what jobs
+    have now."""
     if how not in SHARES:
         raise PlanError(f"unknown split {how!r}: use {', '.join(SHARES)}")
     shares = {job.name: SHARES[how](job) for job in scenario.jobs}

@@ -1,5 +1,5 @@
-"""How each system detects, recovers and places. Figures come from each system's own paper or code, named beside them, and
-are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours.
+"""How each system detects, recovers and places. Figures come from each system's own paper or code, named beside them,
+and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours.
 
 Sources read: microsoft/varuna at a2145cc, SymbioticLab/Oobleck at 3b7a0c2, uclasystem/bamboo at 8080929, PyTorch 2.13.
 """
@@ -15,7 +15,7 @@ from planner.simulate.causes import Cause
 
 D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron, section 1) [S]
 CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron, section 6) [R]
-REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (Unicron, section 1) [S]
+REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (same) [S]
 ITERATION = 30.0  # seconds of one iteration, of the order that large runs have [choice]
 
 
@@ -23,10 +23,12 @@ ITERATION = 30.0  # seconds of one iteration, of the order that large runs have 
 class Policy:
     """One system.
 
-    placement: optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each job
+    placement: optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each
+    job
         keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
     detect: seconds to notice, by detection method. transition: seconds to go on after that, by severity; None: the
-        scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it doesn't.
+        scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it
+        doesn't.
     redo: iterations that a recovery computes again where it needs no checkpoint.
     healthy: throughput without failures beside Megatron. graceful: a planned change loses no work.
     """
@@ -72,26 +74,29 @@ POLICIES = {policy.name: policy for policy in (
                     "restart: 9 + 14 min (Unicron, section 1) [S]", "checkpoint every 30 min (Unicron, section 6) [R]",
                     "waits for repair, or takes a hot spare where there is one")),
     Policy("oobleck", "own", {**_all(5.0), "statistical": D_TIMEOUT}, dict.fromkeys((1, 2, 3)), redo=0.5,
-           sources=("detection: a closed connection, at the latest its 5 s time-out (oobleck/elastic/message_util.py) [S]",
-                    "hangs: nothing in its code looks for them, so D_timeout", "regrouping time: the scenario's D_transition "
-                    "[choice: none published for these sizes]", "the iteration under way is lost (no reuse in its engine)",
-                    "healthy 1.0: an upper bound, no figure beside Megatron in its own sources [choice]")),
-    Policy("varuna", "own", {**_all(60.0), "statistical": 900.0}, dict.fromkeys((1, 2, 3), SETUP), checkpoint=CHECKPOINT,
-           healthy=0.75,
+           sources=("detection: a closed connection, at the latest its 5 s time-out (elastic/message_util.py) [S]",
+                    "hangs: nothing in its code looks for them, so D_timeout",
+                    "regrouping: the scenario's D_transition [choice: none published for these sizes]",
+                    "the iteration under way is lost (no reuse in its engine)",
+                    "healthy 1.0: an upper bound, its own sources give none beside Megatron [choice]")),
+    Policy("varuna", "own", {**_all(60.0), "statistical": 900.0}, dict.fromkeys((1, 2, 3), SETUP),
+           checkpoint=CHECKPOINT, healthy=0.75,
            sources=("detection: 60 s wait for transient errors to pass (varuna/morph_server.py) [S]",
                     "hangs: progress is looked at every 30 min, 15 min on average (varuna/catch_all.py) [S]",
                     "morphing restarts all processes (docs/morphing.rst) [S]: set-up 14 min as Megatron's",
-                    "healthy 0.75: activations are always recomputed, 3 of 4 FLOP are useful (varuna/partitioned_model.py) [S]",
+                    "healthy 0.75: activations are always recomputed, 3 of 4 FLOP are useful [R]",
                     "planned changes checkpoint first (docs/morphing.rst) [S]")),
     Policy("bamboo", "own", {**_all(20.0), "statistical": D_TIMEOUT}, dict.fromkeys((1, 2, 3), 30.0), redo=1.0,
            healthy=(264 / 1.45 / 48) / (264 / 2.51 / 20),
-           sources=("detection and local rendezvous 20 s, global rendezvous 30 s (project_pactum/simulation/simulator.py) [S]",
-                    "healthy 0.72: BERT per instance, 48 redundant at 1.45 s against 20 plain at 2.51 s a step (same file) [S]",
+           sources=("detection: local rendezvous 20 s; then a global one, 30 s (simulation/simulator.py) [S]",
+                    "healthy 0.72: BERT samples per instance, 48 redundant (1.45 s a step) against 20 plain (2.51 s), "
+                    "same file [S]",
                     "hangs: D_timeout")),
     Policy("torchelastic", "own", {**_all(0.1), "node_health": 15.0, "statistical": 600.0},
            dict.fromkeys((1, 2, 3), 30.0 + SETUP), checkpoint=CHECKPOINT, graceful=False,
-           sources=("monitor interval 0.1 s; keep-alive 5 s x 3; last call 30 s (PyTorch, torch/distributed) [S]",
-                    "hangs: NCCL time-out of process groups, 10 min [R]", "every change of membership restarts all workers",
+           sources=("monitor interval 0.1 s; keep-alive 5 s x 3; last call 30 s (torch/distributed) [S]",
+                    "hangs: NCCL time-out of process groups, 10 min [R]",
+                    "every change of membership restarts all workers",
                     "set-up 14 min and a checkpoint every 30 min as Megatron's")),
 )}
 

@@ -1,8 +1,8 @@
 """Failure traces: what happens to which node when. Readers for our own CSV and for public churn traces.
 
-Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the node away
-until it joins again; the others leave it where it is. Public churn traces (for example those in the repository
-uclasystem/bamboo, folder traces/): lines `milliseconds,add|remove,node` without a header.
+Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the
+node away until it joins again; the others leave it where it is. Public churn traces (for example those in the
+repository uclasystem/bamboo, folder traces/): lines `milliseconds,add|remove,node` without a header.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Trace:
 
 
 def load(path: str | Path, until: float | None = None) -> Trace:
-    """The trace in a file, of either kind; raises PlanError with one line. until: end in seconds, by default a day after
-    the last event."""
+    """The trace in a file, of either kind; raises PlanError with one line. until: end in seconds, by default a day
+    after the last event."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            lines = [(number, row) for number, row in enumerate(csv.reader(file), 1) if row and any(map(str.strip, row))]
+            lines = [(number, row) for number, row in enumerate(csv.reader(file), 1) if any(map(str.strip, row))]
     except OSError as error:
         raise PlanError(f"can't read {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error):
@@ -61,7 +61,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     elif len(first) == 3 and first[1] in ("add", "remove"):
         events = [_churn(path, number, row) for number, row in lines]
     else:
-        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)} (or a churn trace: ms,add|remove,node)")
+        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)}, or all lines ms,add|remove,node")
     return make(events, until, Path(path).stem)
 
 
@@ -100,7 +100,8 @@ def _own(path: str | Path, number: int, row: list[str]) -> TraceEvent | tuple[fl
 
 
 def _infer(rows: list[TraceEvent | tuple[float, str, str]]) -> list[TraceEvent]:
-    """A cause that the table doesn't have: the node was lost if it joins again before it fails again, else a process."""
+    """A cause that the table doesn't have: the node was lost if it joins again before it fails again, else a
+    process."""
     ordered = sorted(rows, key=lambda row: row.seconds if isinstance(row, TraceEvent) else row[0])
     following: dict[str, str] = {}
     out = []

@@ -1,0 +1,107 @@
+"""`unicronctl simulate`: what a failure trace would have cost under several policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from planner.model import PlanError
+from unicron_ctl.errors import WRONG_USE, UserError
+
+
+@click.command(name="simulate")
+@click.option("--trace", "trace_path", type=click.Path(), metavar="FILE",
+              help="CSV `seconds,event,node,cause`, or a churn trace `ms,add|remove,node`.")
+@click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
+@click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
+@click.option("--scenario", type=click.Path(), metavar="SCENARIO.toml",
+              help="Cluster and jobs; without it six jobs on 16 nodes.")
+@click.option("--policy", "names", multiple=True, metavar="NAME", help="Can be repeated; default: unicron.")
+@click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
+@click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
+@click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
+@click.option("--html", "html_path", type=click.Path(), metavar="FILE", help="Write a self-contained page.")
+@click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources,
+            as_json) -> None:
+    """Replay a failure trace under several policies."""
+    if bool(trace_path) == bool(generate):
+        raise click.UsageError("give either --trace FILE or --generate NAME")
+    try:
+        _run(trace_path, generate, days, seed, scenario, names or ("unicron",), until, save_trace, figure, html_path,
+             sources, as_json)
+    except PlanError as error:
+        raise UserError(str(error), WRONG_USE) from None
+
+
+def _run(trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources,
+         as_json) -> None:
+    from planner.scenario import load as load_scenario
+    from planner.simulate import simulate
+    from planner.simulate.cases import case
+    from planner.simulate.policies import policy
+    from planner.simulate.trace import write
+
+    policies = [policy(name) for name in names]
+    cluster = load_scenario(scenario) if scenario else case()
+    trace = _generated(generate, days, seed, cluster.nodes, until) if generate else _loaded(trace_path, until)
+    if save_trace:
+        _written(save_trace, lambda: write(trace, save_trace))
+    results = [simulate(cluster, trace, each) for each in policies]
+    title = f"{trace.name}: {cluster.nodes} nodes, {len(cluster.jobs)} jobs"
+    if figure:
+        from planner.simulate.figure import draw
+
+        draw(results, trace.until, figure, title)
+    if html_path:
+        from planner.simulate.figure import page
+
+        _written(html_path, lambda: Path(html_path).write_text(page(results, trace.until, title), encoding="utf-8"))
+    if as_json:
+        click.echo(json.dumps([result.to_dict() | ({"sources": list(each.sources)} if sources else {})
+                               for result, each in zip(results, policies, strict=True)], indent=2))
+    else:
+        _show(results, policies if sources else ())
+
+
+def _loaded(path: str, until: float | None):
+    from planner.simulate.trace import load
+
+    return load(path, until)
+
+
+def _generated(name: str, days: float, seed: int, nodes: int, until: float | None):
+    from planner.model import number
+    from planner.simulate.generate import GENERATORS
+    from planner.simulate.trace import make
+
+    if name not in GENERATORS:
+        raise PlanError(f"unknown generator {name!r}: use {', '.join(GENERATORS)}")
+    if number(days, "--days", positive=True) > 36500:
+        raise PlanError("--days is more than 100 years")
+    trace = GENERATORS[name](nodes, days, seed)
+    return trace if until is None else make(trace.events, until, trace.name)
+
+
+def _written(path: str, act) -> None:
+    try:
+        act()
+    except OSError as error:
+        raise PlanError(f"can't write {path}: {error.strerror or error}") from None
+
+
+def _show(results, policies) -> None:
+    from planner.solve import flops_text
+
+    parts = ("detection", "transition", "sub_healthy", "recompute")
+    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts))
+    for result in results:
+        shares = "".join(f"{100 * result.lost[part]:>11.2f} %" for part in parts)
+        click.echo(f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}")
+    click.echo(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
+    for each in policies:
+        click.echo(f"{each.name}: {'; '.join(each.sources)}")
