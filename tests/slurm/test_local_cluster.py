@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -35,8 +36,11 @@ def small(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def _mentions(folder: Path) -> list[str]:
     """Command lines of all processes that mention the folder, found without the code under test."""
-    listing = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, timeout=10).stdout
-    return [line for line in listing.splitlines() if str(folder) in line]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if str(folder) in line]
 
 
 def _assert_nothing_left(cluster: LocalCluster) -> None:
@@ -265,3 +269,39 @@ def _until(ready: Callable[[], bool], limit: float = 20.0) -> None:
     while not ready():
         assert time.monotonic() < deadline, "not within the time limit"
         time.sleep(0.05)
+
+
+def _unicronctl(state_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    script = "from unicron_ctl.cli import main; main()"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "UNICRON_CLUSTER_DIR": str(state_dir)}
+    command = [sys.executable, "-c", script, "cluster", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_brings_a_cluster_up_shows_it_and_takes_it_down(small: LocalCluster) -> None:
+    folder = small.layout.state_dir
+    up = _unicronctl(folder, "up", "--nodes", "2", "--gpus-per-node", "3", "--auth", "none")
+    assert (up.returncode, up.stderr) == (0, "")
+    assert up.stdout == f"2 nodes are up; reach them with: export SLURM_CONF={folder}/etc/slurm.conf\n"
+    assert _unicronctl(folder, "up", "--nodes", "2", "--gpus-per-node", "3", "--auth", "none").returncode == 0
+    other = _unicronctl(folder, "up", "--nodes", "4")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert other.stderr.startswith("unicronctl: a different cluster (2 nodes) is up in ")
+    assert other.stderr.count("\n") == 1
+
+    assert _unicronctl(folder, "power-off", "n2").stdout.startswith("n2 is off: 1 process")
+    seen = json.loads(_unicronctl(folder, "status", "--json").stdout)
+    assert (seen["state"], [node["gpus"] for node in seen["nodes"]]) == ("partial", [3, 3])
+    assert seen["nodes"][1]["slurmd"] is None and seen["nodes"][0]["slurmd"] is not None
+    assert _unicronctl(folder, "power-on", "n2").returncode == 0
+    wrong = _unicronctl(folder, "power-off", "n3")
+    assert (wrong.returncode, wrong.stderr) == (2, "unicronctl: no node 'n3'; this cluster has n1 to n2\n")
+    table = _unicronctl(folder, "status").stdout.splitlines()
+    assert table[0].startswith("cluster  up ") and len(table) == 4 and table[3].startswith("n2 ")
+
+    down = _unicronctl(folder, "down")
+    assert (down.returncode, down.stdout) == (0, "the cluster is down\n")
+    _assert_nothing_left(LocalCluster.load(folder))
+    assert json.loads(_unicronctl(folder, "status", "--json").stdout)["state"] == "down"
+    off = _unicronctl(folder, "power-on", "n2")
+    assert off.returncode == 1 and "is down; start it with: unicronctl cluster up" in off.stderr

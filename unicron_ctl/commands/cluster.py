@@ -70,7 +70,7 @@ def status(as_json: bool, state_dir: Path) -> None:
 def power_off(node: str, state_dir: Path) -> None:
     """Kill everything that runs on NODE at once, as a power failure would."""
     victims = LocalCluster.load(state_dir).power_off(node)
-    click.echo(f"{node} is off: {len(victims)} processes killed")
+    click.echo(f"{node} is off: {len(victims)} process{'es' if len(victims) != 1 else ''} killed")
 
 
 @command.command("power-on")

@@ -1,8 +1,8 @@
 """SlurmClient over pyslurm, for clusters whose Slurm release an importable pyslurm was built for.
 
 It answers in about a millisecond where the command line takes ten. A pyslurm fits exactly one major release of Slurm
-and misreads others, so `choose_client` compares before it chooses. pyslurm reads the slurm.conf that SLURM_CONF named
-when it was imported, and each of its calls is limited by that file's MessageTimeout.
+and misreads others, so `choose_client` compares before it chooses. pyslurm keeps to the slurm.conf that it was given
+first, and each of its calls is limited by that file's MessageTimeout.
 """
 
 from __future__ import annotations
@@ -168,6 +168,8 @@ def matching_pyslurm(
     slurm_release: str, load: Callable[[str], ModuleType] = importlib.import_module
 ) -> ModuleType | None:
     """pyslurm, if it can be imported and was built for this major release ("22.05.8" -> 22.05); else None."""
+    # Left alone, it reads slurm.conf while it is imported, and libslurm ends the process when there is none.
+    os.environ.setdefault("PYSLURM_DISABLE_AUTO_INIT", "1")
     try:
         module = load("pyslurm")
     except Exception:  # it links against libslurm and fails in many ways where that is another one
@@ -190,4 +192,7 @@ def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0,
     if chosen is not None and chosen != os.environ.get("SLURM_CONF"):
         return client
     module = matching_pyslurm(client.version())
-    return client if module is None else PyslurmClient(module, env, timeout, dry_run)
+    if module is None:
+        return client
+    module.slurm_init(os.environ.get("SLURM_CONF"))
+    return PyslurmClient(module, env, timeout, dry_run)

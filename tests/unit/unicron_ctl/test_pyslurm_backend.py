@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, SlurmError, choose_client
+from unicron_ctl.slurm import CommandLineClient, NodeInfo, SlurmError, choose_client
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
 
 
@@ -27,6 +27,7 @@ class FakePyslurm(ModuleType):
         super().__init__("pyslurm")
         self.__version__ = "25.11.2"
         self.notes: list[tuple] = []
+        self.slurm_init = lambda path: self.notes.append(("init", path))
         self.refuse: str | None = None
         notes, outer = self.notes, self
 
@@ -82,6 +83,14 @@ def test_elements_without_a_record_of_their_own_are_found(fake: FakePyslurm) -> 
     assert sorted(found) == [("7", 0), ("7", 1), ("7", 2), ("7", 3), ("7", 4), ("9", 0)]
     assert [found["7", i].slurm_id for i in range(5)] == ["8", "7", "10", "7", "7"]
     assert found["7", 1].node is None and found["7", 0].node == "n1" and found["9", 0].reason == ""
+
+
+def test_nodes_are_read(fake: FakePyslurm) -> None:
+    node = SimpleNamespace(name="n1", state="DOWN+DRAIN+NOT_RESPONDING", reason=None, address="10.0.0.1", slurmd_port=6820,
+                           slurmd_start_time=1795245907, configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9})
+    fake.Nodes = SimpleNamespace(load=lambda: {"n1": node})
+    states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
+    assert PyslurmClient(fake).nodes() == [NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6)]
 
 
 def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
@@ -158,8 +167,10 @@ def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monk
 
 
 def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
     monkeypatch.setattr("unicron_ctl.slurm.pyslurm_backend.matching_pyslurm",
                         lambda release: fake if release == "25.11.1" else None)
     for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):
         monkeypatch.setattr(CommandLineClient, "version", lambda self, release=release: release)
         assert type(choose_client()) is backend
+    assert fake.notes == [("init", "/c/slurm.conf")]
