@@ -1,0 +1,316 @@
+"""The checks themselves. Standard library; GPUs through pynvml where it is installed, else through nvidia-smi.
+
+Each check returns a ``Finding``. "bad" means that the node's hardware is proven bad and the node must not get a job: a
+Prolog that says so drains it. What another node might see as well (a full or stale file system) or what software can
+mend is a "warning"; what gave no answer is "unknown", never "good" and never "bad".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the admin expects of a node; nothing is expected by default. From ``[health]`` of unicron.toml.
+
+    skip: checks that are switched off ("all": every one). timeout: seconds per check. gpus: how many there must be,
+    None unknown. memory_mb: RealMemory of slurm.conf. nics: interfaces and InfiniBand devices ("ib0", "mlx5_0") that
+    must be up. paths: directories that must be writable. slow_seconds: a slower file system is warned of.
+    clock_reference: epoch seconds of the controller, None unknown. clock_warn, clock_bad: seconds of difference (munge
+    refuses 300). shm_mb: least free shared memory. test_mb: memory that is written and read back.
+    """
+
+    skip: tuple[str, ...] = ()
+    timeout: float = 5.0
+    gpus: int | None = None
+    memory_mb: int | None = None
+    nics: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ("/tmp",)
+    slow_seconds: float = 2.0
+    clock_reference: float | None = None
+    clock_warn: float = 1.0
+    clock_bad: float = 300.0
+    shm_mb: int = 64
+    test_mb: int = 16
+    root: str = "/"  # where proc, sys and dev are found; tests put a tree of their own there
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: str
+    reason: str
+    values: dict[str, object] = field(default_factory=dict)
+
+
+def _worst(findings: list[Finding], fine: str) -> Finding:
+    """All findings as one: the worst verdict, its reasons, all values."""
+    order = (BAD, WARNING, UNKNOWN, GOOD)
+    verdict = min((finding.verdict for finding in findings), key=order.index, default=GOOD)
+    reasons = [finding.reason for finding in findings if finding.verdict == verdict and finding.reason]
+    values = {key: value for finding in findings for key, value in finding.values.items()}
+    return Finding(verdict, "; ".join(reasons) if verdict != GOOD else fine, values)
+
+
+def _root(settings: Settings, *parts: str) -> Path:
+    return Path(settings.root, *parts)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- gpu
+
+_SMI_FIELDS = (
+    "index",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.failure",
+    "remapped_rows.pending",
+    "retired_pages.pending",
+    "temperature.gpu",
+)
+
+
+def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> Finding:
+    """All expected GPUs answer, without failed row remapping and without pending uncorrectable errors."""
+    present = len(list(_root(settings, "proc/driver/nvidia/gpus").glob("*")))
+    if not present and not settings.gpus:
+        return Finding(GOOD, "no GPU here and none expected", {"gpus": 0})
+    if shutil.which("nvidia-smi") is None and run is subprocess.run:
+        if settings.gpus and not present:
+            return Finding(BAD, f"{settings.gpus} GPUs expected, the driver shows none", {"gpus": 0})
+        return Finding(UNKNOWN, "nvidia-smi is not installed, so the GPUs cannot be asked", {"gpus": present})
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = run(command, capture_output=True, text=True, timeout=max(0.5, settings.timeout * 0.9))
+    except subprocess.TimeoutExpired:
+        return Finding(UNKNOWN, "nvidia-smi does not answer", {"gpus": present})
+    except OSError as error:
+        return Finding(UNKNOWN, f"nvidia-smi cannot be started: {error.strerror}", {"gpus": present})
+    return judge_gpus(done.returncode, done.stdout, (done.stdout + done.stderr).strip(), settings)
+
+
+def judge_gpus(status: int, table: str, said: str, settings: Settings) -> Finding:
+    """Pure: the verdict on nvidia-smi's answer (``_SMI_FIELDS`` as CSV, one line per GPU)."""
+    from detector.classify import default_classifier
+
+    if status != 0:
+        # 9: the driver is not loaded, 15: a GPU is lost (nvidia-smi(1), RETURN VALUE).
+        known = default_classifier().match(said)
+        lost = status == 15 or (known is not None and known.cause == "gpu_lost")
+        line = said.splitlines()[-1] if said else f"exit status {status}"
+        return Finding(BAD if lost else UNKNOWN, f"nvidia-smi: {line}", {"status": status})
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
+    findings = [_judge_gpu(dict(zip(_SMI_FIELDS, row, strict=False))) for row in rows]
+    if settings.gpus and len(rows) < settings.gpus:
+        findings.append(Finding(BAD, f"{settings.gpus} GPUs expected, {len(rows)} answer"))
+    findings.append(Finding(GOOD, "", {"gpus": len(rows)}))
+    return _worst(findings, f"{len(rows)} GPUs answer")
+
+
+def _judge_gpu(row: dict[str, str]) -> Finding:
+    name = f"GPU {row.get('index', '?')}"
+    if row.get("remapped_rows.failure", "").lower() in ("1", "yes"):
+        return Finding(BAD, f"{name}: a memory row could not be remapped (Xid 64)")
+    uncorrected = row.get("ecc.errors.uncorrected.volatile.total", "")
+    pending = {row.get(key, "").lower() for key in ("remapped_rows.pending", "retired_pages.pending")} & {"1", "yes"}
+    if pending:
+        return Finding(WARNING, f"{name}: memory waits to be retired, reset the GPU when the node is idle")
+    if uncorrected.isdigit() and int(uncorrected) > 0:
+        return Finding(WARNING, f"{name}: {uncorrected} uncorrectable memory errors since the driver was loaded")
+    return Finding(GOOD, "")
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def check_memory(settings: Settings) -> Finding:
+    """All memory is there, no uncorrectable error was counted, and a pattern reads back as it was written."""
+    findings = []
+    total = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        total = int(_root(settings, "proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) // 1024
+    if total is None:
+        findings.append(Finding(UNKNOWN, "/proc/meminfo cannot be read"))
+    elif settings.memory_mb and total < 0.9 * settings.memory_mb:
+        findings.append(Finding(BAD, f"{total} MB of memory where {settings.memory_mb} MB are expected"))
+    for path in sorted(_root(settings, "sys/devices/system/edac/mc").glob("mc*/ue_count")):
+        count = _number(path)
+        if count:
+            findings.append(Finding(BAD, f"memory controller {path.parent.name}: {count} uncorrectable errors (EDAC)"))
+    findings.append(_pattern(settings.test_mb))
+    if total is not None:
+        findings.append(Finding(GOOD, "", {"memory_mb": total}))
+    return _worst(findings, f"{total} MB")
+
+
+def _pattern(megabytes: int) -> Finding:
+    for byte in (0x55, 0xAA):
+        block = bytearray([byte]) * (megabytes << 20)
+        if block.count(byte) != len(block):
+            return Finding(BAD, f"memory does not hold the pattern 0x{byte:02x}")
+    return Finding(GOOD, "")
+
+
+# ------------------------------------------------------------------------------------------------------------- nic
+
+
+def check_nic(settings: Settings) -> Finding:
+    """The interfaces and InfiniBand devices that the admin named are there and up."""
+    findings = [_judge_nic(name, settings) for name in settings.nics]
+    if settings.nics:
+        return _worst(findings, f"{', '.join(settings.nics)} up")
+    up = [path.parent.name for path in _root(settings, "sys/class/net").glob("*/operstate") if _text(path) == "up"]
+    return Finding(
+        GOOD if up else UNKNOWN, f"up: {', '.join(sorted(up)) or 'no interface says so'}", {"up": sorted(up)}
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _judge_nic(name: str, settings: Settings) -> Finding:
+    device = _root(settings, "sys/class/infiniband", name)
+    if device.exists():
+        states = {path.parent.name: _text(path) for path in sorted(device.glob("ports/*/state"))}
+        down = [port for port, state in states.items() if "ACTIVE" not in state]
+        if down:
+            return Finding(BAD, f"{name}: port {down[0]} is {states[down[0]] or 'silent'}", {name: "down"})
+        return Finding(GOOD, "", {name: "up"})
+    interface = _root(settings, "sys/class/net", name)
+    if not interface.exists():
+        return Finding(BAD, f"{name}: the kernel does not know this interface", {name: "missing"})
+    state = _text(interface / "operstate")
+    if state == "down" or _text(interface / "carrier") == "0":
+        return Finding(BAD, f"{name}: no link", {name: "down"})
+    return Finding(GOOD if state == "up" else UNKNOWN, f"{name}: state {state or 'unknown'}", {name: state})
+
+
+# ----------------------------------------------------------------------------------------- file system, shared memory
+
+_BROKEN = {errno.EIO, errno.EROFS}
+
+
+def check_file_system(settings: Settings) -> Finding:
+    """Each path takes a file, keeps it, and does so in time."""
+    return _worst([_try_path(Path(path), settings) for path in settings.paths], f"{', '.join(settings.paths)} writable")
+
+
+def _try_path(path: Path, settings: Settings, size: int = 1 << 16) -> Finding:
+    content = os.urandom(size)
+    name = path / f".unicron-health-{os.getpid()}"
+    start = time.perf_counter()
+    try:
+        with open(name, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        same = name.read_bytes() == content
+    except OSError as error:
+        broken = error.errno in _BROKEN and _is_local(path, settings)
+        return Finding(BAD if broken else WARNING, f"{path}: {error.strerror or error}", {str(path): error.errno})
+    finally:
+        with contextlib.suppress(OSError):
+            name.unlink()
+    seconds = time.perf_counter() - start
+    if not same:
+        return Finding(BAD, f"{path}: a file reads back other than it was written")
+    if seconds > settings.slow_seconds:
+        return Finding(WARNING, f"{path}: {seconds:.1f} s for one small file", {str(path): round(seconds, 4)})
+    return Finding(GOOD, "", {str(path): round(seconds, 4)})
+
+
+_REMOTE = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "cifs", "9p", "fuse", "wekafs", "afs")
+
+
+def _is_local(path: Path, settings: Settings) -> bool:
+    """Whether the path lies on a disk of this node: an error of a shared file system proves nothing about the node."""
+    best, kind = "", ""
+    for line in _text(_root(settings, "proc/mounts")).splitlines():
+        fields = line.split()
+        if len(fields) > 2 and (str(path) + "/").startswith(fields[1].rstrip("/") + "/") and len(fields[1]) > len(best):
+            best, kind = fields[1], fields[2]
+    return bool(kind) and not kind.startswith(_REMOTE)
+
+
+def check_shm(settings: Settings) -> Finding:
+    """Shared memory is there, writable and not full of what dead jobs left behind."""
+    path = _root(settings, "dev/shm")
+    try:
+        free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize >> 20
+    except OSError as error:
+        return Finding(WARNING, f"/dev/shm: {error.strerror}")
+    tried = _try_path(path, settings, 1 << 12)
+    if tried.verdict != GOOD:
+        return Finding(WARNING, tried.reason, {"free_mb": free})
+    if free < settings.shm_mb:
+        return Finding(
+            WARNING,
+            f"/dev/shm: {free} MB free, {settings.shm_mb} MB wanted; remove what dead jobs left",
+            {"free_mb": free},
+        )
+    return Finding(GOOD, f"{free} MB free", {"free_mb": free})
+
+
+# ----------------------------------------------------------------------------------------------------------- clock
+
+
+def check_clock(settings: Settings, now: Callable[[], float] = time.time) -> Finding:
+    """The clock runs, agrees with the controller where its time is known, and is kept by a time service."""
+    wall, mono = time.time(), time.monotonic()
+    time.sleep(0.05)
+    ran, should = time.time() - wall, time.monotonic() - mono
+    if abs(ran - should) > 0.5:
+        return Finding(WARNING, f"the clock moved {ran:.2f} s in {should:.2f} s: it is being set", {})
+    if settings.clock_reference is not None:
+        skew = now() - settings.clock_reference
+        values = {"skew_seconds": round(skew, 3)}
+        if abs(skew) > settings.clock_bad:
+            return Finding(BAD, f"the clock is {skew:+.1f} s off the controller's; munge will refuse this node", values)
+        if abs(skew) > settings.clock_warn:
+            return Finding(WARNING, f"the clock is {skew:+.1f} s off the controller's", values)
+        return Finding(GOOD, f"{skew:+.3f} s off the controller's", values)
+    kept = _synchronised()
+    if kept is False:
+        return Finding(WARNING, "no time service keeps this clock", {"synchronised": False})
+    return Finding(GOOD, "kept by a time service" if kept else "runs", {"synchronised": kept})
+
+
+def _synchronised() -> bool | None:
+    """Whether the kernel's clock is disciplined (adjtimex(2), STA_UNSYNC); None when it cannot be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None, use_errno=True)
+        buffer = (ctypes.c_char * 512)()
+        state = library.adjtimex(ctypes.byref(buffer))
+        if state >= 0:
+            return state != 5  # TIME_ERROR: not synchronised
+    return None
+
+
+CHECKS: dict[str, Callable[[Settings], Finding]] = {
+    "gpu": check_gpu,
+    "memory": check_memory,
+    "nic": check_nic,
+    "file_system": check_file_system,
+    "shm": check_shm,
+    "clock": check_clock,
+}

@@ -1,0 +1,339 @@
+"""TEE: several metrics at once per rank and node, against the job's own peers (PAPER section 7, TRANSOM's eagle eye).
+
+Two halves. Collectors read counters of the node (standard library; NVML through pynvml where it is installed) and
+become rates by ``Rates``. ``PeerWatch`` (numpy, controller side) judges one round of metrics of all peers: robust
+z-scores per metric, and a robust multi-dimensional distance that sees a node which is a little off in many metrics at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+# What a metric says when it is high or low; +1: only high is bad, -1: only low is bad, 0: both.
+DIRECTIONS = {
+    "data": +1,
+    "forward": +1,
+    "backward": +1,
+    "step": +1,
+    "reduce": 0,
+    "iteration": +1,
+    "cpu_busy": 0,
+    "cpu_pressure": +1,
+    "memory_used": +1,
+    "memory_pressure": +1,
+    "nic_receive": 0,
+    "nic_transmit": 0,
+    "nic_errors": +1,
+    "nic_drops": +1,
+    "carrier_changes": +1,
+    "file_latency": +1,
+    "gpu_busy": -1,
+    "gpu_memory": 0,
+    "gpu_power": 0,
+    "gpu_temperature": +1,
+    "gpu_clock": -1,
+    "gpu_corrected_ecc": +1,
+    "pcie_replays": +1,
+}
+# Differences under these are of no consequence however regular the peers are (units as collected).
+MINIMA = {
+    "file_latency": 0.05,
+    "cpu_busy": 0.15,
+    "cpu_pressure": 0.10,
+    "memory_used": 0.05,
+    "memory_pressure": 0.05,
+    "nic_errors": 1.0,
+    "nic_drops": 10.0,
+    "carrier_changes": 0.001,
+    "gpu_temperature": 8.0,
+    "gpu_clock": 60.0,
+    "gpu_power": 60.0,
+    "gpu_busy": 0.15,
+    "gpu_corrected_ecc": 0.1,
+    "pcie_replays": 0.1,
+}
+COUNTERS = (
+    "nic_receive",
+    "nic_transmit",
+    "nic_errors",
+    "nic_drops",
+    "carrier_changes",
+    "cpu_busy_seconds",
+    "gpu_corrected_ecc",
+    "pcie_replays",
+)
+
+
+def read_cpu(root: Path = Path("/proc")) -> dict[str, float]:
+    """``cpu_busy_seconds`` (counter, over all cores), ``cpu_count``, ``cpu_pressure`` (0 to 1, last 10 s)."""
+    fields = (root / "stat").read_text().split("\n", 1)[0].split()[1:]
+    ticks = [int(field) for field in fields[:8]]
+    idle = ticks[3] + ticks[4]
+    result = {
+        "cpu_busy_seconds": (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"),
+        "cpu_count": float(os.cpu_count() or 1),
+    }
+    result.update(_pressure(root, "cpu"))
+    return result
+
+
+def read_memory(root: Path = Path("/proc")) -> dict[str, float]:
+    """``memory_used`` and ``shm_used`` (shares of the total, 0 to 1), ``memory_pressure`` (0 to 1, last 10 s)."""
+    values = {}
+    for line in (root / "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = float(rest.split()[0])
+    total = values["MemTotal"] or 1.0
+    result = {
+        "memory_used": 1.0 - values.get("MemAvailable", total) / total,
+        "shm_used": values.get("Shmem", 0.0) / total,
+    }
+    result.update(_pressure(root, "memory"))
+    return result
+
+
+def _pressure(root: Path, what: str) -> dict[str, float]:
+    """Linux pressure stall information, where the kernel has it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = (root / "pressure" / what).read_text().split("\n", 1)[0]
+        average = next(field for field in line.split() if field.startswith("avg10="))
+        return {f"{what}_pressure": float(average[6:]) / 100.0}
+    return {}
+
+
+def read_nics(root: Path = Path("/proc"), classes: Path = Path("/sys/class/net")) -> dict[str, float]:
+    """Counters summed over the node's real interfaces: bytes, errors, drops, and changes of the carrier."""
+    result = dict.fromkeys(("nic_receive", "nic_transmit", "nic_errors", "nic_drops", "carrier_changes"), 0.0)
+    for line in (root / "net" / "dev").read_text().splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        name, fields = name.strip(), rest.split()
+        if name == "lo" or name.startswith(("veth", "docker", "br-", "virbr")) or len(fields) < 12:
+            continue
+        result["nic_receive"] += float(fields[0])
+        result["nic_transmit"] += float(fields[8])
+        result["nic_errors"] += float(fields[2]) + float(fields[10])
+        result["nic_drops"] += float(fields[3]) + float(fields[11])
+        with contextlib.suppress(OSError, ValueError):
+            result["carrier_changes"] += float((classes / name / "carrier_changes").read_text())
+    return result
+
+
+def read_links(
+    classes: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys/class/infiniband")
+) -> dict[str, int]:
+    """How often each link went down or up: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
+    result = {}
+    for path in [*classes.glob("*/carrier_changes"), *infiniband.glob("*/ports/*/counters/link_downed")]:
+        parts = path.relative_to(classes if path.is_relative_to(classes) else infiniband).parts
+        name = parts[0] if len(parts) == 2 else f"{parts[0]}:{parts[2]}"
+        if name != "lo" and not name.startswith("veth"):
+            with contextlib.suppress(OSError, ValueError):
+                result[name] = int(path.read_text())
+    return result
+
+
+def link_flaps(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Links whose counter rose between two readings, by how much: the cause link_flapping of the severity table."""
+    return {name: after[name] - before[name] for name in sorted(after) if after[name] > before.get(name, after[name])}
+
+
+def read_file_latency(directory: str | Path, size: int = 4096) -> dict[str, float]:
+    """``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
+    start = time.perf_counter()
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".unicron-") as file:
+        file.write(b"\0" * size)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        file.read()
+    return {"file_latency": time.perf_counter() - start}
+
+
+def read_gpus() -> list[dict[str, float]]:
+    """One mapping per GPU through NVML; an empty list without GPUs, driver or pynvml."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_gpu(nvml, index: int) -> dict[str, float]:
+    """What this card offers; a query that it does not support is left out."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    queries = {
+        "gpu_busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
+        "gpu_memory": lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
+        "gpu_temperature": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "gpu_clock": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "gpu_corrected_ecc": lambda: float(
+            nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_VOLATILE_ECC)
+        ),
+        "pcie_replays": lambda: float(nvml.nvmlDeviceGetPcieReplayCounter(handle)),
+    }
+    result = {}
+    for name, query in queries.items():
+        with contextlib.suppress(nvml.NVMLError):
+            result[name] = query()
+    return result
+
+
+def read_node(directory: str | Path | None = None) -> dict[str, float]:
+    """All metrics of the node; a collector that fails is left out. GPUs: the worst value of each metric."""
+    result: dict[str, float] = {}
+    collectors = [read_cpu, read_memory, read_nics]
+    if directory is not None:
+        collectors.append(lambda: read_file_latency(directory))
+    for collector in collectors:
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            result.update(collector())
+    gpus = read_gpus()
+    for name in {name for gpu in gpus for name in gpu}:
+        values = [gpu[name] for gpu in gpus if name in gpu]
+        result[name] = min(values) if DIRECTIONS.get(name, 0) < 0 else max(values)
+    return result
+
+
+class Rates:
+    """Turns counters into rates per second and leaves gauges as they are. The first call gives gauges only."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._time: float | None = None
+
+    def __call__(self, values: Mapping[str, float], now: float) -> dict[str, float]:
+        result = {name: value for name, value in values.items() if name not in COUNTERS}
+        if self._time is not None and now > self._time:
+            for name in COUNTERS:
+                if name in values and name in self._last:
+                    # A counter that went back was reset with its driver.
+                    result[name] = max(0.0, values[name] - self._last[name]) / (now - self._time)
+        if "cpu_busy_seconds" in result:
+            result["cpu_busy"] = result.pop("cpu_busy_seconds") / result.get("cpu_count", 1.0)
+        result.pop("cpu_count", None)
+        self._last, self._time = dict(values), now
+        return result
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """A peer that stands out. ``scores``: metric -> signed robust z-score of those that count, the largest first.
+    ``distance``: robust distance over all metrics. ``rounds``: for how many rounds in a row."""
+
+    peer: str
+    metric: str
+    distance: float
+    scores: Mapping[str, float]
+    rounds: int
+    reason: str
+
+
+class PeerWatch:
+    """Judges rounds of metrics of the peers of one job (ranks of one group, or its nodes)."""
+
+    def __init__(self, threshold: float = 8.0, rounds: int = 3, min_peers: int = 4, floor: float = 0.02) -> None:
+        """threshold: robust z-score or scaled distance that counts. rounds: so many in a row, since one sample proves
+        nothing. min_peers: under these there is no majority to compare with. floor: smallest spread as a share of the
+        median, so that peers that agree to the last digit do not make a hair's breadth an anomaly."""
+        self.threshold, self.rounds, self.min_peers, self.floor = threshold, rounds, min_peers, floor
+        self._streaks: dict[str, int] = {}
+
+    def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
+        """One round: peer -> metric -> value. Returns who has stood out for ``rounds`` rounds, the worst first."""
+        scores = robust_scores(values, self.min_peers, self.floor)
+        found: dict[str, tuple[float, dict[str, float]]] = {}
+        for peer, (distance, by_metric) in scores.items():
+            bad = {metric: score for metric, score in by_metric.items() if _is_bad(metric, score, self.threshold)}
+            if bad or distance > self.threshold:
+                ranked = bad or by_metric
+                found[peer] = (distance, dict(sorted(ranked.items(), key=lambda item: -abs(item[1]))[:5]))
+        self._streaks = {peer: self._streaks.get(peer, 0) + 1 for peer in found}
+        result = []
+        for peer, (distance, ranked) in found.items():
+            if self._streaks[peer] >= self.rounds:
+                result.append(self._anomaly(peer, distance, ranked, values))
+        return sorted(result, key=lambda anomaly: -max(anomaly.distance, *map(abs, anomaly.scores.values())))
+
+    def _anomaly(
+        self, peer: str, distance: float, ranked: dict[str, float], values: Mapping[str, Mapping[str, float]]
+    ) -> Anomaly:
+        metric, score = next(iter(ranked.items()))
+        others = median(row[metric] for name, row in values.items() if name != peer and metric in row)
+        reason = (
+            f"{peer}: {metric} is {values[peer][metric]:.4g}, its peers' median {others:.4g} "
+            f"(robust z {score:+.1f}, distance {distance:.1f}, {self._streaks[peer]} rounds)"
+        )
+        return Anomaly(peer, metric, distance, ranked, self._streaks[peer], reason)
+
+
+def _is_bad(metric: str, score: float, threshold: float) -> bool:
+    direction = DIRECTIONS.get(metric, 0)
+    return abs(score) > threshold and (direction == 0 or score * direction > 0)
+
+
+def robust_scores(
+    values: Mapping[str, Mapping[str, float]], min_peers: int = 4, floor: float = 0.02
+) -> dict[str, tuple[float, dict[str, float]]]:
+    """peer -> (distance, metric -> z). z: distance from the median in units of the median absolute deviation.
+
+    Distance: Mahalanobis distance of the clipped z-scores with a covariance shrunk towards the identity, scaled so that
+    sqrt(number of metrics) is usual and the result reads like a z-score. Metrics that fewer than ``min_peers`` report
+    are left out; so are values that are not finite.
+    """
+    import numpy as np
+
+    peers = sorted(values)
+    if len(peers) < min_peers:
+        return {}
+    names = sorted({name for row in values.values() for name in row})
+    table = np.array([[values[peer].get(name, np.nan) for name in names] for peer in peers], dtype=float)
+    table[~np.isfinite(table)] = np.nan
+    keep = np.sum(~np.isnan(table), axis=0) >= min_peers
+    names, table = [name for name, kept in zip(names, keep, strict=True) if kept], table[:, keep]
+    if not names:
+        return {}
+    center = np.nanmedian(table, axis=0)
+    spread = 1.4826 * np.nanmedian(np.abs(table - center), axis=0)
+    least = np.array([MINIMA.get(name, 0.0) / 8.0 for name in names])
+    spread = np.maximum.reduce([spread, floor * np.abs(center), least, np.full(len(names), 1e-12)])
+    scores = (table - center) / spread
+    distances = _distances(np.nan_to_num(scores))
+    return {
+        peer: (
+            float(distances[row]),
+            {n: float(scores[row, i]) for i, n in enumerate(names) if not np.isnan(scores[row, i])},
+        )
+        for row, peer in enumerate(peers)
+    }
+
+
+def _distances(scores):
+    """Robust distances of the rows: the covariance comes from clipped scores, so one bad peer cannot hide itself."""
+    import numpy as np
+
+    rows, columns = scores.shape
+    clipped = np.clip(scores, -2.5, 2.5)
+    weight = rows / (rows + 4.0 * columns)
+    covariance = weight * (clipped.T @ clipped / rows) + (1.0 - weight) * np.eye(columns)
+    squared = np.einsum("ij,jk,ik->i", scores, np.linalg.pinv(covariance), scores)
+    lengths = np.sqrt(np.maximum(squared, 0.0))
+    # Chi with k degrees of freedom is about normal around sqrt(k) with deviation 1/sqrt(2), wider for heavy tails.
+    return np.maximum(0.0, (lengths - np.sqrt(columns)) / 1.4)

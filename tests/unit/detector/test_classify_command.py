@@ -1,0 +1,77 @@
+"""unicronctl classify."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from unicron_ctl.commands.classify import command
+
+
+def call(*arguments, stdin=None, code=0):
+    result = CliRunner(env={"UNICRON_CONFIG": ""}).invoke(command, arguments, input=stdin)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_text_is_explained():
+    out = call("RuntimeError: CUDA error: an illegal memory access was encountered").output
+    assert out.startswith("SEV2 illegal_memory_access -> restart  [rule illegal-access]")
+    assert '"illegal memory access"' in out
+
+
+def test_json():
+    found = json.loads(call("--json", "Connection refused").output)
+    assert (found["cause"], found["severity"], found["action"]) == ("connection_refused", 3, "reattempt")
+    assert found["rule"] == "refused" and found["reason"]
+
+
+def test_standard_input():
+    assert "ecc_error" in call("-", stdin="line\nCUDA error: uncorrectable ECC error encountered\n").output
+
+
+def test_a_log_line_by_line():
+    log = "usb 1-1: new device\nNVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\nnothing\n"
+    out = call("--lines", "--json", "--source", "kernel", "-", stdin=log).output.splitlines()
+    assert len(out) == 1
+    assert json.loads(out[0])["cause"] == "gpu_lost" and "Xid" in json.loads(out[0])["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("--exit", "0:9"), "killed_from_outside"),
+        (("--exit", "137", "--oom"), "host_out_of_memory"),
+        (("--exit", "1", "CUDA out of memory"), "cuda_out_of_memory"),
+        (("--xid", "48"), "ecc_error"),
+        (("--slurm", "NODE_FAIL"), "node_failed"),
+    ],
+)
+def test_other_signals(arguments, cause):
+    assert json.loads(call("--json", *arguments).output)["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--exit", "0:9", "--xid", "3"), ("--exit", "nonsense"), ("--xid", "3", "text")]
+)
+def test_wrong_use_is_two(arguments):
+    assert call(*arguments, code=2).output
+
+
+def test_rules_of_the_admin_win(tmp_path):
+    path = tmp_path / "unicron.toml"
+    path.write_text(
+        '[[severity.rule]]\nid = "ours"\npattern = "flux capacitor"\ncause = "gpu_lost"\nwhy = "seen twice"\n'
+    )
+    out = call("--config", str(path), "the flux capacitor is empty").output
+    assert "SEV1 gpu_lost -> isolate  [rule ours]" in out and "seen twice" in out
+
+
+def test_a_wrong_rule_is_one_line_and_one(tmp_path):
+    path = tmp_path / "unicron.toml"
+    path.write_text('[[severity.rule]]\npattern = "("\ncause = "gpu_lost"\n')
+    out = call("--config", str(path), "x", code=1).output
+    assert out.count("\n") == 1 and "not a regular expression" in out
+    assert "cannot read" in call("--config", str(tmp_path / "gone"), "x", code=1).output

@@ -1,0 +1,96 @@
+"""The two-round paired test finds exactly the bad nodes and never condemns without proof."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detector.paired import Outcome, first_round, judge, second_round, suspects
+
+
+def test_runs(groups, bad, slow=()):
+    return {
+        group: Outcome(
+            not set(group) & set(bad), None if set(group) & set(bad) else (3.0 if set(group) & set(slow) else 1.0)
+        )
+        for group in groups
+    }
+
+
+test_runs.__test__ = False
+
+
+def play(nodes, bad, slow=(), known_good=()):
+    first = test_runs(first_round(nodes, known_good), bad, slow)
+    waves = second_round(first, known_good)
+    for wave in waves:
+        used = [node for group in wave for node in group]
+        assert len(used) == len(set(used))
+    second = test_runs([group for wave in waves for group in wave], bad, slow)
+    return judge(first, second, known_good)
+
+
+def test_all_good():
+    found = play(["a", "b", "c", "d"], bad=[])
+    assert found.good == ("a", "b", "c", "d") and not found.bad and not found.unknown
+
+
+def test_the_bad_one_is_isolated_and_its_partner_cleared():
+    found = play(["a", "b", "c", "d"], bad=["b"])
+    assert list(found.bad) == ["b"] and "a" in found.good
+    assert "beside" in found.bad["b"]
+
+
+def test_an_odd_node_becomes_a_third_or_meets_a_known_good_one():
+    assert first_round(["a", "b", "c"]) == [("a", "b", "c")]
+    assert first_round(["a", "b", "c"], ["g"]) == [("a", "b"), ("c", "g")]
+    assert first_round(["a"]) == []
+    assert first_round(["a"], ["g"]) == [("a", "g")]
+
+
+def test_one_suspect_beside_a_known_good_node():
+    first = {("a", "g"): Outcome(False)}
+    waves = second_round(first, ["h"])
+    assert waves == [[("a", "h")], [("g", "h")]]
+    found = judge(first, {("a", "h"): Outcome(False), ("g", "h"): Outcome(True, 1.0)}, ["h"])
+    assert list(found.bad) == ["a"] and "g" in found.good
+
+
+def test_two_nodes_that_fail_together_prove_nothing():
+    found = play(["a", "b"], bad=["b"])
+    assert not found.bad and sorted(found.unknown) == ["a", "b"]
+
+
+def test_without_a_good_pair_innocents_can_clear_each_other():
+    found = play(["a", "b", "c", "d"], bad=["b", "d"])
+    assert not found.bad or set(found.bad) <= {"b", "d"}
+    assert not set(found.unknown) & set(found.good)
+
+
+def test_a_slow_node_is_named_but_not_bad():
+    nodes = [f"n{i}" for i in range(8)]
+    found = play(nodes, bad=[], slow=["n5"])
+    assert list(found.slow) == ["n5"] and not found.bad
+    assert suspects(test_runs(first_round(nodes), [], ["n5"])) == ["n4", "n5"]
+
+
+def test_a_node_named_twice_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        first_round(["a", "a"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 20), st.sets(st.integers(0, 19), max_size=8), st.booleans())
+def test_only_bad_nodes_are_condemned_and_all_when_there_is_a_witness(count, bad, witness):
+    nodes = [f"n{i:02}" for i in range(count)]
+    bad = {f"n{i:02}" for i in bad if i < count}
+    known = ("w", "x") if witness else ()  # two: the one that meets an odd bad node is under suspicion itself
+    found = play(nodes, bad, known_good=known)
+    assert set(found.bad) <= bad
+    assert not set(found.good) & bad
+    assert set(found.bad) | set(found.good) | set(found.unknown) >= set(nodes)
+    passed_somewhere = any(not set(group) & bad for group in first_round(nodes, known))
+    if witness or passed_somewhere:
+        assert set(found.bad) == bad
+        assert not found.unknown
