@@ -86,8 +86,9 @@ def test_elements_without_a_record_of_their_own_are_found(fake: FakePyslurm) -> 
 
 
 def test_nodes_are_read(fake: FakePyslurm) -> None:
-    node = SimpleNamespace(name="n1", state="DOWN+DRAIN+NOT_RESPONDING", reason=None, address="10.0.0.1", slurmd_port=6820,
-                           slurmd_start_time=1795245907, configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9})
+    node = SimpleNamespace(name="n1", state="DOWN+DRAIN+NOT_RESPONDING", reason=None, address="10.0.0.1",
+                           slurmd_port=6820, slurmd_start_time=1795245907,
+                           configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9})
     fake.Nodes = SimpleNamespace(load=lambda: {"n1": node})
     states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
     assert PyslurmClient(fake).nodes() == [NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6)]
