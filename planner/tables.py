@@ -156,10 +156,12 @@ class Bound:
         return out
 
     def core_gap(self, per_job: int) -> int:
-        """A gap within which about `per_job` sizes of each job lie on average."""
+        """A gap within which about `per_job` sizes of each job lie on average; less where very many lie at that gap."""
         everything = np.concatenate(self.slack)
         count = min(per_job * len(self.rows), len(everything)) - 1
-        return int(np.partition(everything, count)[count])
+        gap = int(np.partition(everything, count)[count])
+        crowded = int(np.count_nonzero(everything <= gap)) > 4 * (count + 1)
+        return gap - 1 if crowded else gap
 
 
 def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:

@@ -61,7 +61,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     elif len(first) == 3 and first[1] in ("add", "remove"):
         events = [_churn(path, number, row) for number, row in lines]
     else:
-        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)}, or all lines ms,add|remove,node")
+        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)}, or lines ms,add|remove,node")
     return make(events, until, Path(path).stem)
 
 

@@ -1,0 +1,1 @@
+"""What the planner promises, measured: `python -m benchmarks.planner`."""
