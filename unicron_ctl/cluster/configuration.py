@@ -1,4 +1,4 @@
-"""The text of slurm.conf, gres.conf and plugstack.conf. Pure. Why each line is there: docs, and `man slurm.conf`."""
+"""The text of slurm.conf, gres.conf and plugstack.conf. Pure. See docs/local-cluster.md and `man slurm.conf`."""
 
 from __future__ import annotations
 

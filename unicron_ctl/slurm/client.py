@@ -84,7 +84,11 @@ class SlurmClient(Protocol):
         """All elements of all jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included."""
 
     def down(self, node: str, reason: str) -> None:
-        """Sets a node down: what runs on it is requeued or ended at once."""
+        """Sets a node down: what runs on it is requeued or ended at once.
+
+        Do this before an element of a failed node is requeued or held, not while it is completing: Slurm 22.05 would
+        lose its GPU records (docs/local-cluster.md).
+        """
 
     def resume(self, node: str) -> None:
         """Gives a drained or downed node back to the scheduler. No error for one that is in service."""
