@@ -1,0 +1,153 @@
+"""Run megatron-core on a machine without CUDA, for tests and demonstrations.
+
+`install()` is the whole interface. Where CUDA is available it does nothing, so a training script calls it
+unconditionally. Elsewhere it replaces, in this process only, what megatron-core asks of CUDA without a switch to turn
+it off. The rest of what a CPU run needs are ordinary options: `use_cpu_initialization=True`, the local (non-TE) layer
+specification, gloo.
+
+Tried with data-parallel GPT training in fp32 and bf16. Sequence parallelism, MoE, context parallelism, FSDP, CUDA
+graphs and checkpoints of the distributed optimizer need more than this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+WRITTEN_FOR = "0.16.1"
+
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+_installed = False
+
+
+def install() -> bool:
+    """Patch torch and megatron-core for CPU; call it before anything else of megatron-core is used.
+
+    Returns True when the patches are in place, False when CUDA is available and nothing was done. Calling it again is
+    harmless.
+    Raises RuntimeError (one line) when megatron-core is absent or not the release that the patches were written for.
+    """
+    global _installed
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _check_release()
+        _patch_device(torch)
+        _patch_factories(torch)
+        _patch_tensor(torch)
+        _patch_random(torch)
+        _installed = True
+    return True
+
+
+def _check_release() -> None:
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise RuntimeError(f"megatron-core is not installed; pip install megatron-core=={WRITTEN_FOR}") from None
+    if found != WRITTEN_FOR:
+        raise RuntimeError(
+            f"the CPU adapter was written for megatron-core {WRITTEN_FOR}, not {found}; "
+            f"pip install megatron-core=={WRITTEN_FOR}, or train on a GPU, where the adapter is not used"
+        )
+
+
+def _patch_device(torch: Any) -> None:
+    cpu = torch.device("cpu")
+    # Megatron allocates with device=torch.cuda.current_device() throughout; a torch.device serves there like an index.
+    torch.cuda.current_device = lambda: cpu
+    # Pipeline send and receive, and DDP's buffer off-loading, wait for the stream; on CPU everything is already done.
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _patch_factories(torch: Any) -> None:
+    # Loss scale, gradient norm, token count and causal mask are created with a literal device='cuda'.
+    cpu = torch.device("cpu")
+
+    def on_cpu(factory: Callable) -> Callable:
+        @functools.wraps(factory)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs["device"] = cpu
+            return factory(*args, **kwargs)
+
+        return create
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _patch_tensor(torch: Any) -> None:
+    # broadcast_data and the optimizers' reload move tensors with .cuda().
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+    # Gradient clipping and the mixed precision optimizers tell dtypes apart by the text 'torch.cuda.FloatTensor'.
+    plain_type = torch.Tensor.type
+
+    @functools.wraps(plain_type)
+    def type_as_cuda(self: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return plain_type(self, dtype, **kwargs)
+        return plain_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_as_cuda
+
+
+def _patch_random(torch: Any) -> None:
+    # The RNG tracker saves, seeds and restores the CUDA generator; here the CPU generator takes its place.
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+    class CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
+        """Megatron's named generator states on the CPU generator.
+
+        `add` and `fork` are overridden because Megatron's own read torch.cuda directly, and warn whenever the CPU
+        generator moves inside a fork, which here is the purpose.
+        """
+
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random state {name!r} with seed {seed} exists already")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(int(seed)).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random state {name!r} was never added")
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    megatron_random.CudaRNGStatesTracker = CpuRNGStatesTracker

@@ -1,0 +1,142 @@
+"""The training script as a user runs it, without an agent: bad input, and the same losses on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sbatch_templates import build_dataset, train_gpt
+from sbatch_templates.training_metrics import read_metrics
+
+SCRIPT = Path(train_gpt.__file__)
+ROOT = SCRIPT.parent.parent
+ITERATIONS = 8
+SMALL = f"--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batches 6 --train-iterations {ITERATIONS}".split()
+# fp32: ranks add the same gradients in another order. Seen: 3e-8 in 12 iterations of the default model.
+TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Real text: this project's own Python files."""
+    prefix = tmp_path_factory.mktemp("dataset") / "text"
+    build_dataset.build(build_dataset.find_files(SCRIPT.parent, [".py"], recursive=False), prefix)
+    return prefix
+
+
+def train(ranks: int, *arguments: object) -> list[str]:
+    """Run the script in `ranks` processes; returns the first one's log lines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON")}
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    processes = [
+        subprocess.Popen(command, env={**base, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, outputs
+    return outputs[0].splitlines()
+
+
+@pytest.fixture(scope="module")
+def reference(dataset, tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("reference") / "metrics"
+    log = train(1, "--data-path", dataset, "--metrics", prefix, *SMALL)
+    return log, read_metrics(prefix)
+
+
+def test_losses_fall_and_are_logged_as_megatron_does(reference):
+    log, records = reference
+    assert [each["iteration"] for each in records] == list(range(ITERATIONS))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert 5.0 < records[0]["loss"] < 6.5  # ln 384 = 5.95: an untrained model knows nothing
+    assert len(log) == ITERATIONS, log
+    assert f"iteration {ITERATIONS:8d}/{ITERATIONS:8d} | consumed samples: {ITERATIONS * 12:12d} |" in log[-1]
+    assert f"| lm loss: {records[-1]['loss']:.6E} | grad norm: {records[-1]['grad_norm']:.3f} |" in log[-1]
+
+
+def test_the_learning_rate_warms_up_and_decays(reference):
+    rates = [each["learning_rate"] for each in reference[1]]
+    assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    assert rates[4] > rates[5] > rates[6] > rates[7] == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, []), (3, ["--overlap-grad-reduce"])])
+def test_any_number_of_ranks_gives_the_same_losses(dataset, reference, tmp_path, ranks, more):
+    log = train(ranks, "--data-path", dataset, "--metrics", tmp_path / "metrics", *SMALL, *more)
+    assert len(log) == ITERATIONS, log
+    assert len(list(tmp_path.glob("metrics.slot*"))) == ranks
+    records = read_metrics(tmp_path / "metrics")
+    assert {each["world_size"] for each in records} == {ranks}
+    assert [each["loss"] for each in records] == pytest.approx([each["loss"] for each in reference[1]], rel=TOLERANCE)
+
+
+def test_bf16_trains_and_a_run_can_be_repeated_bit_for_bit(dataset, tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        options = [*SMALL, "--train-iterations", "6", "--bf16", "--data-cache-path", tmp_path / "cache"]
+        train(1, "--data-path", dataset, "--metrics", tmp_path / name, *options)
+        runs.append([each["loss"] for each in read_metrics(tmp_path / name)])
+    assert runs[0] == runs[1]
+    assert runs[0][-1] < runs[0][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data-path", "/nowhere/data"], "no dataset at /nowhere/data.idx"),
+        (["--data-path", "broken"], "is not a Megatron index"),
+        (["--data-path", "text", "--hidden-size", "100", "--num-attention-heads", "3"], "is not a multiple of"),
+        (["--data-path", "text", "--micro-batches", "0"], "--micro-batches: 0 is below 1"),
+        (["--data-path", "text", "--lr", "fast"], "--lr: fast is not a number"),
+        (["--data-path", "text", "--train-iterations", "5", "--warmup", "5"], "must be below --train-iterations 5"),
+        (["--data-path", "text", "--min-lr", "1"], "--min-lr 1 is above"),
+        (["--data-path", "text", "--no-such-option"], "unrecognized arguments"),
+        ([], "--data-path"),
+    ],
+)
+def test_bad_input_is_one_clear_line_at_once(dataset, tmp_path, options, says):
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"broken{suffix}").write_bytes(b"text")
+        (tmp_path / f"text{suffix}").symlink_to(f"{dataset}{suffix}")
+    began = time.monotonic()
+    command = [sys.executable, str(SCRIPT), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert time.monotonic() - began < 2.0  # neither torch nor megatron is imported for it
+
+
+def test_a_vocabulary_that_is_too_small_is_one_clear_line(dataset):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), "--data-path", str(dataset), "--vocab-size=60", "--eod-token=0", *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("train_gpt: the dataset holds token ")
+    assert "Traceback" not in result.stderr
+
+
+def test_the_adapter_refuses_another_release_of_megatron(monkeypatch):
+    from sbatch_templates import cpu_adapter
+
+    monkeypatch.setattr(cpu_adapter.metadata, "version", lambda name: "0.99.0")
+    with pytest.raises(RuntimeError, match=r"written for megatron-core 0\.16\.1, not 0\.99\.0"):
+        cpu_adapter._check_release()
