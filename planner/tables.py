@@ -147,7 +147,7 @@ class Bound:
         return best[1], feasible
 
     def within(self, gap: int) -> list[Row]:
-        """The rows without the sizes whose slack is above `gap`; 0 always stays, so that every table is filled."""
+        """The rows without the sizes whose slack is above `gap`; the smallest stays, so that the tables are filled."""
         out = []
         for row, slack in zip(self.rows, self.slack, strict=True):
             keep = slack <= gap
@@ -165,9 +165,10 @@ class Bound:
 
 
 def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:
-    """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`."""
+    """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`. The smallest sizes of the
+    rows must fit."""
     bound = Bound(rows, nodes)
-    reached = value_of(rows, bound.chosen)
+    reached = value_of(rows, bound.chosen) if sum(bound.chosen) <= nodes else NONE  # too many where a row lacks 0
     sizes_left = sum(len(row.sizes) for row in rows)
     core = bound.core_gap(4)
     if bound.upper - reached > core and sizes_left > 8 * len(rows):

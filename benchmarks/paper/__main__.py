@@ -50,8 +50,9 @@ def multi_task() -> bool:
         print(f"{number:<6}{cells}   {' '.join(str(count) for count in plan.assignment.values())}")
     print("recalled: Unicron is best or tied in every case. "
           f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}.")
-    print("difference: the splits depend on T(t,x), which is from our cost model (A800, 8 x 200 Gbit/s), not the paper's\n"
-          "calibration; where throughput per node hardly falls with size, the heaviest jobs get all and others wait.\n")
+    print("difference: the splits depend on T(t,x), which is from our cost model (A800, 8 x 200 Gbit/s), not from\n"
+          "the paper's calibration; where throughput per node hardly falls with size, the heaviest jobs get all and others\n"
+          "wait.\n")
     return best_everywhere
 
 
@@ -81,8 +82,8 @@ def traces() -> bool:
             recalled, why = RECALLED.get((name, policy), ("1x", ""))
             best &= all(column["unicron"] >= column[policy] for column in columns)
             print(f"{name:<9}{policy:<14}{cells}{recalled:>12}   {why}")
-    print("recalled figures are from memory of the paper, not re-read; repair: median of log-normal times in 1 h..7 d,\n"
-          "our choice.")
+    print("recalled figures are from memory of the paper, not re-read; repair: median of log-normal times in 1 h..7 d\n"
+          "(our choice).")
     return best
 
 
