@@ -22,10 +22,11 @@ from detector.severity import (
     Table,
     Verdict,
     default_table,
+    folded,
 )
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
-MAX_TEXT = 64 * 1024
+MAX_TEXT = 16 * 1024
 _XID = re.compile(r"NVRM:\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
@@ -69,12 +70,13 @@ class Classifier:
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
+        low = folded(text)
         for rule in self.table.of_kind("text"):
             if rule.only_from and source not in rule.only_from:
                 continue
-            hit = rule.regex.search(text)
+            hit = rule.regex.search(low)
             if hit:
-                return self._verdict(rule, f"{source} text has {_quoted(hit.group(0))}")
+                return self._verdict(rule, f"{source} text has {_quoted(text[hit.start() : hit.end()])}")
         return None
 
     def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
@@ -108,7 +110,7 @@ class Classifier:
         """
         said = f"Xid {code}" + (f" at {where}" if where else "")
         for rule in self.table.of_kind("xid"):
-            if code in rule.codes and (not rule.pattern or rule.regex.search(rest)):
+            if code in rule.codes and (not rule.pattern or rule.regex.search(folded(rest))):
                 return self._verdict(rule, said)
         return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from detector.severity import (
     Severity,
     SeverityTableError,
     default_table,
+    folded,
     load_table,
     parse_rule,
 )
@@ -158,3 +160,23 @@ def test_a_file_without_the_section_changes_nothing(tmp_path):
 def test_the_causes_are_what_traces_may_name():
     corpus = Path(__file__).parents[2] / "data" / "errors.jsonl"
     assert {json.loads(line)["cause"] for line in corpus.read_text().splitlines()} <= set(TABLE.causes)
+
+
+def test_folding_is_the_same_as_ignoring_case_only_faster():
+    texts = [json.loads(line)["text"] for line in (Path(__file__).parents[2] / "data" / "errors.jsonl").open()]
+    texts += [text.upper() for text in texts[::3]] + ["İSTANBUL connection refused", "Straße CUDA Error"]
+    for rule in TABLE.of_kind("text"):
+        slow = re.compile(rule.pattern, re.IGNORECASE)
+        for text in texts:
+            hit, expected = rule.regex.search(folded(text)), slow.search(text)
+            assert (hit and hit.span()) == (expected and expected.span()), (rule.id, text)
+
+
+def test_folding_keeps_positions():
+    for text in ["", "ABC", "İÄß", "Ω\u0130X" * 10]:
+        assert len(folded(text)) == len(text)
+
+
+def test_unusual_escapes_of_an_admins_pattern_still_ignore_case():
+    rule = parse_rule({"pattern": r"\x41larm \N{LATIN CAPITAL LETTER B}ig", "cause": "others"}, TABLE.causes)
+    assert rule.regex.search(folded("ALARM BIG"))

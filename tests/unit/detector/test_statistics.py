@@ -68,16 +68,11 @@ def test_no_false_alarms(name):
 
 def test_no_false_alarms_on_recorded_times():
     seconds = json.loads(DATA.read_text())["seconds"]
-    rng = random.Random(3)
-    state = {"at": 0}
 
-    def draw(_):
+    def draw(number):
         # Runs of 50 recorded iterations in random order keep the machine's own bursts.
-        if state["at"] % 50 == 0:
-            state["at"] = rng.randrange(0, len(seconds) // 50) * 50
-        value = seconds[state["at"] % len(seconds)]
-        state["at"] += 1
-        return value
+        start = random.Random(number // 50).randrange(0, len(seconds) // 50) * 50
+        return seconds[start + number % 50]
 
     failed, _ = alarms(draw, 20_000)
     assert failed == 0

@@ -1,0 +1,1 @@
+"""Detector benchmarks: classification accuracy and throughput, false alarms, time to verdict."""

@@ -1,0 +1,186 @@
+"""``python -m benchmarks.detector [--quick] [--json FILE]``: what the pure parts of detection reach on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from detector.classify import Classifier, default_classifier
+from detector.culprit import OWN_PHASES, slowest
+from detector.health import Settings, run
+from detector.metrics import PeerWatch
+from detector.severity import Severity, load_table
+from detector.statistics import Health, IterationMonitor
+
+DATA = Path(__file__).parents[2] / "tests" / "data"
+
+
+def classification() -> dict[str, object]:
+    """Accuracy per part of the corpus by exact cause and by severity; SEV1 given to what is no hardware fault."""
+    classifier = default_classifier()
+    parts: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    isolated = 0
+    entries = [json.loads(line) for line in (DATA / "errors.jsonl").read_text().splitlines()]
+    for entry in entries:
+        verdict = classifier.text(entry["text"], entry["channel"])
+        parts[entry["split"]].append((verdict.cause == entry["cause"], int(verdict.severity) == entry["severity"]))
+        hardware = classifier.table.causes[entry["cause"]].scope == "hardware"
+        isolated += verdict.severity is Severity.SEV1 and not hardware
+    parts["all"] = [pair for name in list(parts) for pair in parts[name]]
+    return {
+        "texts": {name: len(pairs) for name, pairs in parts.items()},
+        "cause": {name: round(sum(pair[0] for pair in pairs) / len(pairs), 4) for name, pairs in parts.items()},
+        "severity": {name: round(sum(pair[1] for pair in pairs) / len(pairs), 4) for name, pairs in parts.items()},
+        "application_errors_isolated": isolated,
+    }
+
+
+def throughput(seconds: float) -> dict[str, float]:
+    """Milliseconds to load the table and for a 64 KB text that no rule knows; microseconds per corpus text."""
+    start = time.perf_counter()
+    classifier = Classifier(load_table())
+    classifier.text("warm up")
+    load = time.perf_counter() - start
+    texts = [json.loads(line)["text"] for line in (DATA / "errors.jsonl").read_text().splitlines()]
+    times = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        for text in texts:
+            classifier.text(text)
+        times.append((time.perf_counter() - start) / len(texts))
+    noise = "the quick brown fox jumps over lazy tensor 12 " * 1400
+    start = time.perf_counter()
+    classifier.text(noise)
+    return {
+        "load_ms": round(1e3 * load, 2),
+        "text_us_median": round(1e6 * statistics.median(times), 1),
+        "text_us_max": round(1e6 * max(times), 1),
+        "unknown_64KB_ms": round(1e3 * (time.perf_counter() - start), 2),
+    }
+
+
+def _distributions(rng: random.Random, count: int) -> dict[str, object]:
+    recorded = json.loads((DATA / "iteration_times.json").read_text())["seconds"]
+
+    def replay(number: int) -> float:
+        # Runs of 50 recorded iterations in random order keep the machine's own bursts.
+        run_start = random.Random(number // 50).randrange(0, len(recorded) // 50) * 50
+        return recorded[run_start + number % 50]
+
+    return {
+        "normal, 2 %": lambda i: rng.gauss(1.0, 0.02),
+        "normal, 10 %": lambda i: max(0.2, rng.gauss(1.0, 0.1)),
+        "lognormal, 20 %": lambda i: rng.lognormvariate(0.0, 0.2),
+        "bimodal 1 and 1.8 s": lambda i: (1.8 if rng.random() < 0.3 else 1.0) * rng.gauss(1.0, 0.02),
+        "drift +50 %": lambda i: (1.0 + 0.5 * i / count) * rng.gauss(1.0, 0.03),
+        "spikes": lambda i: rng.gauss(1.0, 0.02) + (rng.expovariate(4.0) if rng.random() < 0.002 else 0.0),
+        "slow wave": lambda i: (1.0 + 0.05 * math.sin(i / 500.0)) * rng.gauss(1.0, 0.02),
+        "recorded on a busy machine": replay,
+    }
+
+
+def false_alarms(count: int) -> dict[str, object]:
+    """Alarms over ``count`` healthy iterations of each distribution, and the cost of one observation."""
+    result: dict[str, object] = {"iterations_each": count}
+    elapsed = 0.0
+    for name, draw in _distributions(random.Random(1), count).items():
+        values = [draw(number) for number in range(count)]
+        monitor, failed, degraded, before = IterationMonitor(), 0, 0, Health.LEARNING
+        start = time.perf_counter()
+        for value in values:
+            health = monitor.observe(value).health
+            failed += health is Health.FAILED
+            degraded += health is Health.DEGRADED and before is not Health.DEGRADED
+            before = health
+        elapsed += time.perf_counter() - start
+        result[name] = {"failed": failed, "degraded": degraded}
+    result["observe_us"] = round(1e6 * elapsed / (count * (len(result) - 1)), 1)
+    return result
+
+
+def slowdowns() -> dict[str, object]:
+    """Iterations until a slowdown of the whole job is reported (2 % noise), and stragglers named among 64 ranks."""
+    found = {}
+    for factor in (1.12, 1.2, 1.5):
+        rng, seen = random.Random(2), []
+        for _ in range(20):
+            monitor = IterationMonitor()
+            for _ in range(500):
+                monitor.observe(rng.gauss(1.0, 0.02))
+            for number in range(200):
+                if monitor.observe(factor * rng.gauss(1.0, 0.02)).health is Health.DEGRADED:
+                    seen.append(number + 1)
+                    break
+        found[f"{factor}x"] = {
+            "seen": len(seen),
+            "of": 20,
+            "iterations_median": statistics.median(seen) if seen else None,
+        }
+    named = sum(_straggler(seed) for seed in range(100))
+    return {"degraded": found, "stragglers_named_of_100": named}
+
+
+def _straggler(seed: int) -> bool:
+    rng = random.Random(seed)
+    usual = {"data": 0.02, "forward": 0.3, "backward": 0.6, "step": 0.03}
+    slow = rng.randrange(64)
+    phases = {slot: {name: usual[name] * rng.gauss(1.0, 0.02) for name in OWN_PHASES} for slot in range(64)}
+    phases[slow]["backward"] *= 1.3
+    last = max(sum(times.values()) for times in phases.values())
+    for times in phases.values():
+        times["reduce"] = 0.05 + last - sum(times.values())
+    found = slowest(phases)
+    return found is not None and (found.slot, found.phase) == (slow, "backward")
+
+
+def peers(rounds: int) -> dict[str, object]:
+    """TEE: false alarms over healthy rounds of 64 peers with 8 metrics, and the cost of a round."""
+    rng, watch, alarms = random.Random(3), PeerWatch(), 0
+    start = time.perf_counter()
+    for _ in range(rounds):
+        values = {f"n{i}": {f"m{j}": rng.gauss(100.0, 3.0) for j in range(8)} for i in range(64)}
+        alarms += bool(watch.judge(values))
+    return {
+        "rounds": rounds,
+        "false_alarms": alarms,
+        "round_ms": round(1e3 * (time.perf_counter() - start) / rounds, 2),
+    }
+
+
+def health() -> dict[str, object]:
+    """Seconds of the admission checks on this machine, each and together."""
+    report = run(Settings())
+    return {"total": round(report.seconds, 3), **{result.name: round(result.seconds, 4) for result in report.results}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.detector", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the iterations")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    options = parser.parse_args()
+    count = 20_000 if options.quick else 200_000
+    figures = {
+        "classification": classification(),
+        "classify_throughput": throughput(1.0 if options.quick else 5.0),
+        "false_alarms": false_alarms(count),
+        "slowdowns": slowdowns(),
+        "peers": peers(200 if options.quick else 2000),
+        "health_seconds": health(),
+    }
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
