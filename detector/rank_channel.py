@@ -103,7 +103,7 @@ class RankChannel:
 
     def _deliver(self, data: bytes) -> None:
         try:
-            message = msgpack.unpackb(data)
+            message = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
             if message["v"] == VERSION:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent

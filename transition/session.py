@@ -298,6 +298,7 @@ class Session:
 
     def _enter(self, plan: Plan) -> None:
         self._watch.enter(plan)
+        self._timing.setdefault("caught", time.time())
         newcomer = not self._entered_first or self.slot in plan.joiners
         self._publish("entering", entering=plan.generation)
         old = self._roles or groups.roles()

@@ -70,9 +70,10 @@ class Unblocker:
 def _shutdown(descriptor: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as view:
+            view.getpeername()  # fails for a listening socket, whose shutdown would make gloo's accept abort the process
             view.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return False  # closed meanwhile, or a listening socket
+        return False
     return True
 
 

@@ -10,7 +10,7 @@ TIME_LIMIT = 3.0  # seconds for one call of munge or unmunge
 
 
 def _arguments() -> list[str]:
-    socket = os.environ.get("UNICRON_MUNGE_SOCKET")
+    socket = os.environ.get("MUNGE_SOCKET")
     return ["--socket", socket] if socket else []
 
 
