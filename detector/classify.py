@@ -62,17 +62,20 @@ class Classifier:
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
-        return self.match(text, source) or self._unknown(text)
+        return self.match(text, source, generic=True) or self._unknown(text)
 
-    def match(self, text: str, source: str = "exception") -> Verdict | None:
-        """As ``text``, but None where no rule applies: for streams in which most lines are no fault (kernel log)."""
+    def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
+        """As ``text``, but None where no rule knows the fault: for streams in which most lines are none (kernel log).
+
+        ``generic``: rules that say no more than "there was an exception" count, too.
+        """
         text = _trimmed(text)
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
         low = folded(text)
         for rule in self.table.of_kind("text"):
-            if rule.only_from and source not in rule.only_from:
+            if (rule.only_from and source not in rule.only_from) or (rule.generic and not generic):
                 continue
             hit = rule.regex.search(low)
             if hit:
@@ -92,7 +95,7 @@ class Classifier:
         if oom:
             rule = self._by_name("signal", "OOM")
             return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
-        known = self.match(stderr_tail, "stderr") if stderr_tail and (code or number) else None
+        known = self.match(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else None
         if known and known.action != REPORT:
             return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
         if number:

@@ -89,6 +89,7 @@ class Rule:
     only_from: tuple[str, ...] = ()  # sources of text in which the rule holds; empty: all
     severity: Severity | None = None
     action: str = ""
+    generic: bool = False  # says only that there was an error; see Classifier.match
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
@@ -217,7 +218,20 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause]) -> Rule:
     if not isinstance(raw, Mapping):
         raise _fail("rule", f"must be a table, not {raw!r}")
     where = f"rule {raw.get('id') or raw.get('pattern') or '(no id)'}"
-    allowed = {"id", "kind", "cause", "pattern", "codes", "names", "why", "source", "only_from", "severity", "action"}
+    allowed = {
+        "id",
+        "kind",
+        "cause",
+        "pattern",
+        "codes",
+        "names",
+        "why",
+        "source",
+        "only_from",
+        "severity",
+        "action",
+        "generic",
+    }
     _check_keys(raw, allowed, where)
     kind = _text(raw, "kind", where) or "text"
     if kind not in KINDS:
@@ -237,6 +251,7 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause]) -> Rule:
         only_from=_list_of(raw, "only_from", str, where),
         severity=_severity(raw["severity"], where) if "severity" in raw else None,
         action=_action(raw, where),
+        generic=raw.get("generic") is True,
     )
     _check_rule(rule, where)
     return rule

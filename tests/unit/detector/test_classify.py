@@ -175,6 +175,13 @@ def test_ordinary_kernel_lines_are_no_faults():
         assert CLASSIFIER.match(line, "kernel") is None, line
 
 
+def test_a_generic_rule_is_no_knowledge_of_the_fault():
+    assert CLASSIFIER.text("RuntimeError: something odd").cause == "application_error"
+    assert CLASSIFIER.match("RuntimeError: something odd") is None
+    assert CLASSIFIER.match("RuntimeError: something odd", generic=True).rule == "python-exception"
+    assert CLASSIFIER.match("RuntimeError: Connection reset by peer").cause == "connection_reset"
+
+
 def test_rules_for_one_source_hold_there_only():
     classifier = CLASSIFIER.load({"rule": [{"pattern": "kaboom", "cause": "gpu_lost", "only_from": ["kernel"]}]})
     assert classifier.text("kaboom", "kernel").severity is Severity.SEV1
