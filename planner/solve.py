@@ -88,10 +88,14 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
         return f"stays on {nodes_text(nodes)} ({now}): no other plan gains more than its transition costs"
     if job.nodes == 0:
         return f"starts on {nodes_text(nodes)} ({then})"
-    verb, why = ("grows", "it gains more here than elsewhere") if nodes > job.nodes else (
-        "shrinks", "the cluster loses least WAF this way" if scenario.nodes else "no nodes are left")
-    if nodes < job.nodes and spares and job.lost_worker:
-        why = "a replacement would cost more than it brings before the next failure"
+    if nodes > job.nodes:
+        verb, why = "grows", "the nodes bring more weighted FLOP/s here than anywhere else"
+    elif not job.lost_worker:
+        verb, why = "shrinks", "its nodes bring more weighted FLOP/s in other jobs"
+    elif spares:
+        verb, why = "shrinks", "a replacement would cost more than it brings before the next failure"
+    else:
+        verb, why = "shrinks", "a node taken from another job would cost more weighted FLOP/s than it brings here"
     change = f"{verb} from {job.nodes} to {nodes_text(nodes)} ({now} to {then})"
     return f"{lost}{change}: {why}; the transition takes {seconds}"
 

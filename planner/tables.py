@@ -165,10 +165,11 @@ class Bound:
 
 
 def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:
-    """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`. The smallest sizes of the
-    rows must fit."""
+    """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`. The smallest sizes of
+    the rows must fit."""
     bound = Bound(rows, nodes)
-    reached = value_of(rows, bound.chosen) if sum(bound.chosen) <= nodes else NONE  # too many where a row lacks 0
+    fits = sum(bound.chosen) <= nodes  # always, unless a row lacks 0
+    reached = value_of(rows, bound.chosen) if fits else NONE
     sizes_left = sum(len(row.sizes) for row in rows)
     core = bound.core_gap(4)
     if bound.upper - reached > core and sizes_left > 8 * len(rows):

@@ -51,8 +51,8 @@ def multi_task() -> bool:
     print("recalled: Unicron is best or tied in every case. "
           f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}.")
     print("difference: the splits depend on T(t,x), which is from our cost model (A800, 8 x 200 Gbit/s), not from\n"
-          "the paper's calibration; where throughput per node hardly falls with size, the heaviest jobs get all and others\n"
-          "wait.\n")
+          "the paper's calibration; where throughput per node hardly falls with size, the heaviest jobs get all and\n"
+          "others wait.\n")
     return best_everywhere
 
 

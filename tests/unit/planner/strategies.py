@@ -64,8 +64,8 @@ def g(scenario: Scenario, job: Job, nodes: int) -> Fraction:
 
 
 def brute_force(scenario: Scenario, barred: tuple[str, int] | None = None) -> tuple[dict[str, int], Fraction]:
-    """Everything tried: the largest G, then fewest jobs disturbed, smallest move, and more for the first name. barred: a
-    job and a size that it must not get."""
+    """Everything tried: the largest G, then fewest jobs disturbed, smallest move, and more for the first name.
+    barred: a job and a size that it must not get."""
     ordered = sorted(scenario.jobs, key=lambda job: job.name)
     best = None
     for sizes in itertools.product(*(sizes_of(job, scenario.nodes) for job in ordered)):

@@ -30,12 +30,12 @@ def cluster() -> Scenario:
     flops = {k: 1e15 * k**0.9 for k in range(1, 9)}
     return Scenario(nodes=9, mtbf_node_hours=500.0, jobs=(
         Job("gpt-7b", flops, nodes=4, node_names=("n1", "n2", "n3", "n4")),
-        Job("big job", flops, weight=1.5, nodes=4, node_names=("n5", "n6", "n7", "n8"))))
+        Job("big job", flops, weight=1.1, nodes=4, node_names=("n5", "n6", "n7", "n8"))))
 
 
 def test_explanation_in_words():
     text = explain(cluster(), "gpt-7b").text
-    assert text.startswith("gpt-7b gets 4 nodes: ") and "second-best plan gives it" in text and "less" in text
+    assert text.startswith("gpt-7b gets ") and "second-best plan gives it" in text and "less on average" in text
     assert explain(cluster(), "gpt-7b").margin > 0
     with pytest.raises(PlanError, match="no job 'x'"):
         explain(cluster(), "x")

@@ -1,0 +1,260 @@
+"""The simulator: the shares add up, the same input gives the same result, and small cases come out as by hand."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import detector
+from planner.model import Job, PlanError, Scenario
+from planner.simulate import POLICIES, simulate
+from planner.simulate import load as load_trace
+from planner.simulate.cases import CASES, case
+from planner.simulate.causes import CAUSES, find
+from planner.simulate.figure import draw, page
+from planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
+from planner.simulate.placement import split
+from planner.simulate.policies import ITERATION, policy
+from planner.simulate.trace import TraceEvent, make, write
+from planner.solve import solve
+
+FLOPS = {k: 1e15 * k for k in range(1, 5)}
+
+
+def small(**changes) -> Scenario:
+    values = {"nodes": 4, "jobs": (Job("a", FLOPS, max_nodes=3), Job("b", FLOPS, max_nodes=1)),
+              "mtbf_node_hours": 1000.0, "transition_seconds": 100.0} | changes
+    return Scenario(**values)
+
+
+def fail(when: float, node: str, cause: str) -> TraceEvent:
+    return TraceEvent(when, "fail", node, CAUSES[cause])
+
+
+def total(result) -> float:
+    return result.efficiency + sum(result.lost.values())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.floats(0, 4e5), st.booleans(), st.integers(0, 5), st.sampled_from(sorted(CAUSES))),
+                max_size=25), st.sampled_from(sorted(POLICIES)), st.integers(3, 8))
+def test_shares_add_up_whatever_happens(rows, name, nodes):
+    events = [TraceEvent(when, "join", f"n{node}") if join else fail(when, f"n{node}", cause)
+              for when, join, node, cause in rows]
+    scenario = small(nodes=nodes)
+    trace = make(events, until=5e5)
+    try:
+        result = simulate(scenario, trace, POLICIES[name])
+    except PlanError as error:
+        assert "more nodes" in str(error)
+        return
+    assert total(result) == pytest.approx(1.0, abs=1e-9)
+    assert all(-1e-9 <= share <= 1 + 1e-9 for share in (result.efficiency, *result.lost.values()))
+    assert result.mean_waf == pytest.approx(result.efficiency * result.ideal_waf)
+    assert result == simulate(scenario, trace, POLICIES[name])
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_without_failures_only_healthy_speed_and_split_count(name):
+    result = simulate(small(), make([]), POLICIES[name])
+    if POLICIES[name].placement in ("optimal", "own", "fixed"):
+        assert result.efficiency == pytest.approx(POLICIES[name].healthy)
+    assert result.lost["detection"] == result.lost["transition"] == result.lost["recompute"] == 0.0
+
+
+def test_one_lost_node_by_hand():
+    """a on 3 nodes, b on 1. At 1,000 s a node of a fails: 0.3 s to detect, 100 s to regroup on 2, half an iteration
+    again; at 5,000 s it joins: 100 s more. Until 10,000 s."""
+    trace = make([fail(1000, "n0", "ecc_error"), TraceEvent(5000, "join", "n0")], until=10000)
+    result = simulate(small(), trace, POLICIES["unicron"])
+    assert result.ideal_waf == 4e15
+    work = 4 * 1000 + 1 * (0.3 + 100 + 15) + 3 * (4000 - 115.3) + 1 * 100 + 4 * 4900
+    assert result.mean_waf == pytest.approx(work * 1e15 / 10000)
+    assert result.lost["detection"] == pytest.approx(3 * 0.3 / 40000)
+    assert result.lost["transition"] == pytest.approx((2 * 100 + 3 * 100) / 40000)
+    assert result.lost["recompute"] == pytest.approx(2 * 0.5 * ITERATION / 40000)
+    assert result.failures == (1000,) and result.plans == 2
+
+
+def test_megatron_waits_for_repair_and_goes_back_to_a_checkpoint():
+    """Fails at 5,000 s (last checkpoint at 3,600 s), noticed after 30 min; the node joins at 10,000 s; then 23 min to
+    restart and 1,400 s to compute again."""
+    scenario = small(nodes=3, jobs=(Job("a", FLOPS, max_nodes=3),))
+    trace = make([fail(5000, "n0", "ecc_error"), TraceEvent(10000, "join", "n0")], until=20000)
+    result = simulate(scenario, trace, POLICIES["megatron"])
+    assert result.efficiency * 20000 == pytest.approx(5000 + 20000 - 10000 - 1380 - 1400)
+    assert result.lost["detection"] * 20000 == pytest.approx(1800)
+    assert result.lost["transition"] * 20000 == pytest.approx(1380)
+    assert result.lost["recompute"] * 20000 == pytest.approx(1400)
+    assert result.lost["sub_healthy"] * 20000 == pytest.approx(10000 - 6800)
+
+
+def test_megatron_takes_a_hot_spare():
+    scenario = small(nodes=4, jobs=(Job("a", FLOPS, max_nodes=3),))
+    result = simulate(scenario, make([fail(5000, "n0", "node_failed")], until=20000), POLICIES["megatron"])
+    assert result.lost["sub_healthy"] == pytest.approx(0, abs=1e-9)
+    assert result.lost["transition"] * 20000 == pytest.approx(1380)
+
+
+def test_transient_failures_leave_nodes_in_place():
+    result = simulate(small(), make([fail(1000, "n0", "nccl_timeout")], until=10000), POLICIES["unicron"])
+    assert result.plans == 0
+    assert result.lost["detection"] == pytest.approx(3 * 3 * ITERATION / 40000)
+    assert result.lost["sub_healthy"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_spare_that_fails_costs_nothing():
+    """Five nodes, four in use: of five names the last is the spare's."""
+    warnings = [fail(10, f"n{i}", "hardware_warning") for i in range(5)]  # give the nodes their order, disturb nobody
+    trace = make([*warnings, fail(2000, "n4", "ecc_error")], until=9000)
+    for name in ("unicron", "megatron", "oobleck"):
+        result = simulate(small(nodes=5), trace, POLICIES[name])
+        assert result.efficiency == pytest.approx(1.0) and result.failures == ()
+
+
+def test_unicron_is_best_on_the_recalled_traces():
+    for maker in (trace_a, trace_b):
+        results = {name: simulate(case(5), maker(), POLICIES[name]).efficiency for name in POLICIES}
+        assert max(results.values()) - results["unicron"] < 1e-3, results
+
+
+def test_naive_splits():
+    scenario = small(nodes=8, jobs=(Job("x-1b", FLOPS), Job("y-3b", FLOPS, weight=3.0)))
+    assert split(scenario, "equally") == {"x-1b": 4, "y-3b": 4}
+    assert split(scenario, "by_weight") == {"x-1b": 2, "y-3b": 4}
+    assert split(scenario, "by_size") == {"x-1b": 2, "y-3b": 4}
+    assert sum(split(small(nodes=7), "equally").values()) <= 7
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_the_planner_is_best_or_tied_in_every_case(number):
+    scenario = case(number)
+    ours = solve(scenario).waf
+    for how in ("equally", "by_weight", "by_size"):
+        assert ours >= sum(job.f(split(scenario, how)[job.name]) for job in scenario.jobs) * (1 - 1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- traces
+
+
+def test_causes_are_those_of_the_severity_table():
+    table = tomllib.loads((Path(detector.__file__).parent / "severity_table.toml").read_text(encoding="utf-8"))
+    severities = {cause["name"]: cause["severity"] for cause in table["cause"]}
+    assert severities == {cause.name: cause.severity for cause in CAUSES.values()}
+    for cause in table["cause"]:
+        assert find(cause.get("paper") or cause["name"]) == CAUSES[cause["name"]]
+
+
+def test_generators_are_deterministic_and_have_the_counts_of_their_sources():
+    for name, maker in GENERATORS.items():
+        assert maker(16, 30, 3) == maker(16, 30, 3), name
+        assert maker(16, 30, 3).events != maker(16, 30, 4).events, name
+    for trace, days, severe, other in ((trace_a(5), 56, 10, 33), (trace_b(5), 7, 26, 80)):
+        found = [event.cause.severity for event in trace.events if event.event == "fail"]
+        assert trace.until == days * DAY
+        assert (found.count(1), len(found) - found.count(1)) == (severe, other)
+    year = rsc1(128, 365 * DAY, 1)
+    assert sum(event.event == "fail" for event in year.events) == pytest.approx(128 * 365 * 6.5e-3, rel=0.15)
+    llama = llama3(2048, 54 * DAY, 1)
+    assert sum(event.event == "fail" for event in llama.events) == pytest.approx(419, rel=0.15)
+    busy = unicron(16, 100 * DAY, 0, per_node_day=1.0, repair=1.0)
+    severe = [event.cause.severity == 1 for event in busy.events if event.event == "fail"]
+    assert sum(severe) / len(severe) == pytest.approx(12.2 / 43.4, abs=0.05)
+
+
+def test_a_node_never_fails_while_it_is_away():
+    for seed in range(5):
+        away = set()
+        for event in counted(4, 7 * DAY, 20, 20, seed, "t").events:
+            if event.event == "join":
+                away.discard(event.node)
+            else:
+                assert event.node not in away
+                away |= {event.node} if event.cause.severity == 1 else set()
+
+
+def test_written_and_read_again(tmp_path):
+    trace = trace_b(1)
+    write(trace, tmp_path / "trace-b.csv")
+    again = load_trace(tmp_path / "trace-b.csv", until=trace.until)
+    assert [(e.event, e.node, e.cause) for e in again.events] == [(e.event, e.node, e.cause) for e in trace.events]
+    assert simulate(case(5), again, POLICIES["unicron"]).efficiency == pytest.approx(
+        simulate(case(5), trace, POLICIES["unicron"]).efficiency, abs=1e-6)
+
+
+def test_public_churn_traces(tmp_path):
+    path = tmp_path / "churn.csv"
+    path.write_text("0,add,i-1\n0,add,i-2\n60000,remove,i-1\n120000,add,i-3\n", encoding="utf-8")
+    trace = load_trace(path)
+    assert [event.seconds for event in trace.events] == [0, 0, 60, 120]
+    assert [event.event for event in trace.events] == ["join", "join", "fail", "join"]
+    result = simulate(small(nodes=2), trace, POLICIES["unicron"])
+    assert result.ideal_waf == 2e15 and 0.99 < result.efficiency < 1 and result.plans == 2
+
+
+def test_more_nodes_than_the_cluster_has(tmp_path):
+    joins = make([TraceEvent(100, "join", f"x{i}") for i in range(6)], until=1000)
+    scenario = small(jobs=(Job("a", {k: 1e15 * k for k in range(1, 9)}),))
+    assert simulate(scenario, joins, POLICIES["unicron"]).ideal_waf == 6e15
+    with pytest.raises(PlanError, match="more nodes"):
+        simulate(small(), make([fail(i, f"n{i}", "ecc_error") for i in range(9)]), POLICIES["unicron"])
+
+
+def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("seconds,event,node,cause\n10,fail,a,gremlins\n20,join,a,\n30,fail,a,gremlins\n40,fail,b,ECC errors\n"
+                    "50,fail,c,\n", encoding="utf-8")
+    causes = [event.cause and event.cause.severity for event in load_trace(path).events]
+    assert causes == [1, None, 2, 1, 1]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "empty"), ("hello\n", "first line must be the header"),
+    ("seconds,event,node,cause\nx,fail,a,ecc\n", "line 2"),
+    ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"), ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
+    ("seconds,event,node,cause\n1,melt,a,ecc\n", "fail or join"),
+    ("seconds,event,node,cause\n1,fail,,ecc\n", "name is missing"),
+    ("seconds,event,node,cause\n1,fail\n", "found 2 fields"), ("0,add,a\n1,explode,a\n", "add|remove"),
+    ("0,add,a\nx,remove,a\n", "line 2"), ("seconds,event,node,cause\ninf,join,a,\n", "0 or more"),
+])
+def test_malformed_traces_are_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / "t.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError) as caught:
+        load_trace(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(PlanError, match="unknown policy 'x': use unicron"):
+        policy("x")
+    with pytest.raises(PlanError, match="can't read"):
+        load_trace(tmp_path / "none.csv")
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    with pytest.raises(PlanError, match="not a CSV file"):
+        load_trace(tmp_path / "binary")
+    with pytest.raises(PlanError, match="end of the replay"):
+        make([], until=0)
+    with pytest.raises(PlanError, match="nothing to simulate"):
+        simulate(small(jobs=(Job("a", {9: 1.0}),)), make([]), POLICIES["unicron"])
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures(tmp_path):
+    results = [simulate(case(5), trace_b(), POLICIES[name]) for name in ("unicron", "megatron")]
+    draw(results, 7 * DAY, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a.png").stat().st_size > 10_000
+    draw(results, 7 * DAY, tmp_path / "a.svg", "a title")
+    assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
+    with pytest.raises(PlanError, match=r"\.png or \.svg"):
+        draw(results, 7 * DAY, tmp_path / "a.txt")
+    with pytest.raises(PlanError, match="can't write"):
+        draw(results, 7 * DAY, tmp_path / "no" / "a.png")
+    text = page(results, 7 * DAY, "<title> & co")
+    assert "&lt;title&gt; &amp; co" in text and "http" not in text and text.count("<svg") == 2

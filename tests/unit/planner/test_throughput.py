@@ -1,0 +1,152 @@
+"""T(t,x): formulas, calibration, uncertainty and monotone repair."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import cost_model
+from planner.cost_model import A100, Gpt, Hardware, Parallel
+from planner.model import PlanError
+from planner.throughput import Throughput, isotonic
+
+GPT_7B = Gpt(layers=32, hidden=4096, heads=32, global_batch=512)
+GPT_175B = Gpt(layers=96, hidden=12288, heads=96, global_batch=1536)
+
+
+def test_parameters_and_flops_of_gpt3():
+    """175 B parameters; close to 6 FLOP per parameter and token, plus attention."""
+    assert GPT_175B.parameters == pytest.approx(175e9, rel=0.01)
+    assert 6 * GPT_175B.parameters < GPT_175B.flops_per_token < 6.4 * GPT_175B.parameters
+
+
+def test_the_bubble_shrinks_with_micro_batches():
+    """Seconds grow by (p - 1) slots over m."""
+    few, many = (Gpt(32, 4096, 32, global_batch=batch) for batch in (8, 64))
+    how = Parallel(tp=1, pp=8, dp=1)
+    alone = cost_model.parts(few, A100, Parallel(1, 1, 1))[0] / 8 / 8  # one micro-batch on an eighth of the layers
+    assert cost_model.parts(few, A100, how)[0] == pytest.approx(alone * (8 + 7))
+    assert cost_model.parts(many, A100, how)[0] == pytest.approx(alone * (64 + 7))
+
+
+def test_micro_batches_may_split_unevenly():
+    """512 micro-batches over 6 replicas: the slowest computes 86."""
+    seconds = cost_model.parts(GPT_7B, A100, Parallel(8, 1, 6))[0]
+    assert seconds == pytest.approx(cost_model.parts(GPT_7B, A100, Parallel(8, 1, 1))[0] * 86 / 512)
+
+
+def test_memory_limits_what_runs():
+    assert not list(cost_model.ways(GPT_175B, A100, 1))
+    assert list(cost_model.ways(GPT_175B, A100, 16))
+    small = Hardware(memory=16e9)
+    assert {how.tp * how.pp for how in cost_model.ways(GPT_7B, small, 1)} == {8}
+    for how in cost_model.ways(GPT_7B, A100, 3):
+        assert how.tp * how.pp * how.dp <= 24 and cost_model.memory(GPT_7B, how) <= A100.memory
+
+
+def test_reproduces_published_throughput_roughly():
+    """138 TFLOP/s per GPU for 175B-class training on 1,024 A100 with batch 1,536 (Megatron-LM's read-me), within 20
+    %."""
+    table = Throughput(model=GPT_175B, hardware=A100).table([128])
+    assert table[128].flops / 1024 / 1e12 == pytest.approx(138, rel=0.2)
+
+
+def test_tp_and_pp_can_be_fixed_by_the_script():
+    table = Throughput(model=GPT_7B, tp=2, pp=4).table([1, 3])
+    assert {(e.parallel.tp, e.parallel.pp) for e in table.values()} == {(2, 4)}
+
+
+def test_measured_sizes_are_taken_and_calibrate_the_others():
+    """A cluster at 60 % of the model's speed: after two sizes are seen, a third is predicted within 5 %."""
+    truth = Throughput(model=GPT_7B, hardware=Hardware(efficiency=0.55 * 0.6, nvlink=120e9, network=12e9))
+    want = truth.flops(range(1, 17))
+    draw = random.Random(1)
+    ours = Throughput(model=GPT_7B)
+    before = ours.table([12])[12]
+    for nodes in (4, 8):
+        for _ in range(20):
+            ours.add(nodes, GPT_7B.flops_per_iteration / want[nodes] * draw.gauss(1.0, 0.01))
+    after = ours.table(range(1, 17))
+    assert after[8].measured and not after[12].measured
+    assert after[8].flops == pytest.approx(want[8], rel=0.02)
+    assert after[12].flops == pytest.approx(want[12], rel=0.05)
+    assert abs(before.flops / want[12] - 1) > 0.2
+    assert after[12].sigma / after[12].flops < before.sigma / before.flops
+    assert after[8].sigma / after[8].flops < after[12].sigma / after[12].flops
+
+
+def test_an_unknown_model_scales_from_what_was_seen():
+    job = Throughput(flops_per_iteration=1e15)
+    with pytest.raises(PlanError, match="nothing has been measured"):
+        job.flops([1])
+    for nodes in (2, 4):
+        job.add(nodes, 1.0 + 8.0 / nodes)  # t = 1 + 8/x
+    assert job.flops([8])[8] == pytest.approx(1e15 / 2.0, rel=0.03)
+
+
+def test_noise_that_inverts_is_repaired():
+    job = Throughput(flops_per_iteration=1e15)
+    for nodes, seconds in ((1, 4.0), (2, 2.0), (3, 2.1), (4, 1.0)):
+        job.add(nodes, seconds)
+    rates = list(job.flops([1, 2, 3, 4]).values())
+    assert rates == sorted(rates) and rates[1] == rates[2]
+
+
+def test_outliers_do_not_move_the_median():
+    job = Throughput(flops_per_iteration=1e15)
+    for seconds in [1.0] * 30 + [100.0] * 5:
+        job.add(2, seconds)
+    assert job.flops([2])[2] == pytest.approx(1e15)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 10)), min_size=1, max_size=7))
+def test_isotonic_is_the_closest_ordered_sequence(pairs):
+    values, weights = zip(*pairs, strict=True)
+    ours = isotonic(values, weights)
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(ours))
+
+    def error(sequence):
+        return sum(w * (a - b) ** 2 for a, b, w in zip(sequence, values, weights, strict=True))
+
+    # A projection on a convex cone: no ordered sequence made of block means is closer.
+    best = min(error(candidate) for cuts in itertools.product([0, 1], repeat=len(values) - 1)
+               if (candidate := _means(values, weights, cuts)) is not None)
+    assert error(ours) <= best + 1e-6
+
+
+def _means(values, weights, cuts):
+    out, start = [], 0
+    for end in range(1, len(values) + 1):
+        if end == len(values) or cuts[end - 1]:
+            pairs = list(zip(values[start:end], weights[start:end], strict=True))
+            out += [sum(v * w for v, w in pairs) / sum(w for _, w in pairs)] * (end - start)
+            start = end
+    return out if all(a <= b + 1e-9 for a, b in itertools.pairwise(out)) else None
+
+
+def test_kept_across_runs():
+    job = Throughput(model=GPT_7B, tp=2)
+    job.add(2, 30.0)
+    again = Throughput.from_dict(json.loads(json.dumps(job.to_dict())))
+    assert again == job and again.flops([1, 2, 3]) == job.flops([1, 2, 3])
+    for damage in ({"samples": 3}, {"model": {"layers": 0}}, {"hardware": None}, {"samples": {"2": [float("nan")]}}):
+        with pytest.raises(PlanError):
+            Throughput.from_dict(job.to_dict() | damage)
+
+
+@pytest.mark.parametrize("nodes, seconds", [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1.5, 1.0)])
+def test_nonsense_measurements_are_refused(nodes, seconds):
+    with pytest.raises(PlanError):
+        Throughput(flops_per_iteration=1.0).add(nodes, seconds)
+
+
+def test_only_the_newest_samples_count():
+    job = Throughput(flops_per_iteration=1e15)
+    for seconds in [9.0] * 100 + [1.0] * 64:
+        job.add(1, seconds)
+    assert job.flops([1])[1] == pytest.approx(1e15)
