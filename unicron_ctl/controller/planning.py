@@ -1,0 +1,89 @@
+"""How many nodes each job gets: the one place where the controller meets the planner (paper section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.model import Job, Scenario
+from planner.solve import Plan, solve
+
+UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
+
+
+@dataclass(frozen=True)
+class JobInput:
+    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate: measured
+    aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
+
+    job: str
+    weight: float
+    min_nodes: int
+    max_nodes: int
+    nodes: int
+    alive: int
+    rate: float = 0.0
+    measured_nodes: int = 0
+
+
+def throughput(job: JobInput, per_node: float) -> dict[int, float]:
+    """T(t,x) for every size the job can be given: linear in x through the last measurement; `per_node` where there is none."""
+    if job.rate > 0 and job.measured_nodes > 0:
+        per_node = job.rate / job.measured_nodes
+    return {count: per_node * count for count in range(1, job.max_nodes + 1)}
+
+
+def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Scenario:
+    """The planner's scenario (DESIGN section 7). `jobs` must not be empty."""
+    rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
+    usual = sum(rates) / len(rates) if rates else UNMEASURED
+    return Scenario(
+        nodes=nodes,
+        jobs=tuple(
+            Job(
+                name=job.job,
+                flops=throughput(job, usual),
+                weight=job.weight,
+                min_nodes=min(job.min_nodes, job.max_nodes),
+                max_nodes=job.max_nodes,
+                nodes=min(job.nodes, job.max_nodes),
+                lost_worker=job.alive < job.nodes,
+            )
+            for job in jobs
+        ),
+        mtbf_node_hours=mtbf_node_hours,
+        transition_seconds=transition_seconds,
+    )
+
+
+def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Plan:
+    """The assignment of at most `nodes` nodes.
+
+    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps what
+    lives, at most its minimum, and the others share the rest.
+    """
+    fixed: dict[str, int] = {}
+    free = list(jobs)
+    while free:
+        left = max(0, nodes - sum(fixed.values()))
+        found = solve(scenario(free, left, mtbf_node_hours, transition_seconds))
+        starved = [job for job in free if job.alive and found.assignment[job.job] == 0]
+        if not starved:
+            return _with_fixed(found, fixed, nodes)
+        # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
+        keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
+        fixed[keep.job] = min(keep.alive, max(1, keep.min_nodes))
+        free.remove(keep)
+    return Plan(
+        dict(fixed), 0.0, 0.0, {job: _kept(count) for job, count in fixed.items()}, max(0, nodes - sum(fixed.values()))
+    )
+
+
+def _with_fixed(found: Plan, fixed: Mapping[str, int], nodes: int) -> Plan:
+    assignment = {**found.assignment, **fixed}
+    reasons = {**found.reasons, **{job: _kept(count) for job, count in fixed.items()}}
+    return replace(found, assignment=assignment, reasons=reasons, spares=max(0, nodes - sum(assignment.values())))
+
+
+def _kept(count: int) -> str:
+    return f"keeps {count} node{'s' if count != 1 else ''}: its training state lives there and nowhere else"

@@ -1,0 +1,255 @@
+"""The loop: sockets in, engine, event log, sockets out. What was decided is stored before anyone hears of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import zmq
+
+from detector.classify import Classifier
+from unicron_ctl import wire
+from unicron_ctl.config import Config
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.background import Background, unmunge
+from unicron_ctl.controller.engine import Engine
+from unicron_ctl.controller.state import replay
+from unicron_ctl.controller.store import Store, StoreError
+from unicron_ctl.errors import UserError
+from unicron_ctl.slurm.client import SlurmClient
+
+TICK_SECONDS = 0.05
+MESSAGES_PER_TURN = 1000
+QUEUE = 10000
+HINT_BYTES = 2048
+NAMES_KEPT = 1000
+Route = tuple[bytes, ...]
+
+
+class Server:
+    """One controller on `listen`; `address` is where it can be reached. Raises UserError when it can't start."""
+
+    def __init__(
+        self, config: Config, store: Store, listen: str, client: SlurmClient | None, classifier: Classifier
+    ) -> None:
+        self.config, self.store = config, store
+        self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
+        state = replay(store.replay())
+        self.engine = Engine(config.controller, state, self.now(), classifier, has_slurm=client is not None)
+        self.background = Background(client, config.controller.probe_timeout)
+        self.dropped: Counter[str] = Counter()
+        self._complained: set[str] = set()
+        self._verifying: set[tuple[Route, str]] = set()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 200),
+            (zmq.SNDHWM, QUEUE),
+            (zmq.RCVHWM, QUEUE),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 10),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.MAXMSGSIZE, wire.MAX_BYTES),
+        ):
+            self._router.setsockopt(option, value)
+        self.address = self._bind(listen)
+        self._hints = self._bind_hints(self.address)
+        self._stop_read, self._stop_write = os.pipe()
+        os.set_blocking(self._stop_write, False)
+        self.reload: Any = None  # called at SIGHUP; set by main
+        self._poller = zmq.Poller()
+        for source in (self._router, self._hints, self.background.wake_read, self._stop_read):
+            self._poller.register(source, zmq.POLLIN)
+
+    def now(self) -> float:
+        return self._offset + time.monotonic()
+
+    # ------------------------------------------------------------ life
+    def run(self) -> None:
+        """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does not hold."""
+        next_tick = self.now()
+        self.engine.last_tick = next_tick
+        running = True
+        while running:
+            ready = dict(self._poller.poll(max(0, int((next_tick - self.now()) * 1000))))
+            if self._router in ready:
+                self._receive()
+            if self._hints.fileno() in ready:
+                self._receive_hints()
+            if self.background.wake_read in ready:
+                self._results()
+            if self._stop_read in ready:
+                running = self._on_signal(os.read(self._stop_read, 64))
+            if (now := self.now()) >= next_tick:
+                self.engine.tick(now)
+                next_tick = now + TICK_SECONDS
+            self._flush()
+
+    def stop(self) -> None:
+        """May be called from any thread."""
+        os.write(self._stop_write, bytes([signal.SIGTERM]))
+
+    def close(self) -> None:
+        self.background.close()
+        self._router.close()
+        self._hints.close()
+        self._context.term()
+        self.store.close()
+
+    def catch_signals(self) -> None:
+        """SIGTERM and SIGINT end the loop, SIGHUP reloads."""
+        signal.set_wakeup_fd(self._stop_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+    def _on_signal(self, numbers: bytes) -> bool:
+        if signal.SIGHUP in numbers and self.reload is not None:
+            self.reload()
+        return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
+
+    def take_config(self, config: Config, classifier: Classifier) -> None:
+        """A new configuration; address, state folder and Slurm backend stay as they are until a restart."""
+        self.config = config
+        self.engine.config, self.engine.classifier = config.controller, classifier
+        self.engine.emit("configured", reason=f"configuration read again from {config.path or 'the defaults'}")
+
+    # ------------------------------------------------------------ in
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            route, data = tuple(frames[:-1]), frames[-1]
+            try:
+                message = wire.decode(data, wire.ToController)
+            except wire.BadMessage as error:
+                self._bad(route, data, str(error))
+                continue
+            if isinstance(message, wire.Ask):
+                self._on_ask(route, message)
+            elif isinstance(message, wire.Register) and self.config.controller.auth == "munge":
+                self._verify(route, message)
+            else:
+                self.engine.receive(route, message, self.now())
+
+    def _bad(self, route: Route, data: bytes, reason: str) -> None:
+        peer = route[0].hex() if route else ""
+        self.dropped["message"] += 1
+        if peer not in self._complained:
+            if len(self._complained) > NAMES_KEPT:
+                self._complained.clear()
+            self._complained.add(peer)
+            self.engine.now = max(self.engine.now, self.now())
+            self.engine.emit("bad_message", peer=peer, reason=reason[:300])
+            say(f"dropped a bad message of peer {peer[:16]}: {reason}")
+        if not route:
+            return
+        # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
+        answer: msgspec.Struct = (
+            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refused(reason=reason)
+        )
+        self._send(route, answer)
+
+    def _verify(self, route: Route, message: wire.Register) -> None:
+        """An agent may speak for a job only with its owner's credential, or an admin's."""
+        key = (route, message.agent)
+        if key in self._verifying or len(self._verifying) > QUEUE:
+            return
+        self._verifying.add(key)
+
+        def then(user: str | None) -> None:
+            self._verifying.discard(key)
+            known = self.engine.state.jobs.get(message.job)
+            owner = known.settings.user if known else message.settings.user
+            if user and (user == owner or user in self.config.controller.admins or user == "root"):
+                self.engine.receive(route, message, self.now())
+            else:
+                who = (
+                    f"{user} is not its owner {owner}"
+                    if user
+                    else "the munge credential is not valid: is munged running with the same key on both nodes?"
+                )
+                self._send(route, wire.Refused(reason=f"job {message.job}: {who}", final=bool(user)))
+
+        self.background.call(lambda: unmunge(message.credential), then)
+
+    def _receive_hints(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                data = self._hints.recv(HINT_BYTES)
+            except (BlockingIOError, ConnectionError):
+                return
+            try:
+                self.engine.hint(wire.decode(data, wire.Hint), self.now())
+            except wire.BadMessage:
+                self.dropped["hint"] += 1
+
+    def _results(self) -> None:
+        for result in self.background.take():
+            self.engine.now = max(self.engine.now, self.now())
+            result()
+
+    # ------------------------------------------------------------ out
+    def _on_ask(self, route: Route, ask: wire.Ask) -> None:
+        self._flush()  # the log must hold what the answer says
+        self.engine.now = max(self.engine.now, self.now())
+        try:
+            data = answers.answer(self.engine, self.store, ask.what, ask.args)
+            reply = wire.Answer(ok=True, data=data)
+        except (answers.Unanswerable, StoreError) as error:
+            reply = wire.Answer(ok=False, error=str(error))
+        self._send(route, reply)
+
+    def _flush(self) -> None:
+        engine = self.engine
+        if engine.events:
+            events, engine.events = engine.events, []
+            self.store.append(events)
+        outbox, engine.outbox = engine.outbox, []
+        for route, message in outbox:
+            self._send(route, message)
+        requests, engine.requests = engine.requests, []
+        for request in requests:
+            self.background.submit(request, engine.cluster)
+
+    def _send(self, route: Route, message: msgspec.Struct) -> None:
+        try:
+            self._router.send_multipart([*route, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
+
+    # ------------------------------------------------------------ binding
+    def _bind(self, listen: str) -> str:
+        try:
+            self._router.bind(listen)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise UserError(
+                f"cannot listen on {listen}: {error.strerror}; choose another address with --listen or [controller] listen"
+            ) from None
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return bound.replace("tcp://0.0.0.0:", f"tcp://{socket.gethostname()}:")
+
+    def _bind_hints(self, address: str) -> socket.socket:
+        host, _, port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        hints = socket.socket(family, socket.SOCK_DGRAM)
+        hints.setblocking(False)
+        try:
+            hints.bind((host.strip("[]"), int(port)))
+        except OSError as error:  # hints only make things faster
+            say(f"no hints from the Slurm plugin: UDP port {port}: {error.strerror}")
+        return hints
+
+
+def say(text: str) -> None:
+    """One line for the journal."""
+    print(f"unicrond: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,45 @@
+"""Questions to the controller, as `unicronctl` and the demo ask them."""
+
+from __future__ import annotations
+
+import getpass
+from typing import Any
+
+from unicron_ctl import wire
+from unicron_ctl.config import controller_address
+from unicron_ctl.errors import UserError
+
+
+def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
+    """The controller's answer to `{"kind": "status" | "jobs" | "nodes" | "events" | "explain" | "scenario", **arguments}`.
+
+    `address`: else $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises UserError, one line.
+    """
+    import zmq
+
+    arguments = dict(question)
+    message = wire.Ask(what=arguments.pop("kind"), args=arguments, user=getpass.getuser())
+    where = controller_address(address)
+    context = zmq.Context()
+    channel = context.socket(zmq.DEALER)
+    try:
+        channel.setsockopt(zmq.LINGER, 0)
+        try:
+            channel.connect(where)
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", 2
+            ) from None
+        channel.send(wire.encode(message))
+        if not channel.poll(int(timeout * 1000)):
+            raise UserError(f"no controller answers at {where}: start `unicrond` or pass --controller")
+        try:
+            answer = wire.decode(channel.recv(), wire.Answer)
+        except wire.BadMessage as error:
+            raise UserError(f"{where} does not speak this release's protocol: {error}") from None
+    finally:
+        channel.close()
+        context.term()
+    if not answer.ok:
+        raise UserError(answer.error)
+    return answer.data
