@@ -68,6 +68,13 @@ def test_a_root_cause_stands_above_its_symptoms():
     assert CLASSIFIER.text(text).cause == "cuda_out_of_memory"
 
 
+def test_the_drivers_own_recovery_action_is_obeyed():
+    line = "NVRM: Xid (PCI:0000:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
+    assert CLASSIFIER.text(line, "kernel").severity is Severity.SEV1
+    line = "NVRM: Xid (PCI:0000:01:00): 154, GPU recovery action changed from 0x2 (Node Reboot Required) to 0x0 (None)"
+    assert CLASSIFIER.text(line, "kernel").action == "report"
+
+
 def test_of_several_xids_the_worst_counts():
     text = (
         "NVRM: Xid (PCI:0000:3b:00): 63, row remapping\nNVRM: Xid (PCI:0000:3b:00): 45, pid=1\n"
@@ -81,6 +88,11 @@ def test_of_several_xids_the_worst_counts():
     ("code", "cause", "severity"),
     [
         (13, "cuda_error", 2),
+        (38, "hardware_warning", 3),
+        (46, "gpu_driver_error", 1),
+        (80, "cuda_error", 2),
+        (109, "gpu_driver_error", 1),
+        (157, "hardware_warning", 3),
         (31, "illegal_memory_access", 2),
         (43, "cuda_error", 2),
         (45, "cuda_error", 2),
