@@ -296,7 +296,7 @@ def robust_scores(
 
     Distance: Mahalanobis distance of the clipped z-scores with a covariance shrunk towards the identity, scaled so that
     sqrt(number of metrics) is usual and the result reads like a z-score. Metrics that fewer than ``min_peers`` report
-    are left out; so are values that are not finite.
+    are left out; so are values that are not finite or beyond 1e100.
     """
     import numpy as np
 
@@ -305,7 +305,7 @@ def robust_scores(
         return {}
     names = sorted({name for row in values.values() for name in row})
     table = np.array([[values[peer].get(name, np.nan) for name in names] for peer in peers], dtype=float)
-    table[~np.isfinite(table)] = np.nan
+    table[~(np.abs(table) < 1e100)] = np.nan  # neither infinite nor absurd: squares must stay finite
     keep = np.sum(~np.isnan(table), axis=0) >= min_peers
     names, table = [name for name, kept in zip(names, keep, strict=True) if kept], table[:, keep]
     if not names:
