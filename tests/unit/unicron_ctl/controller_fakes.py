@@ -1,0 +1,344 @@
+"""Agents and a Slurm without processes: they do what the protocol says, step by step, as the test wants it."""
+
+from __future__ import annotations
+
+from unicron_ctl import wire
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.cluster import Poll, Run
+from unicron_ctl.controller.engine import Engine, Probe
+from unicron_ctl.controller.resume import deal
+from unicron_ctl.controller.state import ClusterState, JobState, replay
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+
+MICRO_BATCHES = 8
+
+
+class FakeAgent:
+    """One agent with its ranks; `obedient` agents follow Break and Plan at once."""
+
+    def __init__(
+        self,
+        world: World,
+        job: str,
+        element: int,
+        node: str,
+        ranks: int = 1,
+        nodes: int = 4,
+        weight: float = 1.0,
+        min_nodes: int = 1,
+        name: str = "",
+    ):
+        self.world, self.job, self.element, self.node = world, job, element, node
+        self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
+        self.settings = wire.Settings(
+            name=f"job{job}", user="ann", ranks_per_node=ranks, max_nodes=nodes, min_nodes=min_nodes, weight=weight
+        )
+        self.slots = [element * ranks + local for local in range(ranks)]
+        self.ranks = {
+            slot: wire.RankStatus(
+                state="starting", micro_batches=MICRO_BATCHES, train_iterations=100, flops_per_iteration=1e9,
+                iteration_seconds=0.5,
+            )
+            for slot in self.slots
+        }
+        self.obedient, self.silent = True, False
+        self.heard: list[wire.Message] = []
+        self.offers: dict[int, wire.Plan] = {}
+        world.agents.append(self)
+
+    @property
+    def route(self) -> tuple[bytes, ...]:
+        return (self.agent.encode(),)
+
+    def register(self) -> None:
+        self.world.to_engine(
+            self,
+            wire.Register(
+                job=self.job, element=self.element, agent=self.agent, node=self.node, address="127.0.0.1",
+                slots=self.slots, settings=self.settings,
+            ),
+        )
+
+    def status(self, leaving: str = "") -> None:
+        if not self.silent:
+            self.world.to_engine(
+                self,
+                wire.Status(
+                    job=self.job, element=self.element, agent=self.agent, sent=self.world.now,
+                    store=f"127.0.0.1:{9000 + self.element}", leaving=leaving, ranks=dict(self.ranks),
+                ),
+            )
+
+    def set(self, slot: int, **changes) -> None:
+        """Change a rank's status and report it."""
+        values = {name: getattr(self.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+        self.ranks[slot] = wire.RankStatus(**{**values, **changes, "changed": self.world.now})
+        self.status()
+
+    def ready(self) -> None:
+        for slot in self.slots:
+            self.set(slot, state="waiting")
+
+    def die(self, slot: int, code: int = -9, lived: float = 60.0, last_line: str = "") -> None:
+        self.set(slot, state="exited", exit=wire.Exit(code=code, at=self.world.now, lived=lived, last_line=last_line))
+
+    def get(self, message: wire.Message) -> None:
+        self.heard.append(message)
+        if not self.obedient or self.silent:
+            return
+        match message:
+            case wire.Refused(final=False):
+                self.register()
+                self.status()
+            case wire.Break():
+                for slot, rank in self.ranks.items():
+                    if rank.state in ("running", "entering") and rank.broken < message.generation:
+                        was_in = rank.generation > 0
+                        self.set(slot, state="stopped" if was_in else "waiting", broken=message.generation, entering=0)
+                    elif rank.state in ("waiting", "stopped"):
+                        self.set(slot, broken=max(rank.broken, message.generation))
+            case wire.Plan():
+                for slot in self.slots:
+                    self._plan(slot, message)
+            case wire.StartRank():
+                if self.ranks[message.slot].incarnation < message.incarnation:
+                    self.ranks[message.slot] = wire.RankStatus(
+                        state="starting", incarnation=message.incarnation, micro_batches=MICRO_BATCHES,
+                        train_iterations=100, flops_per_iteration=1e9, iteration_seconds=0.5, changed=self.world.now,
+                    )
+                    self.status()
+            case wire.StopRank():
+                if self.ranks[message.slot].incarnation == message.incarnation:
+                    self.die(message.slot)
+
+    def _plan(self, slot: int, plan: wire.Plan) -> None:
+        rank = self.ranks[slot]
+        if plan.generation <= max(rank.generation, rank.broken):
+            return
+        if plan.boundary and rank.state == "running":
+            self.offers[slot] = plan
+        elif slot not in plan.members:
+            if rank.state in ("stopped", "running"):
+                self.set(slot, state="left", generation=plan.generation)
+        elif plan.boundary and rank.state == "waiting":
+            self.set(slot, state="entering", entering=plan.generation)
+        elif rank.state in ("waiting", "stopped"):
+            iteration = plan.iteration if plan.iteration is not None else self.world.iteration(self.job)
+            self.set(
+                slot, state="running", generation=plan.generation, iteration=iteration, phase="computing",
+                done=[] if slot in plan.joiners else [i for i in rank.done if rank.iteration == iteration],
+            )
+
+    def take_offer(self) -> None:
+        """The iteration ends: whoever holds an offer enters it."""
+        for slot, plan in list(self.offers.items()):
+            rank = self.ranks[slot]
+            del self.offers[slot]
+            if plan.generation <= max(rank.broken, rank.generation) or rank.state != "running":
+                continue
+            if slot in plan.members:
+                self.set(slot, state="running", generation=plan.generation, iteration=rank.iteration + 1, done=[])
+            else:
+                self.set(slot, state="left", generation=plan.generation)
+            self.world.let_in(self.job, plan)
+
+    def step(self, slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> None:
+        self.world.to_engine(
+            self,
+            wire.Step(
+                job=self.job, slot=slot, generation=self.ranks[slot].generation, iteration=iteration,
+                micro_batches=indices, computed=indices if computed is None else computed, total=MICRO_BATCHES,
+                seconds=0.5, loss=1.0 / (iteration + 1), at=self.world.now,
+            ),
+        )
+
+
+class FakeSlurm:
+    """A queue and nodes that follow the calls of a SlurmClient at once."""
+
+    def __init__(self, nodes: int) -> None:
+        self.node_states = {f"n{i}": {"IDLE"} for i in range(1, nodes + 1)}
+        self.reasons: dict[str, str] = {}
+        self.starts = dict.fromkeys(self.node_states, 1.0)
+        self.queue: dict[tuple[str, int], dict] = {}
+        self.calls: list[tuple] = []
+        self.refuse = ""
+
+    def submit(self, job: str, count: int) -> None:
+        for element in range(count):
+            self.queue[job, element] = {"state": "PENDING", "node": None, "reason": "Resources", "comment": "", "restarts": 0, "pin": None}
+        self.schedule()
+
+    def free(self) -> list[str]:
+        used = {e["node"] for e in self.queue.values() if e["state"] == "RUNNING"}
+        return [n for n, states in self.node_states.items() if states == {"IDLE"} and n not in used]
+
+    def schedule(self) -> None:
+        for entry in self.queue.values():
+            free = self.free()
+            if entry["state"] == "PENDING" and "held" not in entry["reason"].lower() and entry["reason"] != "BeginTime" and free:
+                if entry["pin"] is None or entry["pin"] in free:
+                    entry.update(state="RUNNING", node=entry["pin"] or free[0], reason="")
+
+    def nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(n, frozenset(s), self.reasons.get(n, ""), "127.0.0.1", 1, self.starts[n], 1) for n, s in self.node_states.items()]
+
+    def elements(self) -> list[ElementInfo]:
+        return [
+            ElementInfo(job, element, f"{job}{element}", e["state"], e["node"], e["reason"], f"job{job}", "ann", e["comment"], e["restarts"])
+            for (job, element), e in self.queue.items()
+        ]
+
+    def down(self, node: str, reason: str) -> None:
+        self.node_states[node], self.reasons[node] = {"DOWN"}, reason
+        for entry in self.queue.values():
+            if entry["node"] == node and entry["state"] == "RUNNING":
+                entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
+        self.schedule()
+
+    def resume(self, node: str) -> None:
+        self.node_states[node] = {"IDLE"}
+        self.schedule()
+
+    def requeue(self, job: str, element: int) -> None:
+        entry = self.queue[job, element]
+        entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        self.queue[job, element].update(state="PENDING", node=None, reason="job requeued in held state", comment=comment)
+        self.schedule()
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        self.queue[job, element].update(reason="JobHeldAdmin", comment=comment)
+
+    def release(self, job: str, element: int) -> None:
+        self.queue[job, element].update(reason="Priority")
+        self.schedule()
+
+    def pin(self, job: str, element: int, node: str | None) -> None:
+        self.queue[job, element]["pin"] = node
+
+    def start_now(self, job: str, element: int) -> None:
+        if self.queue[job, element]["reason"] == "BeginTime":
+            self.queue[job, element]["reason"] = "Priority"
+        self.schedule()
+
+    def cancel(self, job: str, element: int | None = None) -> None:
+        for key, entry in self.queue.items():
+            if key[0] == job and element in (None, key[1]):
+                entry.update(state="CANCELLED", node=None)
+
+
+class World:
+    """Engine, agents, Slurm and a clock."""
+
+    def __init__(self, slurm: FakeSlurm | None = None, **settings) -> None:
+        self.now = 1000.0
+        self.config = ControllerConfig(auth="none", forming_settle_seconds=2.0, slurm_poll_seconds=1.0, **settings)
+        self.slurm = slurm
+        self.engine = Engine(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
+        self.agents: list[FakeAgent] = []
+        self.log: list = []
+        self.sent: list[tuple[str, wire.Message]] = []
+        self.dead_nodes: set[str] = set()
+        self._busy = False
+
+    def job(self, job: str = "1") -> JobState:
+        return self.engine.state.jobs[job]
+
+    def iteration(self, job: str) -> int:
+        running = [r.iteration for a in self.agents if a.job == job for r in a.ranks.values() if r.state == "running"]
+        return max(running, default=0)
+
+    def let_in(self, job: str, plan: wire.Plan) -> None:
+        """Joiners get in when everyone else is."""
+        ranks = {slot: (a, rank) for a in self.agents if a.job == job and not a.silent for slot, rank in a.ranks.items()}
+        if set(plan.members) <= set(ranks) and all(
+            ranks[s][1].generation == plan.generation or ranks[s][1].entering == plan.generation for s in plan.members
+        ):
+            for slot in plan.joiners:
+                agent, rank = ranks[slot]
+                if rank.state == "entering":
+                    agent.set(slot, state="running", generation=plan.generation, entering=0, iteration=self.iteration(job))
+
+    def to_engine(self, agent: FakeAgent, message: wire.Message) -> None:
+        self.engine.receive(agent.route, message, self.now)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """What the server does after each turn, until nothing is left."""
+        if self._busy:
+            return
+        self._busy = True
+        engine = self.engine
+        while engine.events or engine.outbox or engine.requests:
+            self.log += engine.events
+            engine.events = []
+            outbox, engine.outbox = engine.outbox, []
+            requests, engine.requests = engine.requests, []
+            by_route = {agent.route: agent for agent in self.agents}
+            self._busy = False
+            for route, message in outbox:
+                self.sent.append((route[0].decode(), message))
+                if route in by_route:
+                    by_route[route].get(message)
+            for request in requests:
+                self._perform(request)
+            self._busy = True
+        self._busy = False
+
+    def _perform(self, request) -> None:
+        from unicron_ctl.controller.background import perform
+
+        cluster = self.engine.cluster
+        match request:
+            case Probe():
+                cluster.on_probe(request, request.node not in self.dead_nodes)
+            case Poll():
+                if self.slurm.refuse:
+                    cluster.on_error(self.slurm.refuse)
+                else:
+                    cluster.on_poll(self.slurm.nodes(), self.slurm.elements())
+            case Run():
+                for action in request.actions:
+                    self.slurm.calls.append((action.action, action.job, action.element, action.node))
+                    perform(self.slurm, action)
+                    cluster.on_done(action, "")
+                cluster.on_run_done()
+        self.deliver()
+
+    def run(self, seconds: float, heartbeats: bool = True) -> None:
+        """Time passes; living agents send their heartbeats."""
+        for turn in range(round(seconds / 0.05)):
+            self.now += 0.05
+            if heartbeats and turn % 10 == 0:
+                for agent in list(self.agents):
+                    agent.status()
+            self.engine.tick(self.now)
+            self.deliver()
+
+    def start_job(self, job: str = "1", nodes: int = 3, ranks: int = 1, **settings) -> list[FakeAgent]:
+        """A job that trains."""
+        agents = [FakeAgent(self, job, e, f"n{e + 1}", ranks, nodes=nodes, **settings) for e in range(nodes)]
+        for agent in agents:
+            agent.register()
+            agent.ready()
+        self.run(0.3)
+        return agents
+
+    def iterate(self, job: str, iteration: int) -> None:
+        """All members train one iteration, report it and begin the next."""
+        members = sorted(self.job(job).members)
+        shares = deal(range(MICRO_BATCHES), members)
+        agents = {slot: a for a in self.agents if a.job == job and not a.silent for slot in a.slots}
+        for slot in members:
+            agents[slot].step(slot, iteration, shares[slot])
+            agents[slot].set(slot, iteration=iteration + 1, done=[])
+
+    def kinds(self, job: str = "1") -> list[str]:
+        quiet = ("rank_ready", "agent_registered", "job_registered", "step", "allotted", "replanned", "slurm_action", "unpinned")
+        return [event.kind for event in self.log if event.job == job and event.kind not in quiet]
+
+    def check_replay(self) -> None:
+        """The log gives the live state back."""
+        assert replay(self.log) == self.engine.state

@@ -1,0 +1,560 @@
+"""The controller's decisions from message to order, without sockets or processes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, FakeSlurm, World
+
+from unicron_ctl import wire
+from unicron_ctl.controller import machine
+from unicron_ctl.controller.engine import Engine
+from unicron_ctl.controller.state import replay
+
+
+def messages(world: World, kind: type) -> list:
+    return [message for _, message in world.sent if isinstance(message, kind)]
+
+
+def test_every_state_answers_every_event():
+    for state, event in itertools.product(machine.State, machine.Event):
+        following, action = machine.step(state, event)
+        assert isinstance(following, machine.State) and isinstance(action, machine.Action)
+        if action is machine.Action.IGNORE:
+            assert following is state
+    assert all(machine.step(machine.State.ENDED, event)[1] is machine.Action.IGNORE for event in machine.Event)
+    assert all(machine.step(state, machine.Event.FAILED)[0] is machine.State.ENDED for state in machine.State)
+
+
+def test_a_job_forms_when_all_its_nodes_are_ready():
+    world = World()
+    agents = world.start_job(nodes=3, ranks=2)
+    plan = world.job().plan
+    assert world.job().phase == "running"
+    assert plan.members == [0, 1, 2, 3, 4, 5] and plan.joiners == [1, 2, 3, 4, 5] and plan.source == 0
+    assert sorted(i for share in plan.assignment.values() for i in share) == list(range(MICRO_BATCHES))
+    assert all(rank.generation == 1 for agent in agents for rank in agent.ranks.values())
+    world.check_replay()
+
+
+def test_fewer_nodes_than_the_most_start_after_a_while():
+    world = World()
+    agent = FakeAgent(world, "1", 0, "n1", nodes=4)
+    agent.register()
+    agent.ready()
+    world.run(1.5)
+    assert world.job().phase == "forming"
+    world.run(1.0)
+    assert world.job().phase == "running" and world.job().plan.members == [0]
+
+
+def test_too_few_nodes_never_start():
+    world = World()
+    agent = FakeAgent(world, "1", 0, "n1", nodes=4, min_nodes=2)
+    agent.register()
+    agent.ready()
+    world.run(10)
+    assert world.job().phase == "forming"
+
+
+def test_the_rank_with_the_latest_checkpoint_is_the_source():
+    world = World()
+    agents = [FakeAgent(world, "1", e, f"n{e}", nodes=2) for e in range(2)]
+    for agent, iteration in zip(agents, (0, 40), strict=True):
+        agent.register()
+        agent.set(agent.slots[0], state="waiting", iteration=iteration)
+    assert world.job().plan.source == 1 and world.job().plan.iteration == 40
+
+
+def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteration():
+    world = World()
+    agents = world.start_job(nodes=3)
+    world.iterate("1", 0)
+    for agent, done in zip(agents, ([0, 3], [1], [2]), strict=True):
+        agent.set(agent.slots[0], done=done, iteration=1)
+    before = world.now
+    agents[1].die(1, -9)
+    assert world.now == before, "the Break and the plan took no time of the clock"
+    assert messages(world, wire.Break)[0].lost == [1] and messages(world, wire.Break)[0].generation == 1
+    plan = world.job().plan
+    assert plan.generation == 2 and plan.members == [0, 2] and plan.iteration == 1 and plan.step is None
+    assert {0, 3} <= set(plan.assignment[0]) and 2 in plan.assignment[2]
+    failure = world.job().failures[-1]
+    assert failure["kind"] == "rank" and failure["severity"] == 2 and failure["reused_micro_batches"] == 3
+    assert failure["recomputed_micro_batches"] == 1 and failure["redistributed_micro_batches"] == 3
+    assert failure["detected_at"] <= failure["broken_at"] <= failure["planned_at"] <= failure["resumed_at"] == world.now
+    assert world.job().phase == "running"
+    world.check_replay()
+
+
+def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
+    world = World()
+    agents = world.start_job(nodes=2)
+    agents[1].die(1)
+    start = messages(world, wire.StartRank)[0]
+    assert (start.slot, start.incarnation) == (1, 1)
+    agents[1].ready()
+    world.run(0.5)
+    assert world.job().phase == "offering"
+    offer = world.job().offer
+    assert offer.boundary and offer.generation == 3 and offer.members == [0, 1] and offer.joiners == [1] and offer.source == 0
+    agents[0].take_offer()
+    assert world.job().phase == "running" and world.job().plan.generation == 3
+    assert world.job().failures[-1]["restored_at"] == world.now
+    story = ["failure_detected", "rank_start", "failure_action", "break", "plan", "entered", "offer", "entered"]
+    assert world.kinds() == ["plan", "entered", *story]
+    world.check_replay()
+
+
+def test_all_synced_survivors_step_and_recompute_nothing():
+    world = World()
+    agents = world.start_job(nodes=3)
+    for agent in agents:
+        agent.set(agent.slots[0], phase="synced", iteration=4, done=[agent.element])
+    agents[2].die(2)
+    plan = world.job().plan
+    assert plan.step == 4 and plan.iteration == 5 and world.job().failures[-1]["recomputed_micro_batches"] == 0
+
+
+def test_a_second_loss_while_survivors_stop_only_extends_the_break():
+    world = World()
+    agents = world.start_job(nodes=4)
+    for agent in agents:
+        agent.obedient = False
+    agents[3].die(3)
+    assert world.job().phase == "breaking"
+    agents[0].set(0, state="stopped", broken=1)
+    agents[2].die(2)
+    assert messages(world, wire.Break)[-1].lost == [2, 3] and messages(world, wire.Break)[-1].generation == 1
+    agents[1].set(1, state="stopped", broken=1)
+    assert world.job().plan.members == [0, 1] and world.job().plan.generation == 2
+    world.check_replay()
+
+
+def test_a_loss_while_entering_takes_the_next_generation():
+    world = World()
+    agents = world.start_job(nodes=4)
+    for agent in agents:
+        agent.obedient = False
+    agents[3].die(3)
+    for agent in agents[:3]:
+        agent.set(agent.slots[0], state="stopped", broken=1)
+    assert world.job().phase == "entering" and world.job().plan.generation == 2
+    agents[0].set(0, state="entering", entering=2)
+    agents[2].die(2)
+    assert world.job().phase == "breaking" and world.job().broken == 2
+    agents[0].set(0, state="stopped", broken=2)
+    agents[1].set(1, state="stopped", broken=2)
+    assert world.job().plan.generation == 3 and world.job().plan.members == [0, 1]
+
+
+def test_a_stopped_rank_that_heard_no_plan_yet_need_not_report_again():
+    world = World()
+    agents = world.start_job(nodes=3)
+    agents[2].die(2)
+    agents[2].ready()
+    world.run(0.5)
+    assert world.job().phase == "offering" and world.job().generation == 3
+    agents[0].obedient = False
+    agents[0].set(0, state="stopped", broken=2)  # its peer's socket broke before any Break: generation 2 is over for it
+    agents[1].die(1)
+    assert world.job().broken == 3 and world.job().plan.generation == 4 and world.job().plan.members == [0]
+
+
+def test_an_offer_broken_by_its_joiners_death_puts_the_other_joiner_back():
+    world = World()
+    agents = world.start_job(nodes=4)
+    agents[2].die(2)
+    agents[3].die(3)
+    agents[2].ready()
+    agents[3].ready()
+    world.run(0.5)
+    assert world.job().phase == "offering"
+    agents[3].die(3)
+    world.run(1.0)
+    assert world.job().phase == "offering" and world.job().offer.members == [0, 1, 2]
+    for agent in agents[:2]:
+        agent.take_offer()
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+    world.check_replay()
+
+
+def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
+    world = World(report_timeout=3.0)
+    agents = world.start_job(nodes=3)
+    agents[1].obedient = False
+    agents[2].die(2)
+    world.run(2.5)
+    assert world.job().phase == "breaking"
+    world.run(1.0)
+    assert world.job().plan.members == [0]
+    assert any(m.slot == 1 for m in messages(world, wire.StopRank))
+    assert [f["kind"] for f in world.job().failures] == ["rank", "hang"]
+
+
+def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
+    world = World()
+    agents = world.start_job(nodes=2)
+    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    agents[1].set(1, state="stopped", broken=1, fault=fault)
+    assert world.job().phase == "running"
+    world.run(0.3)
+    assert messages(world, wire.Break)[0].lost == []
+    assert world.job().phase == "running" and sorted(world.job().plan.members) == [0, 1] and world.job().plan.generation == 2
+    assert world.job().failures[-1]["severity"] == 3 and world.job().failures[-1]["kind"] == "exception"
+
+
+def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
+    world = World()
+    agents = world.start_job(nodes=3)
+    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    agents[0].set(0, state="stopped", broken=1, fault=fault)
+    world.run(0.05, heartbeats=False)
+    agents[1].die(1)
+    assert messages(world, wire.Break)[0].lost == [1]
+    assert [f["kind"] for f in world.job().failures] == ["rank"]
+    assert world.job().plan.members == [0, 2]
+
+
+def test_a_silent_node_is_lost_within_two_heartbeat_periods():
+    world = World()
+    agents = world.start_job(nodes=3)
+    world.run(2.0)
+    agents[2].silent = True
+    silent_since = world.now
+    while not any(m.lost for m in messages(world, wire.Break)):
+        world.run(0.05)
+    assert world.now - silent_since <= 2.0 * world.config.heartbeat_period
+    assert world.job().plan.members == [0, 1]
+    assert world.job().failures[-1]["kind"] == "node"
+    agents[2].silent = False
+    agents[2].status()  # it was only a network problem: its ranks start anew
+    assert any(m.slot == 2 for m in messages(world, wire.StopRank))
+
+
+def test_a_stall_of_the_controller_expires_nobody():
+    world = World()
+    world.start_job(nodes=2)
+    world.run(1.0)
+    world.now += 30.0
+    world.engine.tick(world.now)
+    world.deliver()
+    world.run(1.0)
+    assert not messages(world, wire.Break) and world.job().phase == "running"
+
+
+def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
+    world = World()
+    agents = world.start_job(nodes=2)
+    hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
+    world.engine.hint(hint, world.now)
+    world.deliver()
+    world.run(0.5)
+    assert not messages(world, wire.Break)
+    agents[1].silent = True
+    world.engine.hint(hint, world.now)
+    world.deliver()
+    world.run(0.4, heartbeats=False)
+    assert messages(world, wire.Break)[0].lost == [1]
+
+
+def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
+    world = World()
+    agents = [FakeAgent(world, "1", e, f"n{e}", nodes=2) for e in range(2)]
+    for agent in agents:
+        agent.register()
+    for _ in range(4):
+        for agent in agents:
+            if agent.ranks[agent.slots[0]].state == "starting":
+                agent.die(agent.slots[0], 1, lived=2.0, last_line="ModuleNotFoundError: No module named 'nothing'")
+        world.run(9)
+    ends = messages(world, wire.End)
+    assert ends and ends[0].code == 1 and "No module named" in ends[0].reason
+    assert world.job().phase == "ended"
+    assert len([f for f in world.job().failures if f["slot"] == 0]) <= 3
+    world.check_replay()
+
+
+def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
+    world = World()
+    agents = world.start_job(nodes=2)
+    agents[0].set(0, state="finished", iteration=99, phase="stepped")
+    agents[0].status(leaving="finished")
+    agents[0].silent = True
+    world.run(3)
+    assert world.job().phase == "running" and not messages(world, wire.Break)
+    agents[1].set(1, state="finished", iteration=99, phase="stepped")
+    assert world.job().phase == "ended" and world.job().ended["code"] == 0
+    world.run(0.1)
+    assert messages(world, wire.End)[-1].code == 0
+
+
+def test_the_ledger_is_checked():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    assert world.job().iteration == 0 and world.job().ledger_violations == 0
+    agents[0].step(0, 1, [0, 2, 4, 6])
+    agents[1].step(1, 1, [1, 3, 5, 6])
+    world.iterate("1", 2)
+    assert world.job().ledger_violations == 1
+    agents[0].step(0, 3, [0, 2, 4, 6], computed=[0, 0, 2, 4, 6])
+    agents[1].step(1, 3, [1, 3, 5, 7])
+    assert world.job().ledger_violations == 2
+
+
+def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():
+    world = World()
+    agents = world.start_job(nodes=2)
+    fresh = FakeAgent(world, "1", 1, "n9", nodes=2)
+    fresh.register()
+    fresh.ready()
+    assert world.job().phase == "running" or world.job().plan.members == [0]
+    agents[1].status()
+    assert [m for r, m in world.sent if r == agents[1].agent and isinstance(m, wire.Refused)][-1].final
+    agents[0].take_offer()
+    world.run(0.5)
+    agents[0].take_offer()
+    assert sorted(world.job().members) == [0, 1]
+
+
+def test_a_restarted_controller_finishes_the_recovery():
+    world = World()
+    agents = world.start_job(nodes=3)
+    for agent in agents:
+        agent.obedient = False
+    agents[2].die(2)
+    assert world.job().phase == "breaking"
+    world.engine = Engine(world.config, replay(world.log), world.now)
+    for agent in agents:
+        agent.obedient = True
+        agent.status()  # refused: it registers again
+    world.run(1.0)
+    assert world.job().plan.generation == 2 and world.job().plan.members == [0, 1]
+    world.check_replay()
+
+
+def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.engine = Engine(world.config, replay(world.log), world.now)
+    agents[1].silent = True
+    agents[0].status()
+    world.run(world.config.restart_grace - 1)
+    assert world.job().phase == "running"
+    world.run(2)
+    assert world.job().plan.members == [0] and world.job().failures[-1]["kind"] == "node"
+
+
+def test_observe_mode_breaks_nothing():
+    world = World(observe=True)
+    agents = world.start_job(nodes=2)
+    agents[1].die(1, 7)
+    assert not messages(world, wire.Break) and not messages(world, wire.StartRank)
+    assert "observed" in world.kinds() and world.job().ended["code"] == 7
+
+
+@pytest.mark.parametrize("slots", [[], [0, 1], [5], [-1]])
+def test_a_registration_with_wrong_slots_is_refused(slots):
+    world = World()
+    agent = FakeAgent(world, "1", 0, "n1")
+    agent.slots = slots
+    agent.register()
+    assert messages(world, wire.Refused)[0].final and not world.engine.state.jobs
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["die", "ready", "offer", "time", "silent", "speak", "hang", "restart", "iterate"]), st.integers(0, 3)), max_size=25))
+def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(story):
+    """Random failures in random order: no crash, generations only rise, the replayed state is the live one."""
+    world = World(report_timeout=2.0, enter_timeout=3.0, restart_grace=2.0)
+    agents = world.start_job(nodes=4)
+    generation = 0
+    for verb, which in story:
+        agent = agents[which]
+        slot = agent.slots[0]
+        if verb == "die" and agent.ranks[slot].state not in ("exited", "starting"):
+            agent.die(slot)
+        elif verb == "ready" and agent.ranks[slot].state == "starting":
+            agent.ready()
+        elif verb == "offer":
+            for other in agents:
+                other.take_offer()
+        elif verb == "time":
+            world.run(1.0 + which)
+        elif verb in ("silent", "speak"):
+            agent.silent = verb == "silent"
+        elif verb == "hang":
+            agent.obedient = not agent.obedient
+        elif verb == "restart":
+            world.engine = Engine(world.config, replay(world.log), world.now)
+        elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
+            world.iterate("1", world.iteration("1"))
+        assert world.job().generation >= generation
+        generation = world.job().generation
+        world.check_replay()
+    for agent in agents:
+        agent.obedient, agent.silent = True, False
+        agent.status()
+    for _ in range(12):
+        world.run(10.0)
+        for agent in agents:
+            agent.take_offer()
+            if agent.ranks[agent.slots[0]].state == "starting":
+                agent.ready()
+    assert world.job().phase in ("running", "ended")
+    if world.job().phase == "running":
+        assert sorted(world.job().members) == [0, 1, 2, 3]
+    world.check_replay()
+
+
+# ---------------------------------------------------------------- with Slurm
+def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
+    slurm = FakeSlurm(nodes)
+    world = World(slurm)
+    for job, count, _ in jobs:
+        slurm.submit(job, count)
+    for job, count, weight in jobs:
+        follow(world, job, count, weight)
+    world.run(0.6)
+    for agent in world.agents:
+        agent.ready()
+    world.run(3.0)
+    return world, slurm
+
+
+def follow(world: World, job: str, count: int, weight: float = 1.0) -> list[FakeAgent]:
+    """Agents start where Slurm runs elements and end where it does not."""
+    fresh = []
+    for agent in world.agents:
+        entry = world.slurm.queue[agent.job, agent.element]
+        if agent.job == job and (entry["state"] != "RUNNING" or entry["node"] != agent.node):
+            agent.silent = True
+    for (owner, element), entry in world.slurm.queue.items():
+        here = [a for a in world.agents if a.job == job and a.element == element and a.node == entry["node"] and not a.silent]
+        if owner == job and entry["state"] == "RUNNING" and not here and entry["node"] not in world.dead_nodes:
+            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
+            agent.register()
+            fresh.append(agent)
+    return fresh
+
+
+def power_off(world: World, node: str) -> None:
+    world.dead_nodes.add(node)
+    for agent in world.agents:
+        if agent.node == node:
+            agent.silent = True
+
+
+def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
+    world, slurm = on_slurm(4, ("1", 3, 1.0))
+    assert world.job().phase == "running" and len(world.job().members) == 3
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.reasons["n2"] == "unicron[node_problem]: lost heartbeat of 1_1"
+    assert ("pin", "1", 1, "n4") in slurm.calls
+    assert slurm.queue["1", 1]["node"] == "n4"
+    assert world.job().plan.members == [0, 2], "the survivors did not wait for Slurm"
+    for agent in follow(world, "1", 3):
+        agent.ready()
+    world.run(0.6)
+    for agent in world.agents:
+        agent.take_offer()
+    assert sorted(world.job().members) == [0, 1, 2]
+    failure = world.job().failures[-1]
+    assert failure["severity"] == 1 and failure["restored_at"] and len(failure["actions"]) == 2
+    world.check_replay()
+
+
+def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
+    world, slurm = on_slurm(4, ("1", 2, 2.0), ("2", 2, 1.0))
+    for _ in range(3):
+        world.iterate("1", world.job("1").iteration + 1)
+        world.iterate("2", world.job("2").iteration + 1)
+    world.run(2.0)
+    assert world.engine.state.assignment == {"1": 2, "2": 2}
+    power_off(world, "n1")
+    world.run(3.5)
+    assert world.engine.state.assignment == {"1": 2, "2": 1}
+    assert world.job("2").phase == "offering" and world.job("2").leaving == [1]
+    assert slurm.queue["2", 1]["state"] == "RUNNING", "it trains until the boundary"
+    for agent in world.agents:
+        agent.take_offer()
+    world.run(2.0)
+    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith("unicron")
+    assert slurm.queue["1", 0]["state"] == "RUNNING" and slurm.queue["1", 0]["node"] == "n4"
+    order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
+    assert order == ["pin", "requeue_hold", "start_now"]
+    assert sorted(world.job("2").members) == [0] and world.job("2").phase == "running"
+    world.check_replay()
+
+
+def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.queue["1", 1]["state"] == "PENDING"
+    world.dead_nodes.clear()
+    slurm.starts["n2"] = world.now
+    world.run(3.0)
+    assert ("resume", "", -1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n2"
+    assert not world.engine.state.nodes["n2"].downed
+
+
+def test_a_node_that_others_drained_is_left_alone():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    slurm.node_states["n2"], slurm.reasons["n2"] = {"IDLE", "DRAIN"}, "bad fan"
+    world.run(2.0)
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.reasons["n2"] == "bad fan" and not [c for c in slurm.calls if c[0] in ("down", "resume")]
+    assert any("left as it is" in text for text in world.job().failures[-1]["actions"])
+
+
+def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    agent = next(a for a in world.agents if a.element == 1)
+    agent.silent = True
+    world.run(4.0)
+    assert ("requeue", "1", 1, "n2") in slurm.calls and not [c for c in slurm.calls if c[0] == "down"]
+    assert slurm.queue["1", 1]["state"] == "RUNNING" and slurm.queue["1", 1]["node"] == "n2"
+    assert world.job().failures[-1]["severity"] == 2
+
+
+def test_no_answer_of_slurm_is_never_read_as_clean():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    slurm.refuse = "squeue: no answer"
+    before = len(slurm.calls)
+    world.run(6.0)
+    power_off(world, "n3")
+    world.run(5.0)
+    assert world.job().plan.members == [0, 1], "training goes on without Slurm"
+    assert [c for c in slurm.calls[before:] if c[0] != "down"] == []
+    assert [e.payload["reason"] for e in world.log if e.kind == "slurm_error"] == ["squeue: no answer"]
+    slurm.refuse = ""
+    world.run(3.0)
+    assert [e.kind for e in world.log].count("slurm_back") == 1
+
+
+def test_elements_that_the_plan_has_no_node_for_are_held_and_those_of_an_ended_job_cancelled():
+    world, slurm = on_slurm(3, ("1", 5, 1.0))
+    assert slurm.queue["1", 4]["reason"] == "JobHeldAdmin"
+    for agent in world.agents:
+        agent.set(agent.slots[0], state="finished", iteration=99, phase="stepped")
+    world.run(2.0)
+    assert world.job().ended["code"] == 0 and slurm.queue["1", 4]["state"] == "CANCELLED"
+
+
+def test_observe_mode_asks_nothing_of_slurm():
+    slurm = FakeSlurm(3)
+    world = World(slurm, observe=True)
+    slurm.submit("1", 4)
+    follow(world, "1", 4)
+    for agent in world.agents:
+        agent.ready()
+    world.run(4.0)
+    assert world.job().phase == "running" and slurm.calls == []
+    assert [e.payload["would"] for e in world.log if e.kind == "observed"] == ["hold 1_3"]
