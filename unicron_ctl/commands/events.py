@@ -1,0 +1,46 @@
+"""`unicronctl events`: the event log. JSON (`--json`) is one object a line: id, time, job, generation, kind and what the kind adds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from unicron_ctl.commands import tables
+from unicron_ctl.errors import UserError
+from unicron_ctl.query import ask
+
+POLL_SECONDS = 0.5
+PAGE = 1000
+
+
+@click.command(name="events")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new events until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--job", metavar="JOB", help="Only this job, by id or name.")
+@click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
+@click.option("-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="At most so many old events.")
+@click.option("--steps", is_flag=True, help="Optimizer steps, too (JSON has them always).")
+@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].")
+def command(follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None) -> None:
+    """Show the event log."""
+    quiet = () if as_json or steps else ("step", "timing", "rank_ready")
+    found = ask({"kind": "events", "after": after, "limit": limit, "job": job}, controller)
+    try:
+        while True:
+            for event in found:
+                after = event["id"]
+                if event["kind"] not in quiet:
+                    click.echo(json.dumps(event) if as_json else tables.event_line(event))
+            if not follow:
+                return
+            if len(found) < limit:
+                time.sleep(POLL_SECONDS)
+            try:
+                found = ask({"kind": "events", "after": after, "limit": PAGE, "job": job} if after else {"kind": "events", "job": job}, controller)
+            except UserError as error:
+                found = []
+                click.echo(f"unicronctl: {error} (still trying)", err=True)
+    except KeyboardInterrupt:
+        return

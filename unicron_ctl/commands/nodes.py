@@ -1,0 +1,22 @@
+"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from unicron_ctl.commands import tables
+from unicron_ctl.query import ask
+
+
+@click.command(name="nodes")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].")
+def command(as_json: bool, controller: str | None) -> None:
+    """List nodes and who uses them."""
+    data = ask({"kind": "nodes"}, controller)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        tables.console().print(tables.nodes(data))
