@@ -22,7 +22,6 @@ from planner.model import Job, Scenario
 from planner.solve import Plan, plan_of, solve
 
 MOST_JOBS_FOR_PAIRS = 16
-CORE = 4
 TRACED = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
 
 
@@ -126,11 +125,13 @@ class _Class:
         bound = tables.Bound(self.rows, self.nodes)
         for case in self.cases:
             case.upper = bound.upper + sum(self._reduced(bound, i, row) for i, row in case.changed.items())
-        gap = bound.core_gap(CORE)
-        self._values(bound, gap)
-        needed = max(case.upper - case.best for case in self.cases)
-        if needed > gap:
-            self._values(bound, needed)
+        gap = bound.core_gap(tables.CORE)
+        while True:
+            self._values(bound, gap)
+            needed = max(case.upper - case.best for case in self.cases)
+            if needed <= gap:
+                break
+            gap = bound.wider(gap, needed)
         return {case.event: self._trace(bound, case) for case in self.cases}
 
     def _reduced(self, bound: tables.Bound, i: int, row: Row | None) -> int:
@@ -141,7 +142,7 @@ class _Class:
     def _values(self, bound: tables.Bound, gap: int) -> None:
         """Sets `best` of every case: the optimum over the sizes within `gap` of the bound."""
         rows = self.kept = bound.within(gap)
-        before, behind = tables.prefixes(rows, self.nodes), tables.suffixes(rows, self.nodes)
+        before, behind = bound.prefixes(gap), bound.suffixes(gap)
         self.before, self.behind = before, behind
         shared: dict[int, list[np.ndarray]] = {}
         for case in self.cases:

@@ -11,8 +11,11 @@ import numpy as np
 from planner.keys import Row
 
 NONE = -(2**61)  # stands for -inf: below any sum of keys, and adding keys to it can't overflow
-DENSE = 48  # sizes from which blocks are faster than one pass per size
+DENSE = 48  # sizes from which blocks can be faster than one pass per size,
+SPARSE = 0.3  # if they are at least this part of all sizes up to the largest
 BLOCK = 32
+CORE = 4  # sizes of a job, on average, that the first try looks at
+STATE_COST = 5  # one entry with all sizes, in units of one size with all entries
 
 
 def empty(nodes: int) -> np.ndarray:
@@ -28,7 +31,7 @@ def add(table: np.ndarray, row: Row) -> np.ndarray:
         keep = sizes <= n
         sizes, keys = sizes[keep], keys[keep]
     out = np.full(n + 1, NONE, dtype=np.int64)
-    if len(sizes) < DENSE:
+    if len(sizes) < max(DENSE, SPARSE * int(sizes[-1])):
         scratch = np.empty(n + 1, dtype=np.int64)
         for size, key in zip(sizes.tolist(), keys.tolist(), strict=True):
             shifted = scratch[: n + 1 - size]
@@ -53,6 +56,27 @@ def _add_blocks(table: np.ndarray, sizes: np.ndarray, keys: np.ndarray, out: np.
         part = scratch[:, :width]
         np.add(view, dense[low : low + BLOCK, None], out=part)
         np.maximum(out[low:], part.max(axis=0), out=out[low:])
+    return out
+
+
+def _add_within(table: np.ndarray, row: Row, slack: np.ndarray, used: np.ndarray, gap: int) -> np.ndarray:
+    """`add` without the pairs (entry of the table, size) whose slacks add up to more than `gap`; used: that of the
+    entries. Sizes with little slack go with every entry, those with much only with entries that have used little."""
+    if len(row.sizes) < DENSE:
+        return add(table, row)
+    limits = np.sort(slack[:: max(len(slack) // 16, 1)]).tolist()
+    cost, limit = min((int(np.count_nonzero(slack <= limit))
+                       + STATE_COST * int(np.count_nonzero(used <= gap - limit)), limit) for limit in limits)
+    if cost > SPARSE * len(slack):
+        return add(table, row)
+    cheap = slack <= limit
+    cheap[0] = True
+    out = add(table, Row(row.sizes[cheap], row.keys[cheap]))
+    sizes, keys = row.sizes[~cheap], row.keys[~cheap]
+    for at in np.flatnonzero(used < gap - limit).tolist() if len(sizes) else ():
+        fitting = int(np.searchsorted(sizes, len(table) - at))
+        places = sizes[:fitting] + at
+        out[places] = np.maximum(out[places], keys[:fitting] + table[at])
     return out
 
 
@@ -155,6 +179,33 @@ class Bound:
             out.append(row if keep.all() else Row(row.sizes[keep], row.keys[keep]))
         return out
 
+    def prefixes(self, gap: int) -> list[np.ndarray]:
+        """Like `prefixes`, exact wherever the sum of slacks is within `gap`, and elsewhere too low or NONE."""
+        return self._tables(range(len(self.rows)), gap)
+
+    def suffixes(self, gap: int) -> list[np.ndarray]:
+        """Like `suffixes`, exact wherever the sum of slacks is within `gap`, and elsewhere too low or NONE."""
+        return self._tables(range(len(self.rows) - 1, -1, -1), gap)[::-1]
+
+    def _tables(self, order: range, gap: int) -> list[np.ndarray]:
+        tables, best = [empty(self.nodes)], 0
+        price = self.price * np.arange(self.nodes + 1)
+        for i in order:
+            keep = self.slack[i] <= gap
+            keep[0] = True
+            row, slack = self.rows[i], self.slack[i]
+            row, slack = Row(row.sizes[keep], row.keys[keep]), slack[keep]
+            tables.append(_add_within(tables[-1], row, slack, price + best - tables[-1], gap))
+            best += self.best[i]
+        return tables
+
+    def wider(self, gap: int, goal: int) -> int:
+        """The next gap to try on the way to `goal`, which is known to be enough: eight times wider while that leaves
+        out most sizes, else the goal."""
+        gap = 8 * max(gap, 1)
+        kept = sum(int(np.count_nonzero(slack <= gap)) for slack in self.slack)
+        return gap if gap < goal and 8 * kept < sum(len(slack) for slack in self.slack) else goal
+
     def core_gap(self, per_job: int) -> int:
         """A gap within which about `per_job` sizes of each job lie on average; less where very many lie at that gap."""
         everything = np.concatenate(self.slack)
@@ -164,17 +215,34 @@ class Bound:
         return gap - 1 if crowded else gap
 
 
+def _improved(rows: list[Row], sizes: list[int], nodes: int) -> list[int]:
+    """A few times, the one job that gains most from the nodes that are left gets them."""
+    sizes = list(sizes)
+    for _ in range(3):
+        left = nodes - sum(sizes)
+        best = (0, 0, 0)
+        for i, row in enumerate(rows):
+            usable = int(np.searchsorted(row.sizes, sizes[i] + left, side="right"))
+            at = int(np.argmax(row.keys[:usable]))
+            now = int(row.keys[np.searchsorted(row.sizes, sizes[i])])
+            best = max(best, (int(row.keys[at]) - now, i, int(row.sizes[at])))
+        if best[0] <= 0:
+            break
+        sizes[best[1]] = best[2]
+    return sizes
+
+
 def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:
     """(sizes, sum of keys) of the best assignment of at most `nodes` nodes; ties as in `trace`. The smallest sizes of
     the rows must fit."""
     bound = Bound(rows, nodes)
     fits = sum(bound.chosen) <= nodes  # always, unless a row lacks 0
-    reached = value_of(rows, bound.chosen) if fits else NONE
-    sizes_left = sum(len(row.sizes) for row in rows)
-    core = bound.core_gap(4)
-    if bound.upper - reached > core and sizes_left > 8 * len(rows):
-        small = bound.within(core)
-        reached = max(reached, int(suffixes(small, nodes)[0][nodes]))
-    kept = bound.within(bound.upper - reached)
-    tables = suffixes(kept, nodes)
-    return trace(kept, tables, nodes), int(tables[0][nodes])
+    reached = value_of(rows, _improved(rows, bound.chosen, nodes)) if fits else NONE
+    gap, goal = bound.core_gap(CORE), bound.upper - reached
+    while True:
+        gap = min(gap, goal)
+        tables = bound.suffixes(gap)
+        goal = min(goal, bound.upper - int(tables[0][nodes]))
+        if goal <= gap:  # every optimum lies within the gap, so all of them are in these tables
+            return trace(bound.within(gap), tables, nodes), int(tables[0][nodes])
+        gap = bound.wider(gap, goal)

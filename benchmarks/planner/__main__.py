@@ -106,6 +106,9 @@ def measure_plans(report: Report, full: bool) -> None:
         table = [Lookahead(scenario)]
         seconds = timed(lambda s=scenario, t=table: t.__setitem__(0, Lookahead(s)), 3)
         report.line(f"look-ahead table ({len(table[0].entries)} events), {shape}", seconds, "s", 2)
+    hard = cluster(64, 2048, "linear", running=False)
+    hard = replace(hard, jobs=tuple(replace(job, nodes=16) for job in hard.jobs))
+    report.line("hardest plan known: linear, half of the nodes free", 1e3 * timed(lambda: solve(hard), 7), "ms")
     events = list(table[0].entries)
     start = time.perf_counter()
     for _ in range(100):

@@ -206,8 +206,8 @@ def test_more_nodes_than_the_cluster_has(tmp_path):
 
 def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text("seconds,event,node,cause\n10,fail,a,gremlins\n20,join,a,\n30,fail,a,gremlins\n40,fail,b,ECC errors\n"
-                    "50,fail,c,\n", encoding="utf-8")
+    path.write_text("seconds,event,node,cause\n10,fail,a,gremlins\n20,join,a,\n30,fail,a,gremlins\n"
+                    "40,fail,b,ECC errors\n50,fail,c,\n", encoding="utf-8")
     causes = [event.cause and event.cause.severity for event in load_trace(path).events]
     assert causes == [1, None, 2, 1, 1]
 
@@ -215,7 +215,8 @@ def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
 @pytest.mark.parametrize("text, words", [
     ("", "empty"), ("hello\n", "first line must be the header"),
     ("seconds,event,node,cause\nx,fail,a,ecc\n", "line 2"),
-    ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"), ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
+    ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"),
+    ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
     ("seconds,event,node,cause\n1,melt,a,ecc\n", "fail or join"),
     ("seconds,event,node,cause\n1,fail,,ecc\n", "name is missing"),
     ("seconds,event,node,cause\n1,fail\n", "found 2 fields"), ("0,add,a\n1,explode,a\n", "add|remove"),

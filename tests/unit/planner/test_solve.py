@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
-from planner import tables
+from planner import keys, tables
 from planner.keys import Row
 from planner.model import Job, PlanError, Scenario
 from planner.solve import solve
@@ -145,6 +145,24 @@ def test_block_kernel_equals_the_definition(nodes, values):
     want = [max(int(table[j - k]) + int(row.keys[k]) for k in range(min(j, len(values) - 1) + 1))
             for j in range(nodes + 1)]
     assert tables.add(table, row).tolist() == want
+
+
+@pytest.mark.parametrize("shape", ["linear", "free", "noisy", "flat", "cliffs"])
+def test_leaving_sizes_out_changes_nothing(shape):
+    """At a size where bounds, sparse passes and blocks all come into play: the same as the whole table."""
+    draw, n, jobs = random.Random(shape), 300, []
+    for i in range(12):
+        rate = {"linear": lambda k: k, "free": lambda k: k, "noisy": lambda k: k**0.9 * draw.uniform(0.8, 1),
+                "flat": lambda k: draw.choice([3, 4]), "cliffs": lambda k: k // 40}[shape]
+        jobs.append(Job(f"j{i:02}", {k: 1e15 * rate(k) for k in range(1, n + 1)}, nodes=8 if shape == "free" else 25,
+                        lost_worker=i == 3, transition_seconds=draw.choice([60.0, 600.0, 6e4]),
+                        weight=1.0 if shape in ("linear", "free") else draw.choice([0.7, 1.3])))
+    scenario = Scenario(nodes=n - 1, jobs=tuple(jobs), mtbf_node_hours=5000.0)
+    rows = keys.rows(scenario)
+    whole = tables.suffixes(rows, scenario.nodes)
+    sizes, best = tables.optimum(rows, scenario.nodes)
+    assert best == int(whole[0][-1]) == tables.value_of(rows, sizes)
+    assert sizes == tables.trace(rows, whole, scenario.nodes)
 
 
 def test_huge_and_tiny_numbers_are_planned_or_refused():
