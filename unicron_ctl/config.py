@@ -1,4 +1,6 @@
-"""`unicron.toml`: where it is found, what it may say, and the defaults. `Config.check` rejects time-outs that contradict each other."""
+"""`unicron.toml`: where it is found, what it may say, and the defaults. `Config.check` rejects time-outs that
+contradict each other.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ OTHER_SECTIONS = ("severity", "agent", "planner", "health")
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [controller]; all times are in seconds.
 
-    heartbeat_period: between two messages of an agent without news. lease_periods: so many of them without a message and the node
-    counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts. offer_delay: newcomers are
-    taken in together when they come within it. fault_grace: how long a rank that stopped by itself waits for the cause to show
-    (its peers die of its death). report_timeout, enter_timeout: how long a survivor may take to stop, a member to enter.
+    heartbeat_period: between two messages of an agent without news. lease_periods: so many of them without a message
+    and the node
+    counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts. offer_delay:
+    newcomers are
+    taken in together when they come within it. fault_grace: how long a rank that stopped by itself waits for the
+    cause to show
+    (its peers die of its death). report_timeout, enter_timeout: how long a survivor may take to stop, a member
+    to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
     that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with.
@@ -120,7 +126,8 @@ def problems(c: ControllerConfig) -> list[str]:
         )
     if c.repeat_seconds >= c.report_timeout:
         found.append(
-            f"report_timeout = {c.report_timeout:g} must be above repeat_seconds = {c.repeat_seconds:g}: a lost message is repeated first"
+            f"report_timeout = {c.report_timeout:g} must be above repeat_seconds = {c.repeat_seconds:g}: "
+            "a lost message is repeated first"
         )
     if c.enter_timeout < c.lease:
         found.append(
@@ -172,7 +179,8 @@ def parse(raw: Mapping[str, Any], path: str = "") -> Config:
     for section in raw:
         if section != "controller" and section not in OTHER_SECTIONS:
             raise UserError(
-                f"{path or 'configuration'}: unknown section [{section}]: use [controller] or one of {', '.join(OTHER_SECTIONS)}",
+                f"{path or 'configuration'}: unknown section [{section}]: "
+                f"use [controller] or one of {', '.join(OTHER_SECTIONS)}",
                 WRONG_USE,
             )
     try:
@@ -199,7 +207,9 @@ def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Pa
 def controller_address(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Where clients reach the controller: the option, UNICRON_CONTROLLER, what the running controller wrote, the configuration."""
+    """Where clients reach the controller: the option, UNICRON_CONTROLLER, what the running controller wrote, the
+    configuration.
+    """
     if explicit:
         return explicit
     if environment.get("UNICRON_CONTROLLER"):

@@ -11,9 +11,11 @@ from unicron_ctl.errors import UserError
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
-    """The controller's answer to `{"kind": "status" | "jobs" | "nodes" | "events" | "explain" | "scenario", **arguments}`.
+    """The controller's answer to `{"kind": "status" | "jobs" | "nodes" | "events" | "explain" | "scenario",
+    **arguments}`.
 
-    `address`: else $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises UserError, one line.
+    `address`: else $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises UserError,
+    one line.
     """
     import zmq
 

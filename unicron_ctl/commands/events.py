@@ -1,4 +1,6 @@
-"""`unicronctl events`: the event log. JSON (`--json`) is one object a line: id, time, job, generation, kind and what the kind adds."""
+"""`unicronctl events`: the event log. JSON (`--json`) is one object a line: id, time, job, generation, kind and what
+the kind adds.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ PAGE = 1000
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
-@click.option("-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="At most so many old events.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="At most so many old events."
+)
 @click.option("--steps", is_flag=True, help="Optimizer steps, too (JSON has them always).")
-@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].")
-def command(follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None) -> None:
+@click.option(
+    "--controller",
+    metavar="ADDRESS",
+    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
+)
+def command(
+    follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None
+) -> None:
     """Show the event log."""
     quiet = () if as_json or steps else ("step", "timing", "rank_ready")
     found = ask({"kind": "events", "after": after, "limit": limit, "job": job}, controller)
@@ -38,7 +48,12 @@ def command(follow: bool, as_json: bool, job: str | None, after: int, limit: int
             if len(found) < limit:
                 time.sleep(POLL_SECONDS)
             try:
-                found = ask({"kind": "events", "after": after, "limit": PAGE, "job": job} if after else {"kind": "events", "job": job}, controller)
+                found = ask(
+                    {"kind": "events", "after": after, "limit": PAGE, "job": job}
+                    if after
+                    else {"kind": "events", "job": job},
+                    controller,
+                )
             except UserError as error:
                 found = []
                 click.echo(f"unicronctl: {error} (still trying)", err=True)

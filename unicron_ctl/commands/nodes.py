@@ -12,7 +12,11 @@ from unicron_ctl.query import ask
 
 @click.command(name="nodes")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].")
+@click.option(
+    "--controller",
+    metavar="ADDRESS",
+    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
+)
 def command(as_json: bool, controller: str | None) -> None:
     """List nodes and who uses them."""
     data = ask({"kind": "nodes"}, controller)

@@ -1,6 +1,7 @@
 """`unicronctl status`: jobs, nodes and the last failures.
 
-JSON (`--json`) is `{"controller", "jobs", "nodes", "failures", "waf", "plan"}`; its keys are stable, see `unicron_ctl.controller.answers`.
+JSON (`--json`) is `{"controller", "jobs", "nodes", "failures", "waf", "plan"}`; its keys are stable, see
+`unicron_ctl.controller.answers`.
 Times are in seconds since the epoch, durations in seconds, rates in FLOP/s.
 """
 
@@ -19,8 +20,14 @@ from unicron_ctl.query import ask
 @click.command(name="status")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--watch", is_flag=True, help="Keep the tables up to date until Ctrl-C.")
-@click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS", help="With --watch.")
-@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].")
+@click.option(
+    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS", help="With --watch."
+)
+@click.option(
+    "--controller",
+    metavar="ADDRESS",
+    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
+)
 def command(as_json: bool, watch: bool, interval: float, controller: str | None) -> None:
     """Show jobs, nodes and the last failures."""
     if as_json and watch:

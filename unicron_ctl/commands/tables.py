@@ -10,7 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-STATE_STYLES = {"running": "green", "offering": "green", "breaking": "red", "entering": "yellow", "forming": "yellow", "ended": "dim"}
+STATE_STYLES = {
+    "running": "green",
+    "offering": "green",
+    "breaking": "red",
+    "entering": "yellow",
+    "forming": "yellow",
+    "ended": "dim",
+}
 
 
 def console() -> Console:
@@ -41,16 +48,41 @@ def _foot(data: dict[str, Any]) -> str:
 
 
 def jobs(listed: list[dict[str, Any]]) -> Table:
-    table = Table("job", "name", "state", "nodes", "generation", "iteration", "s/iteration", "loss", "weight", "WAF", "last failure",
-                  title="jobs", title_justify="left")
+    table = Table(
+        "job",
+        "name",
+        "state",
+        "nodes",
+        "generation",
+        "iteration",
+        "s/iteration",
+        "loss",
+        "weight",
+        "WAF",
+        "last failure",
+        title="jobs",
+        title_justify="left",
+    )
     for job in listed:
         wanted = f"/{job['train_iterations']}" if job["train_iterations"] else ""
-        plan = f" -> {job['planned_nodes']}" if job["planned_nodes"] not in (None, job["nodes"]) and not job["ended"] else ""
+        plan = (
+            f" -> {job['planned_nodes']}"
+            if job["planned_nodes"] not in (None, job["nodes"]) and not job["ended"]
+            else ""
+        )
         state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"]
         table.add_row(
-            job["job"], Text(job["name"]), Text(state, style=STATE_STYLES.get(job["state"], "")), f"{job['nodes']} of {job['max_nodes']}{plan}",
-            str(job["generation"]), f"{job['iteration']}{wanted}" if job["iteration"] >= 0 else "-", number(job["iteration_seconds"], 3),
-            number(job["loss"], 4), f"{job['weight']:g}", rate(job["waf"]), Text(failure_text(job["last_failure"])),
+            job["job"],
+            Text(job["name"]),
+            Text(state, style=STATE_STYLES.get(job["state"], "")),
+            f"{job['nodes']} of {job['max_nodes']}{plan}",
+            str(job["generation"]),
+            f"{job['iteration']}{wanted}" if job["iteration"] >= 0 else "-",
+            number(job["iteration_seconds"], 3),
+            number(job["loss"], 4),
+            f"{job['weight']:g}",
+            rate(job["waf"]),
+            Text(failure_text(job["last_failure"])),
         )
     if not listed:
         table.add_row("-", "none yet: submit with `sbatch --unicron`", *["-"] * 9)
@@ -61,20 +93,42 @@ def nodes(listed: list[dict[str, Any]]) -> Table:
     table = Table("node", "state", "used by", "reason", title="nodes", title_justify="left")
     for node in listed:
         style = "" if node["healthy"] else "red"
-        table.add_row(node["node"], Text("+".join(node["states"]).lower() or "-", style=style), " ".join(node["used_by"]) or "-", Text(node["reason"]))
+        table.add_row(
+            node["node"],
+            Text("+".join(node["states"]).lower() or "-", style=style),
+            " ".join(node["used_by"]) or "-",
+            Text(node["reason"]),
+        )
     return table
 
 
 def failures(listed: list[dict[str, Any]]) -> Table:
-    table = Table("when", "job", "what", "severity", "detected by", "training again", "kept", "computed again", "done", title="last failures",
-                  title_justify="left")
+    table = Table(
+        "when",
+        "job",
+        "what",
+        "severity",
+        "detected by",
+        "training again",
+        "kept",
+        "computed again",
+        "done",
+        title="last failures",
+        title_justify="left",
+    )
     for failure in listed:
         where = failure["node"] if failure["kind"] == "node" else f"slot {failure['slot']}"
         resumed = failure["stepped_at"] or failure["resumed_at"]
         after = f"{resumed - failure['detected_at']:.2f} s" if resumed else "-"
         table.add_row(
-            clock(failure["detected_at"]), failure["job"], Text(f"{failure['kind']} {where}: {failure['cause']}"), f"SEV{failure['severity']}",
-            failure["detected_by"], after, str(failure["reused_micro_batches"]), str(failure["recomputed_micro_batches"]),
+            clock(failure["detected_at"]),
+            failure["job"],
+            Text(f"{failure['kind']} {where}: {failure['cause']}"),
+            f"SEV{failure['severity']}",
+            failure["detected_by"],
+            after,
+            str(failure["reused_micro_batches"]),
+            str(failure["recomputed_micro_batches"]),
             Text("; ".join(failure["actions"]) or failure["action"]),
         )
     return table
@@ -88,7 +142,9 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     table = Table("when", "generation", "what", "why", title="decisions", title_justify="left")
     for decision in data["decisions"]:
-        table.add_row(clock(decision["time"]), str(decision["generation"] or ""), decision["kind"], Text(decision["reason"]))
+        table.add_row(
+            clock(decision["time"]), str(decision["generation"] or ""), decision["kind"], Text(decision["reason"])
+        )
     parts: list[RenderableType] = [Text("\n".join(lines)), table]
     if data["failures"]:
         parts.append(failures(data["failures"]))
@@ -99,7 +155,9 @@ def event_line(event: dict[str, Any]) -> str:
     """One event on one line."""
     job = f" job {event['job']}" if event["job"] else ""
     generation = f" g{event['generation']}" if event["generation"] else ""
-    rest = event.get("reason") or ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind"))
+    rest = event.get("reason") or ", ".join(
+        f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind")
+    )
     return f"{clock(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"
 
 

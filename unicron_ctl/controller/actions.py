@@ -1,4 +1,6 @@
-"""What the state machine's actions do: each records one decision as events; orders to the agents follow from the state."""
+"""What the state machine's actions do: each records one decision as events; orders to the agents follow from the
+state.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _DETECTED_BY = {Happening.LOSS: "status", Happening.FAULT: "exception", Happenin
 
 
 def form(engine: Engine, job: JobState, signal: Signal) -> None:
-    """The first generation, or one after which nobody was left: the rank that is furthest hands its state to all others."""
+    """The first generation, or one after which nobody was left: the rank that is furthest hands its state to all
+    others.
+    """
     view = engine.view(job)
     slots = sorted(signal.joiners)
     source = max(slots, key=lambda slot: (view.status(slot).iteration, -slot))

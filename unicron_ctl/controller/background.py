@@ -1,4 +1,6 @@
-"""The controller's slow work in threads: Slurm's programs in one (their order matters), probes and credentials in a few others."""
+"""The controller's slow work in threads: Slurm's programs in one (their order matters), probes and credentials in a
+few others.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WORKERS = 8
 
 
 class Background:
-    """Carries requests out and hands back what to call in the main thread: `take()` after the wake-up descriptor is readable."""
+    """Carries requests out and hands back what to call in the main thread: `take()` after the wake-up descriptor is
+    readable.
+    """
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
         self._client, self._probe_timeout = client, probe_timeout
@@ -58,7 +62,9 @@ class Background:
             self._todo.put((request, cluster))
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Runs `work` in a thread and `then(result)` in the main thread. An OSError of the work counts as the result None."""
+        """Runs `work` in a thread and `then(result)` in the main thread. An OSError of the work counts as the result
+        None.
+        """
 
         def run() -> None:
             try:

@@ -1,6 +1,8 @@
-"""The controller's side of Slurm: what it last showed, which nodes are lost or come back, when to plan anew, what to ask of it.
+"""The controller's side of Slurm: what it last showed, which nodes are lost or come back, when to plan anew, what to
+ask of it.
 
-Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as calls.
+Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
+calls.
 "No answer" is never read as "clean": without a fresh listing nothing is decided.
 """
 

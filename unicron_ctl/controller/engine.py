@@ -1,6 +1,7 @@
 """The controller without its sockets: messages and ticks in; events, messages and requests for slow work out.
 
-Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart would
+Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a
+restart would
 not know of. The engine itself blocks on nothing.
 """
 
@@ -306,5 +307,6 @@ def _register_problem(message: wire.Register, job: JobState | None) -> str:
     if message.agent in job.superseded:
         return f"another agent has taken element {message.element} of job {message.job}"
     if per_node != job.settings.ranks_per_node:
-        return f"job {message.job} has {job.settings.ranks_per_node} ranks per node, this agent {per_node}: they must be the same"
+        had = job.settings.ranks_per_node
+        return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"
     return ""

@@ -1,4 +1,6 @@
-"""Detection on the controller's side: exits, silent agents, agents that leave; what each means, and what is done about the process."""
+"""Detection on the controller's side: exits, silent agents, agents that leave; what each means, and what is done
+about the process.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
     action, reason = decision.action, decision.reason
     if quick >= config.quick_deaths and action == RESTART:
         action = END
-        reason = f"slot {slot} died {quick} times within {config.quick_death_seconds:g} s of its start and was never ready: the script itself fails"
+        died = f"slot {slot} died {quick} times within {config.quick_death_seconds:g} s of its start"
+        reason = f"{died} and was never ready: the script itself fails"
     decision = Decision(
         decision.severity, action, reason, decision.cause, decision.event, decision.state, decision.wait_seconds
     )

@@ -1,4 +1,6 @@
-"""The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their steps."""
+"""The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their
+steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones
 
 @dataclass(frozen=True)
 class Account:
-    """One iteration. `problems` break the exactly-once rule. `unreported` micro-batches were in gradients of ranks that did
+    """One iteration. `problems` break the exactly-once rule. `unreported` micro-batches were in gradients of ranks
+    that did
     not live to report; their reduce was complete, else nobody would have stepped."""
 
     iteration: int
@@ -38,7 +41,8 @@ class JobLedger:
     def add(self, step: Step, members: Collection[int], disturbed: Callable[[int], bool]) -> list[Account]:
         """Takes a report; returns the iterations that are complete with it, oldest first.
 
-        members: who is in the job now. disturbed: whether ranks were lost around an iteration, so that reports on it may be missing.
+        members: who is in the job now. disturbed: whether ranks were lost around an iteration, so that reports on it
+        may be missing.
         """
         if step.iteration <= self.closed:
             return []

@@ -1,4 +1,5 @@
-"""A job's state machine as a table: (state, event) -> (state, action). Every pair is there; IGNORE says that nothing is to be done.
+"""A job's state machine as a table: (state, event) -> (state, action). Every pair is there; IGNORE says that nothing
+is to be done.
 
 FORMING -> ENTERING -> RUNNING -> OFFERING -> RUNNING     membership grows and shrinks at iteration boundaries
 RUNNING, OFFERING, ENTERING -> BREAKING -> ENTERING       any loss, in any step, is just another Break

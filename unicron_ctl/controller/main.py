@@ -83,7 +83,9 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
 
 
 def claim(folder: Path) -> int:
-    """A lock on the state folder, held until the descriptor is closed. Raises UserError when another controller has it."""
+    """A lock on the state folder, held until the descriptor is closed. Raises UserError when another controller has
+    it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,6 @@
-"""What agents have to be told now, given what they say: level-triggered, so an order is due until the statuses show that it was obeyed."""
+"""What agents have to be told now, given what they say: level-triggered, so an order is due until the statuses show
+that it was obeyed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterator
 
 from unicron_ctl import wire
 from unicron_ctl.controller.machine import State
+from unicron_ctl.controller.signals import WITNESS_SECONDS, self_stopped, unheard_since
 from unicron_ctl.controller.soft import AgentView, JobView
 
 Order = tuple[AgentView, str, wire.Message]
@@ -19,11 +22,20 @@ def due(job: JobView, now: float) -> Iterator[Order]:
         for view in agents:
             yield view, "end", wire.End(code=job.state.ended["code"], reason=job.state.ended["reason"])
         return
+    yield from _pings(job, now)
     for view in agents:
         yield from _breaks(job, view)
     for view in agents:
         yield from _plans(job, view)
         yield from _processes(job, view, now)
+
+
+def _pings(job: JobView, now: float) -> Iterator[Order]:
+    """After a rank stopped by itself: every agent is asked whether it lives."""
+    for since in self_stopped(job).values():
+        if now >= since + WITNESS_SECONDS:
+            for view in unheard_since(job, since):
+                yield view, f"ping {since}", wire.Ping()
 
 
 def _breaks(job: JobView, view: AgentView) -> Iterator[Order]:
@@ -36,7 +48,8 @@ def _breaks(job: JobView, view: AgentView) -> Iterator[Order]:
         old = max(status.generation, status.entering) <= state.broken
         if told or not old or (not breaking and status.state not in ("entering", "running")):
             continue
-        # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is breaking.
+        # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
+        # breaking.
         lost = sorted(state.lost)
         yield view, f"break {state.broken} {lost}", wire.Break(generation=state.broken, lost=lost, reason=state.why)
         return

@@ -1,6 +1,8 @@
-"""From the plan (nodes per job) and what Slurm shows to Slurm actions in order, each with its reason. Pure and idempotent.
+"""From the plan (nodes per job) and what Slurm shows to Slurm actions in order, each with its reason. Pure and
+idempotent.
 
-Nothing is remembered but the pins, which Slurm's listing does not show: every poll compares what is wanted with what is.
+Nothing is remembered but the pins, which Slurm's listing does not show: every poll compares what is wanted with what
+is.
 The calls and their order are those measured in a private cluster: pin and release first, then take the node away.
 """
 
@@ -91,7 +93,9 @@ class _Place:
         self.coming: dict[str, list[int]] = {}
 
     def survey(self, need: Need) -> dict[str, list[int]]:
-        """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned), waiting."""
+        """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned),
+        waiting.
+        """
         groups: dict[str, list[int]] = {"working": [], "limbo": [], "coming": [], "waiting": []}
         for number, e in sorted(self.by_job.get(need.job, {}).items()):
             key = f"{need.job}_{number}"
@@ -138,7 +142,9 @@ def place(
     put_aside: Collection[str] = (),
     now: float = 0.0,
 ) -> Placement:
-    """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only occupy nodes."""
+    """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
+    occupy nodes.
+    """
     work = _Place(elements, nodes, pins, put_aside, now)
     groups = {need.job: work.survey(need) for need in needs}
     leavers: dict[str, list[int]] = {}

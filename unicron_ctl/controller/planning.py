@@ -13,7 +13,8 @@ UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measur
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate: measured
+    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
+    measured
     aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
 
     job: str
@@ -27,7 +28,9 @@ class JobInput:
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
-    """T(t,x) for every size the job can be given: linear in x through the last measurement; `per_node` where there is none."""
+    """T(t,x) for every size the job can be given: linear in x through the last measurement; `per_node` where there
+    is none.
+    """
     if job.rate > 0 and job.measured_nodes > 0:
         per_node = job.rate / job.measured_nodes
     return {count: per_node * count for count in range(1, job.max_nodes + 1)}
@@ -59,7 +62,8 @@ def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, trans
 def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Plan:
     """The assignment of at most `nodes` nodes.
 
-    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps what
+    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job
+    keeps what
     lives, at most its minimum, and the others share the rest.
     """
     fixed: dict[str, int] = {}

@@ -144,4 +144,5 @@ def _why(members: Sequence[int], step: int | None, iteration: int, reused: int, 
         return (
             f"iteration {step} was reduced completely before the loss: {ranks} keep it, step and go on with {iteration}"
         )
-    return f"{ranks} go on with iteration {iteration}: {reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
+    kept = f"{reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
+    return f"{ranks} go on with iteration {iteration}: {kept}"

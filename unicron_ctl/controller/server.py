@@ -73,7 +73,9 @@ class Server:
 
     # ------------------------------------------------------------ life
     def run(self) -> None:
-        """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does not hold."""
+        """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does
+        not hold.
+        """
         next_tick = self.now()
         self.engine.last_tick = next_tick
         running = True
@@ -233,7 +235,8 @@ class Server:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise UserError(
-                f"cannot listen on {listen}: {error.strerror}; choose another address with --listen or [controller] listen"
+                f"cannot listen on {listen}: {error.strerror}; "
+                "choose another address with --listen or [controller] listen"
             ) from None
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return bound.replace("tcp://0.0.0.0:", f"tcp://{socket.gethostname()}:")

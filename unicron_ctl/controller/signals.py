@@ -1,4 +1,6 @@
-"""From what agents say and what the clock shows to the next event of a job's state machine. Pure: (views, now) -> event and reason."""
+"""From what agents say and what the clock shows to the next event of a job's state machine. Pure: (views, now) ->
+event and reason.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from dataclasses import dataclass, field
 from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.machine import Event, State
-from unicron_ctl.controller.soft import AT_REST, JobView
+from unicron_ctl.controller.soft import AT_REST, AgentView, JobView
 from unicron_ctl.controller.state import Identity
 from unicron_ctl.wire import RankStatus
 
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
+WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 
@@ -36,7 +39,8 @@ class Signal:
 class Surroundings:
     """What a job's next event depends on beside its own ranks.
 
-    expected: elements that Slurm shows running or that the plan still wants to start; None while Slurm has not answered.
+    expected: elements that Slurm shows running or that the plan still wants to start; None while Slurm has not
+    answered.
     restarted_at: when this controller started. put_aside: nodes that must not get work of this job now.
     """
 
@@ -112,19 +116,42 @@ def lost_because(job: JobView, around: Surroundings, slot: int, identity: Identi
 
 
 def faults(job: JobView, around: Surroundings, now: float) -> Signal | None:
-    """A member stopped by itself, and after a moment still nobody is gone: it has to be tried again."""
+    """A member stopped by itself, all agents have spoken since, and still nobody is gone: it has to be tried again.
+
+    A rank's connections also break because a peer's node died, which only the lease shows: until every agent has
+    been heard
+    again (they are pinged) this is no fault yet.
+    """
+    stopped = self_stopped(job)
     found: dict[int, str] = {}
+    for slot, since in stopped.items():
+        status = job.status(slot)
+        if now - since >= around.config.fault_grace and not unheard_since(job, since):
+            found[slot] = (
+                f"stopped: {status.fault.type}: {status.fault.text}" if status and status.fault else "stopped by itself"
+            )
+    if not found:
+        return None
+    return Signal(Event.FAULT, "; ".join(f"slot {slot} {reason}" for slot, reason in sorted(found.items())), found)
+
+
+def self_stopped(job: JobView) -> dict[int, float]:
+    """Members that stopped without a Break, and when that was heard."""
+    found: dict[int, float] = {}
     for slot in {**job.state.members, **job.state.joining}:
         status, view = job.status(slot), job.agents.get(job.state.element(slot))
         if status is None or view is None or status.state not in AT_REST or job.finished(slot):
             continue
-        if status.broken <= job.state.broken:
-            continue  # it obeys an earlier Break and has not got its plan yet
-        if now - view.progress.get(slot, now) >= around.config.fault_grace:
-            found[slot] = f"stopped: {status.fault.type}: {status.fault.text}" if status.fault else "stopped by itself"
-    if not found:
-        return None
-    return Signal(Event.FAULT, "; ".join(f"slot {slot} {reason}" for slot, reason in sorted(found.items())), found)
+        if status.broken > job.state.broken:  # else it obeys an earlier Break and has not got its plan yet
+            found[slot] = view.progress.get(slot, view.last_heard)
+    return found
+
+
+def unheard_since(job: JobView, since: float) -> list[AgentView]:
+    """Agents with members that have said nothing since a moment after `since`."""
+    elements = job.state.elements({**job.state.members, **job.state.joining})
+    views = [job.agents[element] for element in elements if element in job.agents]
+    return [view for view in views if view.alive and view.last_heard < since + WITNESS_SECONDS]
 
 
 # ---------------------------------------------------------------- forming
@@ -273,7 +300,8 @@ def reported(job: JobView, around: Surroundings, now: float) -> Signal | None:
 def at_rest(job: JobView, slot: int, now: float) -> bool:
     """The rank has left its collectives for good and waits for a plan above the Break.
 
-    A stopped rank can't enter an offer, so a report counts if it is newer than every plan that the rank could still enter.
+    A stopped rank can't enter an offer, so a report counts if it is newer than every plan that the rank could still
+    enter.
     """
     state, status = job.state, job.status(slot)
     if status is None or status.state not in AT_REST:

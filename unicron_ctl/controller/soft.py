@@ -1,4 +1,6 @@
-"""What the controller knows for now: what agents say, and when they said it. Lost with the process, rebuilt from their messages."""
+"""What the controller knows for now: what agents say, and when they said it. Lost with the process, rebuilt from
+their messages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ AT_REST = ("stopped", "waiting")
 
 @dataclass
 class AgentView:
-    """One agent. `expired`: its lease ran out. `left`: it said that it ends by itself. `suspect_since`: Slurm says that it ended."""
+    """One agent. `expired`: its lease ran out. `left`: it said that it ends by itself. `suspect_since`: Slurm says
+    that it ended.
+    """
 
     job: str
     element: int
@@ -42,7 +46,9 @@ class AgentView:
         return not self.expired and not self.left
 
     def take(self, status: Status, now: float) -> bool:
-        """A status of this agent; slots that are not its own are ignored. True when it says something that decisions hang on."""
+        """A status of this agent; slots that are not its own are ignored. True when it says something that decisions
+        hang on.
+        """
         news = self.store != status.store
         self.last_heard, self.sent, self.store, self.suspect_since = now, status.sent, status.store, None
         self.left = status.leaving

@@ -1,6 +1,7 @@
 """What the controller knows for good: a fold over the event log. A restart replays it; what agents say is not in here.
 
-`fold(state, event)` is the only code that changes a :class:`ClusterState`; live and replayed events go through it alike.
+`fold(state, event)` is the only code that changes a :class:`ClusterState`; live and replayed events go
+through it alike.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Identity:
 
 @dataclass
 class SlotState:
-    """wanted: the incarnation that is to be alive, not started before `not_before`. ready, worked: the last identity that could
-    enter, and that finished an iteration. quick_deaths: in a row, without ever being ready. exit_seen: the last one handled."""
+    """wanted: the incarnation that is to be alive, not started before `not_before`. ready, worked: the last identity
+    that could
+    enter, and that finished an iteration. quick_deaths: in a row, without ever being ready.
+    exit_seen: the last one handled."""
 
     wanted: int = 0
     not_before: float = 0.0
@@ -61,7 +64,8 @@ class AgentRecord:
 
 @dataclass
 class JobState:
-    """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or enter, `offer`
+    """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or
+    enter, `offer`
     the boundary plan that is outstanding. `lost` are the members that the present Break goes on without."""
 
     job: str
@@ -154,7 +158,9 @@ def replay(events: Iterable[Event]) -> ClusterState:
 
 
 def fold(state: ClusterState, event: Event) -> None:
-    """Takes one event into the state. Kinds without a rule are for people only; a log of a later release may hold them."""
+    """Takes one event into the state. Kinds without a rule are for people only; a log of a later release may hold
+    them.
+    """
     state.last_event = event.id
     rule = _CLUSTER_RULES.get(event.kind)
     if rule:

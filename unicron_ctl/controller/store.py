@@ -29,7 +29,9 @@ CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
 
 @dataclass(frozen=True)
 class Event:
-    """One entry: `time` in seconds since the epoch, `job` empty where none is concerned, `generation` 0 likewise, `payload` plain JSON."""
+    """One entry: `time` in seconds since the epoch, `job` empty where none is concerned, `generation` 0 likewise,
+    `payload` plain JSON.
+    """
 
     id: int
     time: float
@@ -62,12 +64,14 @@ class Store:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
-            # NORMAL: a crash of the process loses nothing, one of the machine at most the last moments, and never the file.
+            # NORMAL: a crash of the process loses nothing, one of the machine at most the last moments, and never
+            # the file.
             self._db.execute("PRAGMA synchronous=NORMAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA_VERSION):
                 raise StoreError(
-                    f"{self.path}: written by another release (format {version}): use that release or move the file away"
+                    f"{self.path}: written by another release (format {version}): "
+                    "use that release or move the file away"
                 )
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -97,7 +101,9 @@ class Store:
         return self._select("SELECT * FROM event ORDER BY id", ())
 
     def tail(self, after: int = 0, limit: int = 1000, job: str | None = None) -> list[Event]:
-        """The events with an id above `after`, oldest first; with more than `limit` of them and after = 0 the newest ones."""
+        """The events with an id above `after`, oldest first; with more than `limit` of them and after = 0 the newest
+        ones.
+        """
         where, values = ("WHERE id > ? AND job = ?", (after, job)) if job else ("WHERE id > ?", (after,))
         order = "ASC" if after else "DESC"
         found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", (*values, limit)))

@@ -36,7 +36,10 @@ class FakeAgent:
         self.slots = [element * ranks + local for local in range(ranks)]
         self.ranks = {
             slot: wire.RankStatus(
-                state="starting", micro_batches=MICRO_BATCHES, train_iterations=100, flops_per_iteration=1e9,
+                state="starting",
+                micro_batches=MICRO_BATCHES,
+                train_iterations=100,
+                flops_per_iteration=1e9,
                 iteration_seconds=0.5,
             )
             for slot in self.slots
@@ -54,8 +57,13 @@ class FakeAgent:
         self.world.to_engine(
             self,
             wire.Register(
-                job=self.job, element=self.element, agent=self.agent, node=self.node, address="127.0.0.1",
-                slots=self.slots, settings=self.settings,
+                job=self.job,
+                element=self.element,
+                agent=self.agent,
+                node=self.node,
+                address="127.0.0.1",
+                slots=self.slots,
+                settings=self.settings,
             ),
         )
 
@@ -64,8 +72,13 @@ class FakeAgent:
             self.world.to_engine(
                 self,
                 wire.Status(
-                    job=self.job, element=self.element, agent=self.agent, sent=self.world.now,
-                    store=f"127.0.0.1:{9000 + self.element}", leaving=leaving, ranks=dict(self.ranks),
+                    job=self.job,
+                    element=self.element,
+                    agent=self.agent,
+                    sent=self.world.now,
+                    store=f"127.0.0.1:{9000 + self.element}",
+                    leaving=leaving,
+                    ranks=dict(self.ranks),
                 ),
             )
 
@@ -103,8 +116,13 @@ class FakeAgent:
             case wire.StartRank():
                 if self.ranks[message.slot].incarnation < message.incarnation:
                     self.ranks[message.slot] = wire.RankStatus(
-                        state="starting", incarnation=message.incarnation, micro_batches=MICRO_BATCHES,
-                        train_iterations=100, flops_per_iteration=1e9, iteration_seconds=0.5, changed=self.world.now,
+                        state="starting",
+                        incarnation=message.incarnation,
+                        micro_batches=MICRO_BATCHES,
+                        train_iterations=100,
+                        flops_per_iteration=1e9,
+                        iteration_seconds=0.5,
+                        changed=self.world.now,
                     )
                     self.status()
             case wire.StopRank():
@@ -125,7 +143,11 @@ class FakeAgent:
         elif rank.state in ("waiting", "stopped"):
             iteration = plan.iteration if plan.iteration is not None else self.world.iteration(self.job)
             self.set(
-                slot, state="running", generation=plan.generation, iteration=iteration, phase="computing",
+                slot,
+                state="running",
+                generation=plan.generation,
+                iteration=iteration,
+                phase="computing",
                 done=[] if slot in plan.joiners else [i for i in rank.done if rank.iteration == iteration],
             )
 
@@ -146,9 +168,16 @@ class FakeAgent:
         self.world.to_engine(
             self,
             wire.Step(
-                job=self.job, slot=slot, generation=self.ranks[slot].generation, iteration=iteration,
-                micro_batches=indices, computed=indices if computed is None else computed, total=MICRO_BATCHES,
-                seconds=0.5, loss=1.0 / (iteration + 1), at=self.world.now,
+                job=self.job,
+                slot=slot,
+                generation=self.ranks[slot].generation,
+                iteration=iteration,
+                micro_batches=indices,
+                computed=indices if computed is None else computed,
+                total=MICRO_BATCHES,
+                seconds=0.5,
+                loss=1.0 / (iteration + 1),
+                at=self.world.now,
             ),
         )
 
@@ -166,7 +195,14 @@ class FakeSlurm:
 
     def submit(self, job: str, count: int) -> None:
         for element in range(count):
-            self.queue[job, element] = {"state": "PENDING", "node": None, "reason": "Resources", "comment": "", "restarts": 0, "pin": None}
+            self.queue[job, element] = {
+                "state": "PENDING",
+                "node": None,
+                "reason": "Resources",
+                "comment": "",
+                "restarts": 0,
+                "pin": None,
+            }
         self.schedule()
 
     def free(self) -> list[str]:
@@ -176,16 +212,35 @@ class FakeSlurm:
     def schedule(self) -> None:
         for entry in self.queue.values():
             free = self.free()
-            if entry["state"] == "PENDING" and "held" not in entry["reason"].lower() and entry["reason"] != "BeginTime" and free:
+            if (
+                entry["state"] == "PENDING"
+                and "held" not in entry["reason"].lower()
+                and entry["reason"] != "BeginTime"
+                and free
+            ):
                 if entry["pin"] is None or entry["pin"] in free:
                     entry.update(state="RUNNING", node=entry["pin"] or free[0], reason="")
 
     def nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(n, frozenset(s), self.reasons.get(n, ""), "127.0.0.1", 1, self.starts[n], 1) for n, s in self.node_states.items()]
+        return [
+            NodeInfo(n, frozenset(s), self.reasons.get(n, ""), "127.0.0.1", 1, self.starts[n], 1)
+            for n, s in self.node_states.items()
+        ]
 
     def elements(self) -> list[ElementInfo]:
         return [
-            ElementInfo(job, element, f"{job}{element}", e["state"], e["node"], e["reason"], f"job{job}", "ann", e["comment"], e["restarts"])
+            ElementInfo(
+                job,
+                element,
+                f"{job}{element}",
+                e["state"],
+                e["node"],
+                e["reason"],
+                f"job{job}",
+                "ann",
+                e["comment"],
+                e["restarts"],
+            )
             for (job, element), e in self.queue.items()
         ]
 
@@ -205,7 +260,9 @@ class FakeSlurm:
         entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        self.queue[job, element].update(state="PENDING", node=None, reason="job requeued in held state", comment=comment)
+        self.queue[job, element].update(
+            state="PENDING", node=None, reason="job requeued in held state", comment=comment
+        )
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:
@@ -252,14 +309,18 @@ class World:
 
     def let_in(self, job: str, plan: wire.Plan) -> None:
         """Joiners get in when everyone else is."""
-        ranks = {slot: (a, rank) for a in self.agents if a.job == job and not a.silent for slot, rank in a.ranks.items()}
+        ranks = {
+            slot: (a, rank) for a in self.agents if a.job == job and not a.silent for slot, rank in a.ranks.items()
+        }
         if set(plan.members) <= set(ranks) and all(
             ranks[s][1].generation == plan.generation or ranks[s][1].entering == plan.generation for s in plan.members
         ):
             for slot in plan.joiners:
                 agent, rank = ranks[slot]
                 if rank.state == "entering":
-                    agent.set(slot, state="running", generation=plan.generation, entering=0, iteration=self.iteration(job))
+                    agent.set(
+                        slot, state="running", generation=plan.generation, entering=0, iteration=self.iteration(job)
+                    )
 
     def to_engine(self, agent: FakeAgent, message: wire.Message) -> None:
         self.engine.receive(agent.route, message, self.now)
@@ -336,7 +397,16 @@ class World:
             agents[slot].set(slot, iteration=iteration + 1, done=[])
 
     def kinds(self, job: str = "1") -> list[str]:
-        quiet = ("rank_ready", "agent_registered", "job_registered", "step", "allotted", "replanned", "slurm_action", "unpinned")
+        quiet = (
+            "rank_ready",
+            "agent_registered",
+            "job_registered",
+            "step",
+            "allotted",
+            "replanned",
+            "slurm_action",
+            "unpinned",
+        )
         return [event.kind for event in self.log if event.job == job and event.kind not in quiet]
 
     def check_replay(self) -> None:

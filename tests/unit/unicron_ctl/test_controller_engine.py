@@ -7,8 +7,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 
+from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron_ctl import wire
 from unicron_ctl.controller import machine
 from unicron_ctl.controller.engine import Engine
@@ -100,7 +100,13 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
     world.run(0.5)
     assert world.job().phase == "offering"
     offer = world.job().offer
-    assert offer.boundary and offer.generation == 3 and offer.members == [0, 1] and offer.joiners == [1] and offer.source == 0
+    assert (
+        offer.boundary
+        and offer.generation == 3
+        and offer.members == [0, 1]
+        and offer.joiners == [1]
+        and offer.source == 0
+    )
     agents[0].take_offer()
     assert world.job().phase == "running" and world.job().plan.generation == 3
     assert world.job().failures[-1]["restored_at"] == world.now
@@ -203,7 +209,11 @@ def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
     assert world.job().phase == "running"
     world.run(0.3)
     assert messages(world, wire.Break)[0].lost == []
-    assert world.job().phase == "running" and sorted(world.job().plan.members) == [0, 1] and world.job().plan.generation == 2
+    assert (
+        world.job().phase == "running"
+        and sorted(world.job().plan.members) == [0, 1]
+        and world.job().plan.generation == 2
+    )
     assert world.job().failures[-1]["severity"] == 3 and world.job().failures[-1]["kind"] == "exception"
 
 
@@ -367,7 +377,15 @@ def test_a_registration_with_wrong_slots_is_refused(slots):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["die", "ready", "offer", "time", "silent", "speak", "hang", "restart", "iterate"]), st.integers(0, 3)), max_size=25))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["die", "ready", "offer", "time", "silent", "speak", "hang", "restart", "iterate"]),
+            st.integers(0, 3),
+        ),
+        max_size=25,
+    )
+)
 def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(story):
     """Random failures in random order: no crash, generations only rise, the replayed state is the live one."""
     world = World(report_timeout=2.0, enter_timeout=3.0, restart_grace=2.0)
@@ -434,7 +452,11 @@ def follow(world: World, job: str, count: int, weight: float = 1.0) -> list[Fake
         if agent.job == job and (entry["state"] != "RUNNING" or entry["node"] != agent.node):
             agent.silent = True
     for (owner, element), entry in world.slurm.queue.items():
-        here = [a for a in world.agents if a.job == job and a.element == element and a.node == entry["node"] and not a.silent]
+        here = [
+            a
+            for a in world.agents
+            if a.job == job and a.element == element and a.node == entry["node"] and not a.silent
+        ]
         if owner == job and entry["state"] == "RUNNING" and not here and entry["node"] not in world.dead_nodes:
             agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
             agent.register()
@@ -484,7 +506,9 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
     for agent in world.agents:
         agent.take_offer()
     world.run(2.0)
-    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith("unicron")
+    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith(
+        "unicron"
+    )
     assert slurm.queue["1", 0]["state"] == "RUNNING" and slurm.queue["1", 0]["node"] == "n4"
     order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
     assert order == ["pin", "requeue_hold", "start_now"]

@@ -39,7 +39,7 @@ def consistent_survivors(draw):
 
 @given(consistent_survivors())
 def test_the_assignment_is_a_partition_and_keeps_what_survivors_have(case):
-    total, top, reports = case
+    total, _, reports = case
     decision = decide(reports, total)
     assert decision is not None and decision.unusable == {}
     assert decision.members == sorted(reports)
