@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Where virtual nodes share a machine's cores, a rank that is still starting goes before those that train already: the
+# sooner it is there the sooner it takes its share.
+TRAINING_NICENESS = 5
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
@@ -90,6 +93,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     system.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during the backward pass")
     system.add_argument(
         "--metrics", metavar="PREFIX", help="JSON lines, one file per rank (PREFIX.slotN); see training_metrics.py"
+    )
+    system.add_argument(
+        "--save-gradients", metavar="DIR", help="for comparing two runs: DIR/ITERATION.slotN.pt, as the optimizer saw it"
+    )
+    system.add_argument(
+        "--save-gradients-when",
+        choices=("always", "regrouped"),
+        default="always",
+        help="by the first member, in every iteration or in the first of each generation",
     )
     system.add_argument("--log-interval", type=_number(int, 1), default=1, help="iterations per log line")
     options = parser.parse_args(arguments)
@@ -350,6 +362,16 @@ def metrics_record(result: Any) -> dict[str, Any]:
     }
 
 
+def save_gradient(chunk: Any, path: Path) -> None:
+    """The reduced and clipped gradient of the step just taken, one flat fp32 tensor; readers never see half a file."""
+    import torch
+
+    gradient = torch.cat([parameter.main_grad.detach().float().reshape(-1).cpu() for parameter in chunk.module.parameters()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(gradient, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
 def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -375,9 +397,16 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
         micro_batch_size=options.micro_batch_size,
         train_iterations=options.train_iterations,
     )
+    generation = -1
+    if device.type == "cpu":
+        os.nice(TRAINING_NICENESS)
     for result in session:
         if metrics:
             metrics.write(metrics_record(result))
+        if options.save_gradients and dist.get_rank() == 0:
+            if options.save_gradients_when == "always" or result.generation != generation:
+                save_gradient(chunk, Path(options.save_gradients) / f"{result.iteration}.slot{slot}.pt")
+        generation = result.generation
         # The lowest-ranked member of the present generation, which may be another process than before.
         if dist.get_rank() == 0 and (result.iteration + 1) % options.log_interval == 0:
             print(log_line(options, result), flush=True)

@@ -16,6 +16,7 @@ from unicron_ctl.errors import FAILURE, WRONG_USE, UserError, one_line
 COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("unicron_ctl.commands.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron_ctl.commands.cluster:command", "Run a private Slurm cluster on this machine."),
+    "demo": ("unicron_ctl.commands.demo:command", "Train two jobs, break them, watch them heal."),
     "plan": ("unicron_ctl.commands.plan:command", "Compute the best assignment of nodes to jobs."),
     "simulate": ("unicron_ctl.commands.simulate:command", "Replay a failure trace under several policies."),
 }

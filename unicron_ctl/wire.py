@@ -139,6 +139,10 @@ class Welcome(Message, tag="welcome"):
     controller: str
 
 
+class Ping(Message, tag="ping"):
+    """Say at once that you live: an agent answers with its status."""
+
+
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message; `final` means that asking again is useless."""
 
@@ -222,7 +226,7 @@ class Answer(Message, tag="answer"):
 
 
 ToController = Union[Register, Status, Step, Timing, Ask]
-ToAgent = Union[Welcome, Refused, Break, Plan, StartRank, StopRank, End]
+ToAgent = Union[Welcome, Ping, Refused, Break, Plan, StartRank, StopRank, End]
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 

@@ -251,6 +251,8 @@ class Agent:
                 if self._registered:
                     self._send_status()
                 self._registered = True
+            case wire.Ping():
+                self._send_status()
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break() | wire.Plan():

@@ -1,0 +1,81 @@
+"""`unicronctl demo`: see `unicron_ctl.demo`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from unicron_ctl.errors import UserError
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here as JSON.")
+@click.option("--keep", is_flag=True, help="Keep the folder with logs, metrics and the event log.")
+@click.option("--iterations", type=click.IntRange(20), default=300, show_default=True, help="Iterations that each job trains.")
+def command(json_path: Path | None, keep: bool, iterations: int) -> None:
+    """Train two GPT jobs on a private Slurm cluster, break them, watch them heal, and compare their losses with undisturbed runs."""
+    from rich.console import Console
+
+    from unicron_ctl.demo.stage import DemoJob, Stage
+
+    jobs = (DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234, iterations=iterations),
+            DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321, iterations=iterations))
+    if json_path is not None and not json_path.resolve().parent.is_dir():
+        raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
+    folder = Path(tempfile.mkdtemp(prefix="unicron-demo-"))
+    stage = Stage(folder, nodes=6, jobs=jobs)
+    try:
+        play(stage, Console(), json_path)
+    except KeyboardInterrupt:
+        raise UserError("interrupted; nothing is left running") from None
+    except BaseException:
+        keep = True  # the logs say why
+        raise
+    finally:
+        if not keep:
+            stage.remove()
+
+
+def play(stage: object, console: object, json_path: Path | None) -> None:
+    """Set the stage, play the story, show and check the result. Raises UserError when something is not as promised."""
+    from unicron_ctl.demo import report
+    from unicron_ctl.demo.story import Story
+    from unicron_ctl.demo.view import View
+
+    began = time.monotonic()
+    options = MODEL_OPTIONS
+    with View(console) as view:
+        view.tell("building a dataset from the source of Python's standard library")
+        data = ["--data-path", str(stage.build_dataset()), *options]
+        view.tell(f"starting unicrond, slurmctld and {stage.nodes} slurmd below {stage.folder}")
+        with stage.open():
+            for job in stage.jobs:
+                stage.submit(job, data)
+                stage.start_reference(job, data)
+                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, up to {job.elements} nodes, weight {job.weight:g}")
+            story = Story(stage, view.tell, view.show)
+            story.play()
+            result = report.collect(story)
+            view.tell(f"done in {time.monotonic() - began:.0f} s")
+    for table in report.tables(result):
+        console.print(table)
+    if json_path is not None:
+        report.write_json(result, json_path)
+    found = report.problems(result)
+    if found:
+        raise UserError("; ".join(found))
+    console.print(EXPLANATION)
+
+
+# A model small enough that two cores train five ranks of it and two reference runs.
+MODEL_OPTIONS = ["--num-layers", "2", "--hidden-size", "128", "--seq-length", "128", "--micro-batch-size", "2", "--micro-batches", "12",
+                 "--lr-warmup-iterations", "5"]
+
+EXPLANATION = """
+What you saw: when a rank or a node died, the others kept what they had computed of the same iteration, shared the lost
+micro-batches among them, and stepped as if nothing had happened. Slurm meanwhile started the lost element again, on the
+spare node, or on a node that the planner took from the job where it counted less. `unicronctl status`, `events` and
+`explain JOB` tell the same of your own jobs; docs/user-guide.md says how to run them."""

@@ -1,0 +1,194 @@
+"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs. All of it is real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import unicron_ctl
+from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.cluster.layout import Layout
+from unicron_ctl.errors import UserError
+from unicron_ctl.query import ask
+
+ROOT = Path(unicron_ctl.__file__).resolve().parent.parent
+TEMPLATES = ROOT / "sbatch_templates"
+PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
+START_SECONDS = 60.0
+DATASET_SECONDS = 120.0
+ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
+
+
+@dataclass(frozen=True)
+class DemoJob:
+    """One training job of the demo. `elements` is the most nodes it can use."""
+
+    name: str
+    elements: int
+    weight: float
+    min_nodes: int
+    seed: int
+    iterations: int
+
+
+@dataclass
+class Stage:
+    """Everything that runs during the demo, below one folder."""
+
+    folder: Path
+    nodes: int
+    jobs: tuple[DemoJob, ...]
+    cluster: LocalCluster = field(init=False)
+    ids: dict[str, str] = field(default_factory=dict)  # job name -> Slurm job id
+    _controller: subprocess.Popen[bytes] | None = None
+    _references: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ up and down
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Stage]:
+        """The stage is set inside; afterwards nothing of it runs."""
+        if not PLUGIN.is_file():
+            raise UserError(f"no {PLUGIN.name} in {PLUGIN.parent}: build it with `make plugin`")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            address = self._start_controller()
+            bindir = Path(sysconfig.get_path("scripts"))
+            self.cluster = LocalCluster(self.folder / "slurm", nodes=self.nodes, gpus_per_node=1, auth="munge",
+                                        plugstack_lines=[f"optional {PLUGIN} agent={bindir / 'unicron-agent'} controller={address}"])
+            self.cluster.up()
+            yield self
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End everything, in any state of set-up, however often."""
+        for process in [*self._references.values(), self._controller]:
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if hasattr(self, "cluster"):
+            self.cluster.down()
+
+    def _start_controller(self) -> str:
+        """unicrond asks Slurm only when a job registers, so it may be up before the cluster, whose plugin must know its port."""
+        state = self.folder / "controller"
+        config = self.folder / "unicron.toml"
+        config.write_text('[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "command"\nslurm_poll_seconds = 0.5\n')
+        environment = os.environ | {"SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf), "PATH": _search_path(), "UNICRON_CONFIG": str(config)}
+        with (self.folder / "unicrond.log").open("ab") as log:
+            self._controller = subprocess.Popen([sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(config), "--state-dir", str(state)],
+                                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        address = state / "address"
+        self._wait(address.is_file, START_SECONDS, "unicrond did not start", self._controller)
+        self.address = address.read_text().strip()
+        return self.address
+
+    def _wait(self, ready: Any, seconds: float, complaint: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+                raise UserError(f"{complaint}: see the logs in {self.folder}")
+            time.sleep(0.05)
+
+    # ------------------------------------------------------------ dataset, jobs, references
+    def build_dataset(self) -> Path:
+        """Megatron's indexed dataset of the source of Python's standard library; returns its prefix."""
+        prefix = self.folder / "stdlib"
+        self._run_python([str(TEMPLATES / "build_dataset.py"), "--input", sysconfig.get_path("stdlib"), "--suffix", ".py", "--output", str(prefix)])
+        return prefix
+
+    def _run_python(self, words: list[str]) -> None:
+        try:
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=DATASET_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{Path(words[0]).name} took more than {DATASET_SECONDS:.0f} s; run it by hand to see why") from None
+        if done.returncode:
+            raise UserError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{words[0]} failed")
+
+    def submit(self, job: DemoJob, options: list[str]) -> str:
+        """sbatch the template as a user would; returns the array job's id."""
+        work = self.folder / job.name
+        work.mkdir(exist_ok=True)
+        command = ["sbatch", "--parsable", f"--job-name={job.name}", f"--array=0-{job.elements - 1}", "--unicron", f"--unicron-weight={job.weight}",
+                   f"--unicron-min-nodes={job.min_nodes}", str(TEMPLATES / "gpt_elastic.sbatch"), *options,
+                   "--seed", str(job.seed), "--train-iterations", str(job.iterations), "--save-gradients", str(work / "gradients"),
+                   "--save-gradients-when", "regrouped"]
+        environment = os.environ | self.cluster.env() | {"PATH": _search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
+        environment.pop("UNICRON_CONTROLLER", None)
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            raise UserError(f"sbatch: {done.stderr.strip()}")
+        self.ids[job.name] = done.stdout.strip().split(";")[0]
+        return self.ids[job.name]
+
+    def start_reference(self, job: DemoJob, options: list[str]) -> None:
+        """The same script, data and seed in one undisturbed process outside Slurm, at the lowest priority."""
+        work = self.folder / f"{job.name}-reference"
+        work.mkdir(exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        with (work / "log").open("wb") as log:
+            self._references[job.name] = subprocess.Popen(
+                ["nice", "-n", "19", sys.executable, str(TEMPLATES / "train_gpt.py"), *options, "--seed", str(job.seed), "--train-iterations",
+                 str(job.iterations), "--metrics", str(work / "metrics"), "--save-gradients", str(work / "gradients")],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+    def references_done(self) -> bool:
+        """All references have ended well. Raises UserError when one failed."""
+        for name, process in self._references.items():
+            if process.poll() not in (None, 0):
+                raise UserError(f"the reference run of {name} failed: see {self.folder / f'{name}-reference' / 'log'}")
+        return all(process.poll() == 0 for process in self._references.values())
+
+    # ------------------------------------------------------------ looking and breaking
+    def status(self) -> dict[str, Any]:
+        """What `unicronctl status --json` shows."""
+        return ask({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        """One job of the status, None before its first agent has registered."""
+        return next((job for job in self.status()["jobs"] if job["job"] == self.ids[name]), None)
+
+    def kill_rank(self, name: str, element: int) -> float:
+        """kill -9 of the element's first rank; returns the time."""
+        found = next(e for e in self.job(name)["elements"] if e["element"] == element)
+        now = time.time()
+        os.kill(found["ranks"][0]["pid"], signal.SIGKILL)
+        return now
+
+    def node_of(self, name: str, element: int) -> str:
+        """Where the element runs now."""
+        return next(e["node"] for e in self.job(name)["elements"] if e["element"] == element)
+
+    def power_off(self, node: str) -> float:
+        """slurmd, stepd and every process of the node are gone at once; returns the time."""
+        now = time.time()
+        self.cluster.power_off(node)
+        return now
+
+    def metrics(self, name: str) -> Path:
+        """Prefix of the job's metrics files."""
+        return self.folder / name / "metrics" / f"{name}-{self.ids[name]}"
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _search_path() -> str:
+    """This environment's programs first, so that the template's `python` is this one; Slurm's may be in sbin."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])

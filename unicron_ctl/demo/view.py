@@ -1,0 +1,72 @@
+"""The live view: jobs and nodes as they are, and the last lines of the story. On a pipe it prints the story's lines only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+LINES = 14
+
+
+class View:
+    """`tell` adds a line to the story, `show` redraws the tables."""
+
+    def __init__(self, console: Console):
+        self._console, self._began = console, time.time()
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._last_event = ""
+
+    def __enter__(self) -> View:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+            for line in self._lines:
+                self._console.print(Text(line))
+
+    def tell(self, text: str) -> None:
+        """One line of the story, with the seconds since the start."""
+        line = f"{time.time() - self._began:6.1f} s  {text}"
+        self._lines.append(line)
+        if not self._live:
+            self._console.print(Text(line), soft_wrap=True)
+
+    def show(self, status: dict[str, Any]) -> None:
+        """What the controller knows now."""
+        last = max(status["failures"], key=lambda failure: failure["id"], default=None)
+        if last and last["reason"] != self._last_event:
+            self._last_event = last["reason"]
+            self.tell(f"    unicron: SEV{last['severity']} {last['cause']}: {last['reason']}")
+        if self._live:
+            self._live.update(Group(_jobs(status), _nodes(status), Text("\n".join(self._lines))))
+
+
+def _jobs(status: dict[str, Any]) -> Table:
+    table = Table(title="jobs", title_justify="left", expand=True)
+    for heading in ("job", "state", "generation", "nodes", "iteration", "s/iteration", "loss", "weight", "WAF (GFLOP/s)"):
+        table.add_column(heading)
+    for job in status["jobs"]:
+        seconds = job["iteration_seconds"]
+        table.add_row(job["name"], job["state"], str(job["generation"]), f"{job['nodes']} of {job['max_nodes']}", f"{job['iteration']} of {job['train_iterations']}",
+                      f"{seconds:.2f}" if seconds else "-", f"{job['loss']:.4f}" if job["loss"] is not None else "-", f"{job['weight']:g}", f"{job['waf'] / 1e9:.1f}")
+    return table
+
+
+def _nodes(status: dict[str, Any]) -> Text:
+    names = {job["job"]: job["name"] for job in status["jobs"]}
+    words = Text("nodes  ")
+    for node in status["nodes"]:
+        users = " ".join(f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node["used_by"])
+        words.append(f"{node['node']} ", style="bold")
+        words.append(f"{users or ('idle' if node['healthy'] else '+'.join(node['states']).lower())}   ", style="green" if node["healthy"] else "red")
+    return words
