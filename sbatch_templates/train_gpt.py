@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 # Where virtual nodes share a machine's cores, a rank that is still starting goes before those that train already: the
 # sooner it is there the sooner it takes its share.
-TRAINING_NICENESS = 5
+TRAINING_NICENESS = 15
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
@@ -397,6 +398,8 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
         micro_batch_size=options.micro_batch_size,
         train_iterations=options.train_iterations,
     )
+    # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
+    signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     generation = -1
     if device.type == "cpu":
         os.nice(TRAINING_NICENESS)
@@ -415,6 +418,7 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a training that could end
     # Ranks share the cores of a CPU machine; on GPUs more threads than this do not help Megatron either.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A single plain process needs no launcher.

@@ -119,19 +119,20 @@ class Session:
         self._timing: dict[str, float] = {}
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
+        self._stop_wanted = self._stopping = False
 
     # ------------------------------------------------------------ the loop
     def __iter__(self) -> Iterator[StepResult]:
         if self._channel is not None:
             self._publish("waiting")
             self._enter_until_in(self._wait_plan())
-        while self.iteration < self.train_iterations:
+        while self.iteration < self.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()
             except _Rejoined:
                 continue
             yield result
-            if self._agreed_offer is not None and self.iteration < self.train_iterations:
+            if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
                 self._change_membership(self._agreed_offer)
         self._finish()
 
@@ -206,17 +207,27 @@ class Session:
         Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
         return float(proof[1].mean())
 
+    def request_stop(self) -> None:
+        """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a signal handler.
+
+        Without an agent nothing is agreed upon: call it on every rank in the same iteration.
+        """
+        self._stop_wanted = True
+
     def _commit(self) -> Plan | None:
         """Nobody steps before all are synced. Returns the offer that every member holds, if there is one."""
         if self._channel is None:
+            self._stopping = self._stop_wanted
             return None
         offer = self._watch.offer
-        held = torch.zeros(len(self._members), dtype=torch.int64)
+        held = torch.zeros(len(self._members) + 1, dtype=torch.int64)  # each member's offer, and how many want to stop
         held[self._members.index(self.slot)] = offer.generation if offer else 0
+        held[-1] = int(self._stop_wanted)
         held = held.to(self._process.device)
         dist.all_reduce(held)
-        everyone = set(held.tolist())
-        return offer if offer is not None and everyone == {offer.generation} else None
+        *offers, wants = held.tolist()
+        self._stopping = wants > 0
+        return offer if offer is not None and set(offers) == {offer.generation} else None
 
     def _step(self, loss: float, began: float) -> StepResult:
         succeeded, grad_norm, _ = self._optimizer.step()

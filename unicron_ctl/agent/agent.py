@@ -28,7 +28,7 @@ from unicron_ctl.credential import make_credential
 REGISTER_SECONDS = 0.5
 QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-DEATH_OF_CONTROLLER = 3.0  # heartbeats unanswered... the controller pings in this many seconds
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm's --signal sends before a time limit is for the training script
 
 
 class Agent:
@@ -192,14 +192,19 @@ class Agent:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, *FORWARDED):
             signal.signal(number, lambda *_: None)
         self._watch(read, "signal", 0)
         return read
 
     def _on_signal(self, numbers: bytes) -> None:
-        number = numbers[-1]
-        self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+        for number in numbers:
+            if number in FORWARDED:
+                for rank in self.ranks.values():
+                    if rank.child is not None:
+                        rank.child.signal(number)
+            elif number in (signal.SIGTERM, signal.SIGINT) and self._exit_code is None:
+                self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     # ------------------------------------------------------------ messages
     def _from_rank(self, identity: bytes, data: bytes) -> None:

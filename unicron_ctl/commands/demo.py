@@ -14,15 +14,14 @@ from unicron_ctl.errors import UserError
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here as JSON.")
 @click.option("--keep", is_flag=True, help="Keep the folder with logs, metrics and the event log.")
-@click.option("--iterations", type=click.IntRange(20), default=300, show_default=True, help="Iterations that each job trains.")
-def command(json_path: Path | None, keep: bool, iterations: int) -> None:
+def command(json_path: Path | None, keep: bool) -> None:
     """Train two GPT jobs on a private Slurm cluster, break them, watch them heal, and compare their losses with undisturbed runs."""
     from rich.console import Console
 
     from unicron_ctl.demo.stage import DemoJob, Stage
 
-    jobs = (DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234, iterations=iterations),
-            DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321, iterations=iterations))
+    jobs = (DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234),
+            DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321))
     if json_path is not None and not json_path.resolve().parent.is_dir():
         raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
     folder = Path(tempfile.mkdtemp(prefix="unicron-demo-"))

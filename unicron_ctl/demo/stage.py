@@ -26,6 +26,7 @@ TEMPLATES = ROOT / "sbatch_templates"
 PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
 START_SECONDS = 60.0
 DATASET_SECONDS = 120.0
+TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
 
 
@@ -38,7 +39,6 @@ class DemoJob:
     weight: float
     min_nodes: int
     seed: int
-    iterations: int
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Stage:
         work.mkdir(exist_ok=True)
         command = ["sbatch", "--parsable", f"--job-name={job.name}", f"--array=0-{job.elements - 1}", "--unicron", f"--unicron-weight={job.weight}",
                    f"--unicron-min-nodes={job.min_nodes}", str(TEMPLATES / "gpt_elastic.sbatch"), *options,
-                   "--seed", str(job.seed), "--train-iterations", str(job.iterations), "--save-gradients", str(work / "gradients"),
+                   "--seed", str(job.seed), "--train-iterations", str(TRAIN_ITERATIONS), "--save-gradients", str(work / "gradients"),
                    "--save-gradients-when", "regrouped"]
         environment = os.environ | self.cluster.env() | {"PATH": _search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
         environment.pop("UNICRON_CONTROLLER", None)
@@ -143,16 +143,20 @@ class Stage:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         with (work / "log").open("wb") as log:
             self._references[job.name] = subprocess.Popen(
-                ["nice", "-n", "19", sys.executable, str(TEMPLATES / "train_gpt.py"), *options, "--seed", str(job.seed), "--train-iterations",
-                 str(job.iterations), "--metrics", str(work / "metrics"), "--save-gradients", str(work / "gradients")],
+                ["nice", "-n", "19", sys.executable, str(TEMPLATES / "train_gpt.py"), *options, "--seed", str(job.seed), "--train-iterations", str(TRAIN_ITERATIONS), "--metrics", str(work / "metrics"), "--save-gradients", str(work / "gradients")],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
-    def references_done(self) -> bool:
-        """All references have ended well. Raises UserError when one failed."""
+    def references_reached(self, iterations: dict[str, int]) -> bool:
+        """The references have trained so many iterations, by job name. Raises UserError when one failed."""
         for name, process in self._references.items():
-            if process.poll() not in (None, 0):
+            if process.poll() is not None:
                 raise UserError(f"the reference run of {name} failed: see {self.folder / f'{name}-reference' / 'log'}")
-        return all(process.poll() == 0 for process in self._references.values())
+        return all((self.folder / f"{name}-reference" / "metrics.slot0").is_file() and _lines(self.folder / f"{name}-reference" / "metrics.slot0") >= wanted
+                   for name, wanted in iterations.items())
+
+    def finish(self, job: DemoJob) -> None:
+        """Ask the job to end after its present iteration, as Slurm's --signal would before a time limit."""
+        subprocess.run(["scancel", "--signal=USR1", self.ids[job.name]], env=os.environ | self.cluster.env(), timeout=20, check=False)
 
     # ------------------------------------------------------------ looking and breaking
     def status(self) -> dict[str, Any]:
@@ -192,3 +196,7 @@ class Stage:
 def _search_path() -> str:
     """This environment's programs first, so that the template's `python` is this one; Slurm's may be in sbin."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n")

@@ -42,10 +42,13 @@ class Story:
         lost = self._node_dies_with_spare(large)
         self._node_dies_without_spare(large, small)
         self._node_returns(lost, small)
-        self.tell("both jobs train to their end")
+        self.tell("all is healed: both jobs are asked to end")
+        for job in self.stage.jobs:
+            self.stage.finish(job)
         self._wait(lambda: all((self.stage.job(job.name) or {}).get("ended") for job in self.stage.jobs), FINISH_SECONDS, "the jobs did not finish")
-        self.tell("waiting for the undisturbed reference runs")
-        self._wait(self.stage.references_done, FINISH_SECONDS, "the reference runs did not finish")
+        trained = {job.name: self.stage.job(job.name)["iteration"] + 1 for job in self.stage.jobs}
+        self.tell(f"waiting for the undisturbed runs to reach {', '.join(f'iteration {count} of {name}' for name, count in trained.items())}")
+        self._wait(lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there")
 
     # ------------------------------------------------------------ chapters
     def _rank_dies(self, job: DemoJob) -> None:
@@ -83,7 +86,7 @@ class Story:
 
     @staticmethod
     def _over(job: DemoJob) -> bool:
-        raise UserError(f"{job.name} ended before the demo was through: give it more work with --iterations")
+        raise UserError(f"{job.name} ended before the demo was through; run it again with --keep and look at its logs")
 
     def record(self, injury: Injury) -> dict[str, Any] | None:
         """The controller's record of this failure: the first one of the job that was detected after it was caused."""
