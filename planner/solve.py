@@ -101,8 +101,8 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
 
 
 def _stopped(scenario: Scenario, job: Job) -> str:
-    options = job.options(scenario.nodes)
+    smallest = next((size for size in job.flops if size <= scenario.nodes and job.runs(size)), None)
     before = "stays without nodes" if job.nodes == 0 else f"stops and gives up its {nodes_text(job.nodes)}"
-    if len(options) == 1:
+    if smallest is None:
         return f"{before}: none of its sizes fits into {nodes_text(scenario.nodes)}"
-    return f"{before}: its smallest size is {nodes_text(options[1])}, which bring more weighted FLOP/s in other jobs"
+    return f"{before}: its smallest size is {nodes_text(smallest)}, which bring more weighted FLOP/s in other jobs"

@@ -31,7 +31,7 @@ def add(table: np.ndarray, row: Row) -> np.ndarray:
         keep = sizes <= n
         sizes, keys = sizes[keep], keys[keep]
     out = np.full(n + 1, NONE, dtype=np.int64)
-    if len(sizes) < max(DENSE, SPARSE * int(sizes[-1])):
+    if not len(sizes) or len(sizes) < max(DENSE, SPARSE * int(sizes[-1])):
         scratch = np.empty(n + 1, dtype=np.int64)
         for size, key in zip(sizes.tolist(), keys.tolist(), strict=True):
             shifted = scratch[: n + 1 - size]
@@ -70,7 +70,6 @@ def _add_within(table: np.ndarray, row: Row, slack: np.ndarray, used: np.ndarray
     if cost > SPARSE * len(slack):
         return add(table, row)
     cheap = slack <= limit
-    cheap[0] = True
     out = add(table, Row(row.sizes[cheap], row.keys[cheap]))
     sizes, keys = row.sizes[~cheap], row.keys[~cheap]
     for at in np.flatnonzero(used < gap - limit).tolist() if len(sizes) else ():

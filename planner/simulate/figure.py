@@ -95,8 +95,8 @@ def _bars(axes, results: Sequence[Result]) -> None:
     axes.set_xlabel("share of the ideal", fontsize=8, color=MUTED)
     axes.tick_params(labelsize=8, colors=MUTED)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16 if len(results) < 4 else -0.08), ncols=3, fontsize=8,
-                frameon=False)
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(PARTS), fontsize=8,
+                       frameon=False)
 
 
 _STYLE = """

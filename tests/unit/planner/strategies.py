@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from fractions import Fraction
 
 from hypothesis import strategies as st
@@ -85,3 +86,19 @@ def scale(scenario: Scenario) -> float:
     longest = max([scenario.d_running, scenario.transition_seconds,
                    *(job.transition_seconds or 0.0 for job in scenario.jobs)])
     return sum(max([job.weight * rate for rate in job.flops.values()]) for job in scenario.jobs) * longest + 1.0
+
+
+SHAPES = ("linear", "free", "noisy", "flat", "cliffs")
+
+
+def shaped(shape: str, count: int, nodes: int, seed: int) -> Scenario:
+    """A larger scenario with a job that has lost a worker; every size can be run."""
+    draw, made = random.Random(f"{shape}/{seed}"), []
+    for i in range(count):
+        rate = {"linear": lambda k: k, "free": lambda k: k, "noisy": lambda k: k**0.9 * draw.uniform(0.8, 1),
+                "flat": lambda k: draw.choice([3, 4]), "cliffs": lambda k: k // (nodes // 8)}[shape]
+        made.append(Job(f"j{i:02}", {k: 1e15 * rate(k) for k in range(1, nodes + 1)}, lost_worker=i == 3,
+                        nodes=nodes // count // (3 if shape == "free" else 1),
+                        transition_seconds=draw.choice([60.0, 600.0, 6e4]),
+                        weight=1.0 if shape in ("linear", "free") else draw.choice([0.7, 1.3])))
+    return Scenario(nodes=nodes - 1, jobs=tuple(made), mtbf_node_hours=5000.0)

@@ -15,7 +15,7 @@ from planner.expected import after_failure, candidates, solve_expected
 from planner.lookahead import Keeper, Lookahead
 from planner.model import Job, PlanError, Scenario
 from planner.solve import solve
-from tests.unit.planner.strategies import jobs, scale, scenarios
+from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
@@ -51,6 +51,16 @@ def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
                  sum(abs(plan[job.name] - job.nodes) for job in then.jobs))
                 for plan in (entry.assignment, anew.assignment)]
         assert cost[0] == cost[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_solving_anew_on_a_larger_cluster(shape):
+    """Where the first few sizes per job are not enough and the tables have to be widened."""
+    scenario = shaped(shape, 8, 96, seed=2)
+    table = Lookahead(scenario, pairs=False)
+    assert len(table.entries) >= 17
+    for event, entry in table.entries.items():
+        assert entry.assignment == solve(after(scenario, event)).assignment, event
 
 
 def cluster(spare: int = 1) -> Scenario:

@@ -122,6 +122,17 @@ def test_unicron_is_best_on_the_recalled_traces():
         assert max(results.values()) - results["unicron"] < 1e-3, results
 
 
+def test_two_losses_at_once_are_planned_for_once():
+    """The second is unnoticed when the plan for the first finds it; later trouble is judged by itself."""
+    scenario = small(nodes=6, jobs=(Job("a", FLOPS, max_nodes=3), Job("b", FLOPS, max_nodes=3)))
+    names = [fail(1, f"n{i}", "hardware_warning") for i in range(6)]  # gives the nodes their order
+    losses = [fail(1000, "n0", "ecc_error"), fail(1000.1, "n3", "lost_connection")]
+    result = simulate(scenario, make([*names, *losses, fail(5000, "n4", "nccl_timeout")], until=9000),
+                      POLICIES["unicron"])
+    assert result.plans == 1 and result.failures == (1000, 1000.1, 5000)
+    assert result.lost["detection"] == pytest.approx((3 * 0.3 + 3 * 0.2 + 1 * 90) / (6 * 9000))  # b has 1
+
+
 def test_naive_splits():
     scenario = small(nodes=8, jobs=(Job("x-1b", FLOPS), Job("y-3b", FLOPS, weight=3.0)))
     assert split(scenario, "equally") == {"x-1b": 4, "y-3b": 4}

@@ -14,7 +14,7 @@ from planner import keys, tables
 from planner.keys import Row
 from planner.model import Job, PlanError, Scenario
 from planner.solve import solve
-from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
+from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, shaped, sizes_of
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
@@ -110,6 +110,9 @@ def test_ties_disturb_fewest_then_move_least_then_by_name():
     assert solve(still).assignment == {"b": 4, "a": 4}
     grown = Scenario(nodes=10, jobs=two, transition_seconds=0.0)
     assert solve(grown).assignment == {"a": 6, "b": 4}  # one job disturbed, not two; the first by name
+    few = Scenario(nodes=7, transition_seconds=0.0, jobs=(  # one job moving by 4 rather than two moving by 1
+        Job("a", {1: 1.0, 5: 3.0}, nodes=1), Job("b", {1: 1.0, 2: 2.0}, nodes=1), Job("c", {1: 1.0, 2: 2.0}, nodes=1)))
+    assert solve(few).assignment == {"a": 5, "b": 1, "c": 1}
     shrunk = Scenario(nodes=7, jobs=two, transition_seconds=0.0)
     assert solve(shrunk).assignment == {"a": 4, "b": 3}
 
@@ -147,17 +150,33 @@ def test_block_kernel_equals_the_definition(nodes, values):
     assert tables.add(table, row).tolist() == want
 
 
-@pytest.mark.parametrize("shape", ["linear", "free", "noisy", "flat", "cliffs"])
+@settings(max_examples=300, **QUICK)
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=40), st.lists(st.integers(0, 60), min_size=2, max_size=40),
+       st.integers(0, 90))
+def test_leaving_out_pairs_of_too_much_slack(entries, slacks, gap):
+    """Where an entry and a size are within the gap together, their sum is in the table; nothing is invented."""
+    table, slack = tables.np.array(entries) * -1000, tables.np.array(slacks)
+    row = Row(tables.np.arange(len(slacks)), slack * -1000)
+    names = ("DENSE", "STATE_COST", "SPARSE")
+    before = [getattr(tables, name) for name in names]
+    tables.DENSE, tables.STATE_COST, tables.SPARSE = 1, 0, 10.0
+    try:
+        out = tables._add_within(table, row, slack, tables.np.array(entries), gap)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(tables, name, value)
+    for j in range(len(entries)):
+        pairs = [(entries[j - k] + slacks[k]) for k in range(min(j + 1, len(slacks)))]
+        if min(pairs) <= gap:
+            assert out[j] == -1000 * min(pairs)
+        else:
+            assert out[j] <= -1000 * min(pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_leaving_sizes_out_changes_nothing(shape):
     """At a size where bounds, sparse passes and blocks all come into play: the same as the whole table."""
-    draw, n, jobs = random.Random(shape), 300, []
-    for i in range(12):
-        rate = {"linear": lambda k: k, "free": lambda k: k, "noisy": lambda k: k**0.9 * draw.uniform(0.8, 1),
-                "flat": lambda k: draw.choice([3, 4]), "cliffs": lambda k: k // 40}[shape]
-        jobs.append(Job(f"j{i:02}", {k: 1e15 * rate(k) for k in range(1, n + 1)}, nodes=8 if shape == "free" else 25,
-                        lost_worker=i == 3, transition_seconds=draw.choice([60.0, 600.0, 6e4]),
-                        weight=1.0 if shape in ("linear", "free") else draw.choice([0.7, 1.3])))
-    scenario = Scenario(nodes=n - 1, jobs=tuple(jobs), mtbf_node_hours=5000.0)
+    scenario = shaped(shape, 12, 300, seed=1)
     rows = keys.rows(scenario)
     whole = tables.suffixes(rows, scenario.nodes)
     sizes, best = tables.optimum(rows, scenario.nodes)
