@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from planner import lookahead
+from planner import lookahead, tables
 from planner.events import after, pairs_of_losses, single_events
 from planner.expected import after_failure, candidates, solve_expected
 from planner.lookahead import Keeper, Lookahead
@@ -53,11 +53,15 @@ def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
         assert cost[0] == cost[1]
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_solving_anew_on_a_larger_cluster(shape):
-    """Where the first few sizes per job are not enough and the tables have to be widened."""
+def test_equals_solving_anew_on_a_larger_cluster(shape, narrow, monkeypatch):
+    """narrow: the first try looks at almost nothing, so that the tables have to be widened until they are proven."""
     scenario = shaped(shape, 8, 96, seed=2)
-    table = Lookahead(scenario, pairs=False)
+    with monkeypatch.context() as patch:
+        if narrow:
+            patch.setattr(tables.Bound, "core_gap", lambda bound, per_job: 0)
+        table = Lookahead(scenario, pairs=False)
     assert len(table.entries) >= 17
     for event, entry in table.entries.items():
         assert entry.assignment == solve(after(scenario, event)).assignment, event
