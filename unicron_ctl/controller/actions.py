@@ -15,7 +15,7 @@ from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import JobView
 from unicron_ctl.controller.state import JobState
-from unicron_ctl.wire import Plan
+from unicron_ctl.wire import Plan, RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine
@@ -64,7 +64,7 @@ def resume_(engine: Engine, job: JobState, signal: Signal) -> None:
     view = engine.view(job)
     reports = {slot: view.status(slot) for slot in signal.joiners}
     total = max(status.micro_batches for status in reports.values())
-    ends = [status.train_iterations for slot in job.members if view.finished(slot) and (status := view.status(slot))]
+    ends = [_end(status) for slot in job.members if view.finished(slot) and (status := view.status(slot))]
     at = max(status.iteration for status in reports.values())
     lost_done = {
         slot: status.done
@@ -192,6 +192,11 @@ def store_of(view: JobView, preferred: Iterable[int]) -> str:
 def prefix(job: JobState, generation: int) -> str:
     """Keys of a generation never meet those of another, in whatever store."""
     return f"{job.job}.g{generation}"
+
+
+def _end(status: RankStatus) -> int:
+    """How many iterations a finished rank has trained: fewer than wanted when the script was asked to stop."""
+    return status.iteration + 1 if status.phase == "stepped" else status.train_iterations
 
 
 def _share(job: JobState, slot: int, iteration: int, total: int) -> list[int]:

@@ -172,7 +172,7 @@ def unmunge(credential: str) -> str:
     program = shutil.which("unmunge")
     if program is None or not credential:
         return ""
-    where = os.environ.get("UNICRON_MUNGE_SOCKET")
+    where = os.environ.get("MUNGE_SOCKET")
     command = [
         program,
         *(["--socket", where] if where else []),

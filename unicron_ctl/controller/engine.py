@@ -103,7 +103,7 @@ class Engine:
         view = self.agents.get((hint.job, hint.element))
         if hint.kind == "task_exit" and view is not None and view.alive and view.suspect_since is None:
             view.suspect_since = self.now
-            self.send(view.route, wire.Refused(reason="Slurm says that this agent has ended: register again"))
+            self.send(view.route, wire.Ping())
 
     def _on_register(self, route: tuple[bytes, ...], message: wire.Register) -> None:
         job = self.state.jobs.get(message.job)

@@ -37,7 +37,7 @@ class Action:
     @property
     def label(self) -> str:
         """What is done, for people."""
-        what = f"{self.job}_{self.element}" if self.job else self.node
+        what = self.node if self.action in ("down", "resume") else f"{self.job}_{self.element}"
         return f"{self.action} {what}" + (f" to {self.node}" if self.action == "pin" else "")
 
 

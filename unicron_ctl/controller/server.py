@@ -145,13 +145,7 @@ class Server:
     def _bad(self, route: Route, data: bytes, reason: str) -> None:
         peer = route[0].hex() if route else ""
         self.dropped["message"] += 1
-        if peer not in self._complained:
-            if len(self._complained) > NAMES_KEPT:
-                self._complained.clear()
-            self._complained.add(peer)
-            self.engine.now = max(self.engine.now, self.now())
-            self.engine.emit("bad_message", peer=peer, reason=reason[:300])
-            say(f"dropped a bad message of peer {peer[:16]}: {reason}")
+        self._complain(peer, "bad_message", f"dropped a bad message of peer {peer[:16]}: {reason}")
         if not route:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
@@ -159,6 +153,17 @@ class Server:
             wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refused(reason=reason)
         )
         self._send(route, answer)
+
+    def _complain(self, peer: str, kind: str, reason: str) -> None:
+        """One event and one line per peer and kind: a broken peer must not fill the log."""
+        if f"{kind} {peer}" in self._complained:
+            return
+        if len(self._complained) > NAMES_KEPT:
+            self._complained.clear()
+        self._complained.add(f"{kind} {peer}")
+        self.engine.now = max(self.engine.now, self.now())
+        self.engine.emit(kind, peer=peer, reason=reason[:400])
+        say(reason[:400])
 
     def _verify(self, route: Route, message: wire.Register) -> None:
         """An agent may speak for a job only with its owner's credential, or an admin's."""
@@ -179,7 +184,9 @@ class Server:
                     if user
                     else "the munge credential is not valid: is munged running with the same key on both nodes?"
                 )
-                self._send(route, wire.Refused(reason=f"job {message.job}: {who}", final=bool(user)))
+                reason = f"job {message.job}: {who}"
+                self._complain(f"{message.job} {message.element}", "registration_refused", f"{message.node}: {reason}")
+                self._send(route, wire.Refused(reason=reason, final=bool(user)))
 
         self.background.call(lambda: unmunge(message.credential), then)
 

@@ -100,6 +100,8 @@ class FakeAgent:
         if not self.obedient or self.silent:
             return
         match message:
+            case wire.Ping():
+                self.status()
             case wire.Refused(final=False):
                 self.register()
                 self.status()
