@@ -18,10 +18,11 @@ from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import actions, failures, machine, orders
 from unicron_ctl.controller.cluster import Cluster
+from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
 from unicron_ctl.controller.signals import Signal, Surroundings, next_signal
 from unicron_ctl.controller.soft import AgentView, JobView
-from unicron_ctl.controller.state import ClusterState, Identity, JobState, fold
+from unicron_ctl.controller.state import ClusterState, Identity, JobState
 from unicron_ctl.controller.store import Event
 
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents

@@ -19,7 +19,7 @@ from unicron_ctl.config import Config
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.background import Background, unmunge
 from unicron_ctl.controller.engine import Engine
-from unicron_ctl.controller.state import replay
+from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.store import Store, StoreError
 from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import SlurmClient

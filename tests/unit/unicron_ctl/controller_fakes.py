@@ -6,8 +6,9 @@ from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.cluster import Poll, Run
 from unicron_ctl.controller.engine import Engine, Probe
+from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.resume import deal
-from unicron_ctl.controller.state import ClusterState, JobState, replay
+from unicron_ctl.controller.state import ClusterState, JobState
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 MICRO_BATCHES = 8

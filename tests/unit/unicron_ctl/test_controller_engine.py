@@ -12,7 +12,7 @@ from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, Fa
 from unicron_ctl import wire
 from unicron_ctl.controller import machine
 from unicron_ctl.controller.engine import Engine
-from unicron_ctl.controller.state import replay
+from unicron_ctl.controller.fold import replay
 
 
 def messages(world: World, kind: type) -> list:

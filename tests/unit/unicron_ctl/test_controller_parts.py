@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.config import Config, ControllerConfig, controller_address, load, problems
+from unicron_ctl.controller.fold import fold, replay
 from unicron_ctl.controller.ledger import JobLedger
 from unicron_ctl.controller.placement import Need, place, usable
 from unicron_ctl.controller.planning import JobInput, plan, scenario
-from unicron_ctl.controller.state import fold, replay
 from unicron_ctl.controller.store import Event, Store, StoreError
 from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
