@@ -1,6 +1,7 @@
 """The controller's state is a fold over its event log; a restart replays it.
 
-`fold(state, event)` is the only code that changes a :class:`ClusterState`: live and replayed events go through it alike.
+`fold(state, event)` is the only code that changes a :class:`ClusterState`: live and replayed events go through
+it alike.
 """
 
 from __future__ import annotations
