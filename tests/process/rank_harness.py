@@ -5,6 +5,7 @@ The decisions are the controller's own (`unicron_ctl.controller.resume`); only t
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -14,9 +15,9 @@ import time
 from pathlib import Path
 
 import msgpack
+import msgspec
 import zmq
 
-from detector.supervise import Child
 from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
@@ -24,43 +25,80 @@ from unicron_ctl.controller import resume
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 100.0
+STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
+
+
+_store: tuple[subprocess.Popen, str] | None = None
+
+
+def store_address(environment: dict[str, str]) -> str:
+    """The rendezvous store of all runs of this process; it ends with its standard input, which is this process's."""
+    global _store
+    if _store is None:
+        process = subprocess.Popen([sys.executable, "-m", "transition.store_host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        atexit.register(process.kill)
+        assert process.stdout is not None
+        _store = process, f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
+    return _store[1]
+
+
+class ForkedRank(Rank):
+    """A rank whose process is forked from one that has imported everything."""
+
+    def start(self, incarnation: int) -> None:
+        from zygote import ForkedChild
+
+        self.child = ForkedChild(self._environment(self.slot, self.local, incarnation))
+        self.status = wire.RankStatus(state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time())
 
 
 class Ranks:
-    """`size` ranks of tiny_gpt; `drive()` runs them to the end and heals what breaks."""
+    """`size` ranks of tiny_gpt; `drive()` runs them to the end and heals what breaks.
 
-    def __init__(self, out: Path, size: int, faults: list[dict], restart: bool = False, hang_limit: float | None = None, **settings: str):
+    restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed. leave: slot -> the
+    iteration after which it is offered to go. comeback: a rank that left is offered to come back. fork: ranks without their imports.
+    kills: (seconds after the first plan, slot) pairs: SIGKILL at any point.
+    """
+
+    def __init__(self, out: Path, size: int, faults: list[dict], restart: bool = False, hang_limit: float | None = None,
+                 leave: dict[int, int] | None = None, comeback: bool = False, fork: bool = False, kills: list[tuple[float, int]] | None = None,
+                 **settings: str):
         self.folder = tempfile.TemporaryDirectory(prefix="unicron-test-")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        endpoint = f"ipc://{self.folder.name}/ranks"
-        self.socket.bind(endpoint)
+        self.endpoint = f"ipc://{self.folder.name}/ranks"
+        self.socket.bind(self.endpoint)
         place = Place(job="1", element=0, node="n1", address="127.0.0.1",
                       settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=size))
         base = {**os.environ, "TINY_OUT": str(out), "TINY_FAULT": json.dumps(faults), "UNICRON_PLAN_TIMEOUT": "60", **settings}
-        self.ranks = {slot: Rank(slot, slot, [sys.executable, str(HERE / "tiny_gpt.py")], rank_environment(place, endpoint, base)) for slot in range(size)}
-        self.environment = rank_environment(place, endpoint, base)(0, 0, 0)
-        self.restart, self.hang_limit = restart, hang_limit
+        kind = ForkedRank if fork else Rank
+        environment = rank_environment(place, self.endpoint, base)
+        self.ranks = {slot: kind(slot, slot, [sys.executable, str(HERE / "tiny_gpt.py")], environment) for slot in range(size)}
+        self.environment = environment(0, 0, 0)
+        self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
+        self.kills, self.born = sorted(kills or []), 0.0
         self.identities: dict[int, bytes] = {}
         self.generation = 0
+        self.broken = 0
         self.members: list[int] = []
         self.steps: list[dict] = []
         self.timings: list[dict] = []
         self.plans: list[wire.Plan] = []
         self.breaks: list[tuple[int, list[int], float]] = []
+        self.reports: list[dict[int, wire.RankStatus]] = []  # what the survivors of each Break reported
+        self.resumed: list[float] = []  # when the plan that answered each Break was sent
+        self.exits: dict[int, list[int]] = {}
+        self.faults: list[tuple[int, str, str]] = []
 
     def drive(self) -> None:
         """Until every rank that is to live has finished."""
-        store = subprocess.Popen([sys.executable, "-m", "transition.store_host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
         try:
             for rank in self.ranks.values():
                 rank.start(0)
-            self.store = f"127.0.0.1:{int(store.stdout.readline().split()[1])}"
+            self.store = store_address(self.environment)
             self._loop()
         finally:
             stop_all(list(self.ranks.values()))
-            store.kill()
-            store.wait()
             self.socket.close(0)
             self.context.term()
             self.folder.cleanup()
@@ -68,49 +106,75 @@ class Ranks:
     def _loop(self) -> None:
         deadline = time.monotonic() + LIMIT
         while any(rank.alive for rank in self.ranks.values()):
-            assert time.monotonic() < deadline, {slot: rank.status for slot, rank in self.ranks.items()}
+            assert time.monotonic() < deadline, self._where()
             self._hear(10)
-            self._kill_hanging()
             lost = self._collect()
-            if lost and self.members:
+            if lost:
                 self._break(lost)
             elif self._self_stopped():
                 self._break([])
             elif not self.members or self._newcomers():
                 self._admit()
+            else:
+                self._let_go()
 
+    def _prefix(self) -> str:
+        """Runs share a store, so the prefix tells them apart too."""
+        return f"{self.folder.name}/{self.generation}"
+
+    def _where(self) -> dict:
+        return {slot: (rank.alive, rank.status) for slot, rank in self.ranks.items()} | {"plans": self.plans, "breaks": self.breaks}
+
+    # ------------------------------------------------------------ the agent's part
     def _hear(self, milliseconds: int) -> None:
-        while self.socket.poll(milliseconds):
+        """Wait for a message or for the end of a process, then take in all messages."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        for rank in self.ranks.values():
+            if rank.child is not None:
+                poller.register(rank.child.pidfd, zmq.POLLIN)
+                rank.child.pass_stderr()
+        poller.poll(milliseconds)
+        while self.socket.poll(0):
             identity, data = self.socket.recv_multipart()
             message = msgpack.unpackb(data)
-            self.identities[message["slot"]] = identity
             if message["kind"] == "step":
                 self.steps.append(message)
             elif message["kind"] == "timing":
                 self.timings.append(message)
             else:
-                self.ranks[message["slot"]].heard(message)
-            milliseconds = 0
+                rank = self.ranks[message["slot"]]
+                if message["incarnation"] == rank.status.incarnation:
+                    self.identities[rank.slot] = identity
+                before = rank.status.fault
+                rank.heard(message)
+                if rank.status.fault is not None and rank.status.fault != before:
+                    self.faults.append((rank.slot, rank.status.fault.type, rank.status.fault.text))
+        self._disturb()
 
-    def _kill_hanging(self) -> None:
-        if self.hang_limit is None:
-            return
+    def _disturb(self) -> None:
+        """Kill what hangs, and whom the test wants dead by now."""
         for rank in self.ranks.values():
-            child: Child | None = rank.child
-            if child and rank.status.state == "running" and time.time() - rank.status.changed > self.hang_limit and self._stopped(child.pid):
+            child = rank.child
+            if self.hang_limit and child and child.poll() is None and time.time() - rank.status.changed > self.hang_limit and self._stopped(child.pid):
                 rank.kill()
+        while self.kills and self.plans and time.monotonic() - self.born > self.kills[0][0]:
+            self.ranks[self.kills.pop(0)[1]].kill()
 
     @staticmethod
     def _stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def _collect(self) -> list[int]:
+        """The members whose processes ended unfinished."""
         lost = []
         for slot, rank in self.ranks.items():
             if rank.child is not None and rank.child.poll() is not None:
                 incarnation = rank.status.incarnation
+                self.exits.setdefault(slot, []).append(rank.child.poll())
                 self._hear(0)
                 rank.collect()
+                self.identities.pop(slot, None)
                 if rank.status.state == "exited":
                     if slot in self.members:
                         lost.append(slot)
@@ -118,15 +182,17 @@ class Ranks:
                         rank.start(incarnation + 1)
         return lost
 
-    def _self_stopped(self) -> bool:
-        return any(self.ranks[slot].status.state == "stopped" and self.ranks[slot].status.broken >= self.generation for slot in self.members)
+    # ------------------------------------------------------------ the controller's part
+    def _self_stopped(self, slots: list[int] | None = None) -> bool:
+        """A member stopped although nobody is gone; one that obeys an earlier Break and has not got its plan yet is none."""
+        statuses = [self.ranks[slot].status for slot in (self.members if slots is None else slots)]
+        return any(status.state in ("stopped", "waiting") and status.broken > self.broken for status in statuses)
 
     def _newcomers(self) -> list[int]:
-        return [slot for slot, rank in self.ranks.items() if rank.alive and rank.status.state == "waiting" and slot not in self.members]
+        states = ("waiting", "left") if self.comeback else ("waiting",)
+        return [slot for slot, rank in self.ranks.items() if rank.alive and rank.status.state in states and slot not in self.members]
 
     def _send(self, message: wire.Message, slots: list[int]) -> None:
-        import msgspec
-
         data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": 1})
         for slot in slots:
             if slot in self.identities and self.ranks[slot].alive:
@@ -140,41 +206,69 @@ class Ranks:
         self.generation += 1
         members = sorted([*self.members, *waiting])
         source = self.members[0] if self.members else members[0]
-        plan = wire.Plan(generation=self.generation, members=members, store=self.store, prefix=f"t/{self.generation}", boundary=bool(self.members),
-                         joiners=[slot for slot in waiting if slot != source], source=source)
-        self._announce(plan)
+        self._announce(wire.Plan(generation=self.generation, members=members, store=self.store, prefix=self._prefix(),
+                                 boundary=bool(self.members), joiners=[slot for slot in waiting if slot != source], source=source))
+
+    def _let_go(self) -> None:
+        """Offer to go on without a rank that is to leave."""
+        due = [slot for slot, iteration in self.leave.items() if slot in self.members and self.ranks[slot].status.iteration > iteration]
+        if due:
+            self.generation += 1
+            self.leave.pop(due[0])
+            staying = [slot for slot in self.members if slot != due[0]]
+            self._announce(wire.Plan(generation=self.generation, members=staying, store=self.store, prefix=self._prefix(), boundary=True,
+                                     source=staying[0]))
 
     def _announce(self, plan: wire.Plan) -> None:
         self.plans.append(plan)
-        self._send(plan, sorted(set(plan.members) | set(self.members)))
-        before, self.members = self.members, plan.members
-        deadline = time.monotonic() + 40
-        while not all(self.ranks[s].status.state in ("finished",) or (self.ranks[s].status.state == "running" and self.ranks[s].status.generation == plan.generation)
-                      for s in plan.members):
-            assert time.monotonic() < deadline, {s: r.status for s, r in self.ranks.items()}
+        self.born = self.born or time.monotonic()
+        before = self.members or plan.members
+        everyone = sorted(set(plan.members) | set(before))
+        self._send(plan, everyone)
+        deadline = time.monotonic() + STOP_LIMIT
+        while not all(self._in(slot, plan) for slot in everyone):
+            assert time.monotonic() < deadline, self._where()
             self._hear(10)
+            self.members = everyone
             lost = self._collect()
-            if lost or self._self_stopped():
-                self.members = before or plan.members
+            self.members = before
+            if lost or self._self_stopped(everyone):
                 return self._break(lost)
+        self.members = plan.members
+        for slot in set(everyone) - set(plan.members):
+            if not self.comeback:
+                self.ranks[slot].kill()
+
+    def _in(self, slot: int, plan: wire.Plan) -> bool:
+        status = self.ranks[slot].status
+        if slot not in plan.members:
+            return status.state in ("left", "finished", "exited")
+        return status.state == "finished" or (status.state == "running" and status.generation == plan.generation)
 
     def _break(self, lost: list[int]) -> None:
+        self.broken = self.generation
         self.breaks.append((self.generation, lost, time.time()))
-        survivors = [slot for slot in self.members if slot not in lost]
+        self.members = [slot for slot in self.members if slot not in lost]
         self._send(wire.Break(generation=self.generation, lost=lost, reason="test"), list(self.ranks))
-        deadline = time.monotonic() + 40
-        while not all(self.ranks[s].status.state in ("stopped", "waiting") and self.ranks[s].status.broken >= self.generation for s in survivors):
-            assert time.monotonic() < deadline, {s: r.status for s, r in self.ranks.items()}
+        deadline = time.monotonic() + STOP_LIMIT
+        while not all(self._at_rest(slot) for slot in self.members):
+            assert time.monotonic() < deadline, self._where()
             self._hear(10)
             more = self._collect()
             if more:
-                self.members = survivors
                 return self._break(more)
-        stopped = {slot: self.ranks[slot].status for slot in survivors if self.ranks[slot].status.state == "stopped"}
+        stopped = {slot: self.ranks[slot].status for slot in self.members if self.ranks[slot].status.state == "stopped"}
+        self.reports.append({slot: msgspec.structs.replace(status) for slot, status in stopped.items()})
         self.members = sorted(stopped)
-        decision = resume.decide(stopped, next(iter(stopped.values())).micro_batches) if stopped else None
+        ends = [rank.status.train_iterations for rank in self.ranks.values() if rank.status.state == "finished"]
+        decision = resume.decide(stopped, next(iter(stopped.values())).micro_batches, max(ends, default=None)) if stopped else None
         if decision is None:
             return
         self.generation += 1
-        self._announce(wire.Plan(generation=self.generation, members=decision.members, store=self.store, prefix=f"t/{self.generation}",
+        self.resumed.append(time.time())
+        self._announce(wire.Plan(generation=self.generation, members=decision.members, store=self.store, prefix=self._prefix(),
                                  step=decision.step, iteration=decision.iteration, assignment=decision.assignment, reason=decision.reason))
+
+    def _at_rest(self, slot: int) -> bool:
+        status = self.ranks[slot].status
+        return status.state == "finished" or (status.state in ("stopped", "waiting") and status.broken >= self.generation)

@@ -1,8 +1,12 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind"}; TINY_OVERLAP=1.
-`at` is "fetch" (before the count-th micro-batch), "reduce" (before the count-th all-reduce of the iteration), "step" (before the
-optimizer), "import". `kind` is "kill", "raise", "hang" (SIGSTOP) or "gloo" (the peers' connections break, nobody dies).
+Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind", "delay"};
+TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch.
+`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "reduce" an all-reduce (the ledger's, one per bucket, the
+commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's groups are built; "world" its world is there, the other groups
+are not; "entered" the groups are there; "transfer" of the state to newcomers; "import", "recover". `kind`: "kill"; "late" (killed `delay` seconds later,
+in the middle of whatever it does then); "hang" (SIGSTOP); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation
+at hand fails here); "raise" (a fault of the script).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -20,8 +25,11 @@ OUT = Path(os.environ["TINY_OUT"])
 SLOT, INCARNATION = int(os.environ.get("UNICRON_SLOT", "0")), int(os.environ.get("UNICRON_INCARNATION", "0"))
 FAULTS = [f for f in json.loads(os.environ.get("TINY_FAULT", "[]")) if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
 ITERATIONS, MICRO_BATCHES = int(os.environ.get("TINY_ITERATIONS", "5")), int(os.environ.get("TINY_MICRO_BATCHES", "8"))
+SAVE = os.environ.get("TINY_SAVE", "1") == "1"
+SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
-now = {"iteration": -1, "fetch": 0, "reduce": 0, "step": 0, "import": 0}
+COUNTED = ("fetch", "reduce", "reduced", "step", "enter", "world", "entered", "transfer", "import")
+now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
 
 def point(name: str) -> None:
@@ -29,24 +37,27 @@ def point(name: str) -> None:
     for fault in FAULTS:
         if fault["at"] == name and fault["iteration"] == now["iteration"] and fault.get("count", 0) == now[name]:
             FAULTS.remove(fault)
-            strike(fault["kind"])
+            strike(fault)
             break
     now[name] += 1
 
 
-def strike(kind: str) -> None:
+def strike(fault: dict) -> None:
     """Fail in the wanted way."""
-    import time
-
-    (OUT / f"fault.{SLOT}.{INCARNATION}").write_text(repr(time.time()))
+    kind = fault["kind"]
+    (OUT / f"fault.{SLOT}.{INCARNATION}.{now['iteration']}").write_text(repr(time.time() + fault.get("delay", 0)))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "late":
+        signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process, wherever that is
     elif kind == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "gloo":
+    elif kind in ("gloo", "error"):
         from transition import session
 
         session._process.unblocker.unblock()
+        if kind == "error":
+            raise RuntimeError("Connection closed by peer")
     else:
         raise ValueError("an error of the training script")
 
@@ -93,8 +104,12 @@ MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
 def fetch(iteration: int, index: int):
     """Tokens of one micro-batch, shape (SIZE, SEQUENCE + 1)."""
     if iteration != now["iteration"]:
-        now.update(iteration=iteration, fetch=0, reduce=0, step=0)
+        now.update({"iteration": iteration, **dict.fromkeys(COUNTED, 0)})
     point("fetch")
+    with (OUT / f"fetched.{SLOT}").open("a") as file:
+        file.write(f"{INCARNATION} {iteration} {index}\n")
+    if SLOW:
+        time.sleep(SLOW)
     generator = torch.Generator().manual_seed(1000003 * iteration + index)
     return torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
 
@@ -111,26 +126,56 @@ def forward_step(data_iterator, model):
     return output, loss_function
 
 
-def main() -> None:
-    """Train, and save each iteration's gradient, parameters and loss."""
-    transition.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    model, optimizer = build()
-    all_reduce, step = dist.all_reduce, optimizer.step
+def install_points(model, optimizer) -> None:
+    """Fault points around everything that a generation does; the optimizer also saves what it was given and what it made of it."""
+    from transition import groups, migrate
 
-    def counted_all_reduce(*arguments, **keywords):
-        point("reduce")
-        return all_reduce(*arguments, **keywords)
+    step = optimizer.step
+
+    def around(owner, name: str, before: str, after: str = "") -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments, **keywords):
+            point(before)
+            outcome = original(*arguments, **keywords)
+            if after:
+                point(after)
+            return outcome
+
+        setattr(owner, name, wrapped)
 
     def saving_step():
         point("step")
         gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in model.module.parameters()]).clone()
         outcome = step()
         parameters = torch.cat([p.detach().float().reshape(-1) for p in model.module.parameters()])
-        torch.save({"gradient": gradient, "parameters": parameters}, OUT / f"step.{now['iteration']}.{SLOT}")
+        if SAVE:
+            torch.save({"gradient": gradient, "parameters": parameters}, OUT / f"step.{now['iteration']}.{SLOT}")
         return outcome
 
-    dist.all_reduce, optimizer.step = counted_all_reduce, saving_step
+    optimizer.step = saving_step
+    original = dist.all_reduce
+
+    def all_reduce(*arguments, **keywords):
+        if keywords.get("group") not in (None, parallel_state.get_data_parallel_group(with_context_parallel=True)):
+            return original(*arguments, **keywords)  # tensor parallel, of one rank: no peer, no fault
+        point("reduce")
+        outcome = original(*arguments, **keywords)
+        point("reduced")
+        return outcome
+
+    dist.all_reduce = all_reduce
+    around(groups, "rebuild", "enter", "entered")
+    around(parallel_state, "initialize_model_parallel", "world")
+    around(migrate, "transfer", "transfer")
+
+
+def main() -> None:
+    """Train, and save each iteration's gradient, parameters and loss."""
+    transition.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model, optimizer = build()
+    install_points(model, optimizer)
     session = transition.Session(model=[model], optimizer=optimizer, scheduler=None, micro_batches=MICRO_BATCHES, forward_step=forward_step, fetch=fetch,
                                  seq_length=SEQUENCE, micro_batch_size=SIZE, train_iterations=ITERATIONS)
     for result in session:

@@ -1,0 +1,183 @@
+"""Ranks that start in a blink: a process imports torch and Megatron once, and every rank is a fork of it.
+
+A test run starts dozens of ranks, whose imports take seconds each. What a rank does after that is the same as in a process of its own;
+some runs still use real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from detector.supervise import Child, _die_with_parent
+
+SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
+LIMIT = 90.0
+
+
+class ForkedChild(Child):
+    """A :class:`detector.supervise.Child` whose parent is the zygote."""
+
+    def __init__(self, environment: Mapping[str, str]):  # the base class would start a process
+        import time
+        from collections import deque
+
+        self.started = time.time()
+        read, write = os.pipe()
+        self.pid = zygote().fork(environment, write)
+        os.close(write)
+        os.set_blocking(read, False)
+        self.stderr, self.pidfd = read, os.pidfd_open(self.pid)
+        self._partial, self._tail = b"", deque(maxlen=60)
+
+    def poll(self) -> int | None:
+        if not select.select([self.pidfd], [], [], 0)[0]:
+            return None
+        return zygote().exit_code(self.pid)
+
+    def reap(self, seconds: float) -> int | None:
+        select.select([self.pidfd], [], [], seconds)
+        while self._readable() and self.pass_stderr():
+            pass
+        return self.poll()
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        os.close(self.stderr)
+
+
+class Zygote:
+    """The parent of all forked ranks."""
+
+    def __init__(self) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(__file__).resolve().parents[2])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        self._process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], env=environment, pass_fds=[its.fileno()])
+        its.close()
+        self._socket = mine
+        mine.settimeout(LIMIT)
+        self._codes: dict[int, int] = {}
+
+    def fork(self, environment: Mapping[str, str], stderr: int) -> int:
+        """Start a rank; returns its pid."""
+        socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], [stderr])
+        while True:
+            message = self._receive()
+            if "pid" in message:
+                return message["pid"]
+
+    def exit_code(self, pid: int) -> int:
+        """Of a process that has ended."""
+        while pid not in self._codes:
+            self._receive()
+        return self._codes[pid]
+
+    def _receive(self) -> dict:
+        message = json.loads(self._socket.recv(65536))
+        if "ended" in message:
+            self._codes[message["ended"]] = message["code"]
+        return message
+
+    def close(self) -> None:
+        """Its forks end with it."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_zygote: Zygote | None = None
+
+
+def zygote() -> Zygote:
+    """The one of this process."""
+    global _zygote
+    if _zygote is None:
+        _zygote = Zygote()
+        atexit.register(_zygote.close)
+    return _zygote
+
+
+# ---------------------------------------------------------------- in the zygote
+def _serve(line: socket.socket) -> None:
+    """Fork on request and report ends; returns in each fork, which then runs the script. Ends with its parent."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write)
+    while True:
+        ready, _, _ = select.select([line, read], [], [])
+        if read in ready:
+            os.read(read, 4096)
+            _report_ends(line)
+        if line in ready:
+            data, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 1)
+            if not data:
+                sys.exit(0)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _become(json.loads(data), descriptors[0])
+                line.close()
+                os.close(read)
+                os.close(write)
+                return
+            os.close(descriptors[0])
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # in both: whoever comes first, a signal to the group finds it
+            line.send(json.dumps({"pid": pid}).encode())
+
+
+def _report_ends(line: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            line.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _become(environment: dict[str, str], stderr: int) -> None:
+    _die_with_parent()
+    os.setpgid(0, 0)
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _preload() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    from sbatch_templates import cpu_adapter
+
+    cpu_adapter.install()
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel
+
+    import transition.session  # noqa: F401
+
+
+if __name__ == "__main__":
+    _die_with_parent()
+    import warnings
+
+    warnings.filterwarnings("ignore", category=UserWarning)
+    _preload()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_path(str(SCRIPT), run_name="__main__")
