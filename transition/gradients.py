@@ -1,8 +1,12 @@
-"""The gradient side of an iteration: compute micro-batches one by one, snapshot buckets before their reduce, reduce, restore.
+"""The gradient side of an iteration: compute micro-batches one by one, snapshot buckets before their reduce, reduce,
+restore.
 
-Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule and called here;
-`_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs 1/total whatever rank computes it: the
-schedule divides a loss by the number of micro-batches of its call, so the loss is multiplied by that number over the total, and the DDP
+Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule
+and called here;
+`_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs 1/total whatever rank
+computes it: the
+schedule divides a loss by the number of micro-batches of its call, so the loss is multiplied by that number over the
+total, and the DDP
 scaling factor is 1 with a SUM reduce.
 """
 
@@ -23,14 +27,24 @@ class PeerLost(RuntimeError):
 
 
 class Gradients:
-    """Owns the DDP model chunks of one rank. `lost()` tells whether the generation is over; it is asked between micro-batches.
+    """Owns the DDP model chunks of one rank. `lost()` tells whether the generation is over; it is asked between
+    micro-batches.
 
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`.
-    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them.
+    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any
+    of them.
     """
 
-    def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], fetch: Callable[[int, int], Any], total: int,
-                 schedule_arguments: dict[str, Any], lost: Callable[[], bool], on_progress: Callable[[], None]):
+    def __init__(
+        self,
+        model: Sequence[Any],
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        total: int,
+        schedule_arguments: dict[str, Any],
+        lost: Callable[[], bool],
+        on_progress: Callable[[], None],
+    ):
         from megatron.core.utils import get_model_config
 
         self.model, self.forward_step, self.fetch, self.total = list(model), forward_step, fetch, total
@@ -50,7 +64,10 @@ class Gradients:
     def _check_configuration(self) -> None:
         for chunk in self.model:
             if chunk.ddp_config.use_distributed_optimizer:
-                raise groups.UnsupportedLayout("unicron can't heal a distributed optimizer: a lost rank's shard has no copy; unset use_distributed_optimizer")
+                raise groups.UnsupportedLayout(
+                    "unicron can't heal a distributed optimizer: a lost rank's shard has no copy; unset "
+                    "use_distributed_optimizer"
+                )
             if chunk.ddp_config.average_in_collective:
                 raise groups.UnsupportedLayout("unicron weighs micro-batches itself: unset average_in_collective")
         if self.config.calculate_per_token_loss:
@@ -68,7 +85,8 @@ class Gradients:
         self._deferred, self._disturbed = None, False
 
     def compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two micro-batches."""
+        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
+        micro-batches."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         owed = ledger.todo()
@@ -78,8 +96,12 @@ class Gradients:
             self._in_backward = True
             try:
                 get_forward_backward_func()(
-                    forward_step_func=self._forward(ledger, owed), data_iterator=self._data(ledger.iteration, owed),
-                    model=self.model, num_microbatches=len(owed), **self.schedule_arguments)
+                    forward_step_func=self._forward(ledger, owed),
+                    data_iterator=self._data(ledger.iteration, owed),
+                    model=self.model,
+                    num_microbatches=len(owed),
+                    **self.schedule_arguments,
+                )
             finally:
                 self._in_backward = False
         ledger.finish(owed[-1])
@@ -129,7 +151,8 @@ class Gradients:
 
     # ------------------------------------------------------------ reducing
     def reduce(self) -> None:
-        """Reduce all gradients over the data-parallel group and finalize them. Raises RuntimeError when a peer is gone."""
+        """Reduce all gradients over the data-parallel group and finalize them. Raises RuntimeError when a peer is
+        gone."""
         from megatron.core.distributed import finalize_model_grads
 
         if self._deferred is not None:
@@ -141,7 +164,8 @@ class Gradients:
         (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, None)
 
     def _dispatch_overlapped(self) -> None:
-        """With overlapped reduces the backward hooks start them; they do not fire again for gradients that were kept."""
+        """With overlapped reduces the backward hooks start them; they do not fire again for gradients that were
+        kept."""
         for group in self._bucket_groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -176,7 +200,8 @@ class Gradients:
 
     # ------------------------------------------------------------ recovering
     def restore(self) -> int:
-        """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets restored."""
+        """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets
+        restored."""
         restored = len(self._fresh)
         for key in self._fresh:
             bucket, copy = self._snapshots[key]

@@ -1,6 +1,8 @@
-"""The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m transition.store_host ADDRESS`.
+"""The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m
+transition.store_host ADDRESS`.
 
-Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the agent because
+Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the
+agent because
 it needs torch, whose import takes seconds.
 """
 
