@@ -15,7 +15,7 @@ import sys
 
 def main() -> None:
     """Serve; the address only names the interface in an error line, torch's store listens on all of them."""
-    os.nice(5)  # the ranks start at the same time and matter more
+    os.nice(10)  # the ranks start at the same time and matter more
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))

@@ -17,6 +17,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 DEFAULT_PORT = 7451
 AUTH = ("munge", "none")
 SLURM = ("auto", "command", "none")
+THROUGHPUT = ("measured", "linear")
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "agent", "planner", "health")
 
@@ -34,7 +35,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with.
+    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits
+    T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales it.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
@@ -58,6 +60,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     probe_timeout: float = 0.5
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
+    throughput: str = "measured"
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 5.0
 
@@ -114,6 +117,8 @@ def problems(c: ControllerConfig) -> list[str]:
         found.append(f'auth = "{c.auth}": use one of {", ".join(AUTH)}')
     if c.slurm not in SLURM:
         found.append(f'slurm = "{c.slurm}": use one of {", ".join(SLURM)}')
+    if c.throughput not in THROUGHPUT:
+        found.append(f'throughput = "{c.throughput}": use one of {", ".join(THROUGHPUT)}')
     if not c.listen.startswith("tcp://") or not c.listen.rpartition(":")[2].isdigit():
         found.append(f'listen = "{c.listen}": write tcp://ADDRESS:PORT')
     if c.quick_deaths < 1:

@@ -140,6 +140,8 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data["plan_reason"]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
+    if data.get("alternative"):
+        lines.append(f"now: {data['alternative']['text']}")
     table = Table("when", "generation", "what", "why", title="decisions", title_justify="left")
     for decision in data["decisions"]:
         table.add_row(

@@ -398,7 +398,18 @@ class Cluster:
             alive,
             rate,
             measured_nodes,
+            self._rates(job),
         )
+
+    def _rates(self, job: JobState) -> dict[int, float]:
+        """Measured rates by node count; sizes at which only an earlier run of the same name has been seen count too."""
+        if self._engine.config.throughput != "measured":
+            return {}
+        rates: dict[int, float] = {}
+        for known in self._engine.state.jobs.values():
+            if (known.settings.name, known.settings.user) == (job.settings.name, job.settings.user) and known is not job:
+                rates |= known.measured
+        return {count: rate for count, rate in {**rates, **job.measured}.items() if rate > 0}
 
     def _place(self, jobs: Sequence[JobState]) -> list[Action]:
         assert self.seen is not None

@@ -28,6 +28,14 @@ TEMPLATES = ROOT / "sbatch_templates"
 PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
 START_SECONDS = 60.0
 SCRIPT_SECONDS = 120.0
+# The virtual nodes share this machine's cores, so measured throughput would say that a node more is worth nothing.
+CONFIGURATION = """[controller]
+listen = "tcp://127.0.0.1:0"
+auth = "none"
+slurm = "command"
+slurm_poll_seconds = 0.5
+throughput = "linear"
+"""
 # A model small enough that two cores train five ranks of it and two reference runs.
 MODEL_OPTIONS = (
     "--num-layers",
@@ -109,9 +117,7 @@ class Stage:
         its port."""
         state = self.folder / "controller"
         config = self.folder / "unicron.toml"
-        config.write_text(
-            '[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "command"\nslurm_poll_seconds = 0.5\n'
-        )
+        config.write_text(CONFIGURATION)
         environment = os.environ | {
             "SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf),
             "PATH": _search_path(),
