@@ -15,7 +15,8 @@ UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measur
 @dataclass(frozen=True)
 class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
-    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count, for
+    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
+    for
     every size that is to be trusted."""
 
     job: str
@@ -30,7 +31,8 @@ class JobInput:
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
-    """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them, where at
+    """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
+    where at
     least two are known; linear in x through one; `per_node` where nothing is.
     """
     sizes = range(1, job.max_nodes + 1)
