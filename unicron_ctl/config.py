@@ -35,8 +35,10 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits
-    T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales it.
+    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
+    fits
+    T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales
+    it.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"

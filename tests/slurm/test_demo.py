@@ -1,4 +1,5 @@
-"""The demo as a user runs it: a real Slurm, real Megatron, real failures. Its result is checked against the contract."""
+"""The demo as a user runs it: a real Slurm, real Megatron, real failures. Its result is checked against the
+contract."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ difference of any element, ...} as JSON. Runs in a process of its own because it
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def main() -> None:
     sys.path.insert(0, str(TEMPLATES))  # as for the script itself
     import train_gpt
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder, options = Path(sys.argv[1]), train_gpt.parse(sys.argv[2:])
     device, backend = train_gpt.prepare(options)
     undisturbed = Undisturbed(options, device, backend)
@@ -85,7 +87,7 @@ class Undisturbed:
 
         flat = torch.cat(parts)
         limit = self._options.clip_grad
-        return flat * min(1.0, limit / (float(flat.norm()) + 1e-6)) if limit > 0 else flat
+        return flat * min(1.0, limit / (float(flat.double().norm()) + 1e-6)) if limit > 0 else flat
 
 
 if __name__ == "__main__":
