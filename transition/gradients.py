@@ -13,13 +13,16 @@ scaling factor is 1 with a SUM reduce.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from transition import groups
-from transition.ledger import Ledger
+from transition.ledger import Ledger, LedgerError
+
+DRAIN_SECONDS = 10.0
 
 
 class PeerLost(RuntimeError):
@@ -55,6 +58,7 @@ class Gradients:
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._disturbed = False
+        self._backward_of: int | None = None
         self._check_configuration()
         for group in self._bucket_groups():
             for bucket in group.buckets:
@@ -104,8 +108,17 @@ class Gradients:
                 )
             finally:
                 self._in_backward = False
-        ledger.finish(owed[-1])
+        self._finished(ledger, owed[-1])
+
+    def _finished(self, ledger: Ledger, index: int) -> None:
+        self._backward_of = None
+        ledger.finish(index)
         self.on_progress()
+
+    @property
+    def intact(self) -> bool:
+        """No micro-batch is in the gradient in part. False after an error in the middle of a backward pass."""
+        return self._backward_of is None
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
@@ -132,8 +145,7 @@ class Gradients:
         def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
             nonlocal position
             if position:  # the schedule asks for the next forward when the backward before it is over
-                ledger.finish(owed[position - 1])
-                self.on_progress()
+                self._finished(ledger, owed[position - 1])
             if self.lost():
                 raise PeerLost("a member of the generation is gone")
             index = owed[position]
@@ -143,6 +155,7 @@ class Gradients:
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 ledger.losses[index] = loss.detach().clone()
+                self._backward_of = index
                 return (loss * weight, *others)
 
             return output, weighted
@@ -199,6 +212,21 @@ class Gradients:
             self._fresh.add(key)
 
     # ------------------------------------------------------------ recovering
+    def drain(self, unblock: Callable[[], Any]) -> None:
+        """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
+        restored by then.
+
+        Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
+        """
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for group in self._bucket_groups():
+            for work in getattr(group.grad_reduce_handle, "works", ()):
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
+                    unblock()
+                    time.sleep(0.001)
+
     def restore(self) -> int:
         """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets
         restored."""

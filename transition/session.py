@@ -153,6 +153,7 @@ class Session:
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
+        self._half_received = False
         self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
@@ -219,9 +220,9 @@ class Session:
 
     def _is_loss(self, error: Exception) -> bool:
         """Whether `error` means a broken generation rather than a fault of the training script itself."""
-        if self._channel is None or isinstance(error, FATAL):
-            return False
-        if isinstance(error, PeerLost) or self._watch.lost():
+        if self._channel is None or isinstance(error, FATAL) or not self._gradients.intact:
+            return False  # half a micro-batch in the gradient cannot be taken out again
+        if self._watch.lost():
             return True
         self._self_stops += 1
         in_collective = self._phase in ("reducing", "synced") and type(error) in (
@@ -229,15 +230,17 @@ class Session:
             dist.DistBackendError,
             dist.DistNetworkError,
         )
-        return in_collective and self._self_stops <= SELF_STOPS
+        return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
     def _reduce(self) -> float:
         """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
         loss.
 
-        The losses travel with the counts so that the job's loss does not depend on who computed what.
+        The losses travel with the counts so that the job's loss does not depend on who computed what, and the wishes
+        to stop so that all who have the reduced gradients agree on the end.
         """
-        proof = torch.zeros(2, self.micro_batches, dtype=torch.float64)
+        proof = torch.zeros(3, self.micro_batches, dtype=torch.float64)
+        proof[2, 0] = float(self._stop_wanted)
         for index, loss in self._ledger.losses.items():
             if index in self._ledger.done:
                 proof[1, index] = loss.double().cpu()
@@ -251,30 +254,25 @@ class Session:
             self._gradients.reduce()
             work.wait()
         Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
+        self._stopping = bool(proof[2, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
         return float(proof[1].mean())
 
     def request_stop(self) -> None:
         """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a
         signal handler.
-
-        Without an agent nothing is agreed upon: call it on every rank in the same iteration.
         """
         self._stop_wanted = True
 
     def _commit(self) -> Plan | None:
         """Nobody steps before all are synced. Returns the offer that every member holds, if there is one."""
         if self._channel is None:
-            self._stopping = self._stop_wanted
             return None
         offer = self._watch.offer
-        held = torch.zeros(len(self._members) + 1, dtype=torch.int64)  # each member's offer, and how many want to stop
+        held = torch.zeros(len(self._members), dtype=torch.int64)
         held[self._members.index(self.slot)] = offer.generation if offer else 0
-        held[-1] = int(self._stop_wanted)
         held = held.to(self._process.device)
         dist.all_reduce(held)
-        *offers, wants = held.tolist()
-        self._stopping = wants > 0
-        return offer if offer is not None and set(offers) == {offer.generation} else None
+        return offer if offer is not None and set(held.tolist()) == {offer.generation} else None
 
     def _step(self, loss: float, began: float) -> StepResult:
         succeeded, grad_norm, _ = self._optimizer.step()
@@ -333,6 +331,7 @@ class Session:
         """All collectives of the generation are left for good; say where this rank stands."""
         self._watch.give_up()
         self._process.unblocker.unblock()  # the neighbours learn of it at once
+        self._gradients.drain(self._process.unblocker.unblock)
         fault = None
         if not isinstance(error, PeerLost):
             fault = {"type": type(error).__name__, "text": str(error)[:2000], "at": time.time()}
@@ -388,6 +387,8 @@ class Session:
         self._rest("left")
 
     def _enter(self, plan: Plan) -> None:
+        if self._half_received and self.slot not in plan.joiners:
+            raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         self._watch.enter(plan)
         self._timing.setdefault("caught", time.time())
         newcomer = not self._entered_first or self.slot in plan.joiners
@@ -421,7 +422,9 @@ class Session:
 
     def _migrate(self, plan: Plan, newcomer: bool) -> None:
         source = plan.members.index(plan.source)
+        self._half_received = self._half_received or (newcomer and self.slot != plan.source)
         self.iteration = migrate.transfer(self._state, self.iteration, source, newcomer, self._process.device)
+        self._half_received = False
 
     def _check_alive(self) -> None:
         if self._watch.lost():
@@ -464,6 +467,7 @@ class Session:
         return self._ledger.iteration if self.generation else self.iteration
 
     def _finish(self) -> None:
+        self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()
