@@ -69,7 +69,6 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
         with stage.open():
             for job in stage.jobs:
                 stage.submit(job)
-                stage.start_reference(job)
                 view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, up to {job.elements} nodes, weight {job.weight:g}")
             story = Story(stage, view.tell, view.show)
             story.play()

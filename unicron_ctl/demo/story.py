@@ -42,6 +42,8 @@ class Story:
             HEAL_SECONDS,
             "the jobs did not start training",
         )
+        for job in self.stage.jobs:
+            self.stage.start_reference(job)
         self._rank_dies(large)
         lost = self._node_dies_with_spare(large)
         self._node_dies_without_spare(large, small)
