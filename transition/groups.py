@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -63,9 +64,11 @@ def init_world(backend: str, store: Any, rank: int, size: int) -> None:
     """`init_process_group` on `store`, quick to give up while it connects, patient once it is there."""
     import torch.distributed as dist
 
+    hook = sys.excepthook
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=ENTER_TIMEOUT)
     )
+    sys.excepthook = hook  # torch wraps it once more each time: a traceback would get a prefix for every generation
 
 
 def be_patient() -> None:
@@ -110,6 +113,9 @@ def tear_down() -> None:
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()
+    # torch counts groups to name their keys in the store, and forgets to start over when the world failed to connect:
+    # ranks that failed and ranks that are new would then wait for each other under different names.
+    dist.distributed_c10d._world.group_count = 0
     parallel_state.destroy_model_parallel()
 
 
