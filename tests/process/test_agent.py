@@ -336,6 +336,41 @@ os._exit(3)
         job.close()
 
 
+STORE = """#!/bin/sh
+case "$*" in
+    "-m transition.store_host")
+        echo x >> {0}/tries
+        [ -e {0}/no_torch ] && {{ echo no torch >&2; exit 1; }}
+        echo $$ > {0}/pid
+        echo "port 4000$PYTHONSAFEPATH"
+        exec cat ;;
+    *) exec sleep 600 ;;
+esac
+"""
+
+
+def test_a_dead_store_is_started_again_but_not_for_ever(fake, tmp_path):
+    python = tmp_path / "python-of-the-user"
+    python.write_text(STORE.format(tmp_path))
+    python.chmod(0o755)
+    job = Job(tmp_path, fake.address, "26", 1, [str(python), "train.py"])
+    agent = job.agents[0]
+    try:
+        fake.welcome()
+        served = fake.status(lambda status: bool(status.store), "the store's address").store
+        assert served.endswith(":40001"), "the working folder is kept out of its imports"
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        fake.status(lambda status: not status.store, "it is gone")
+        fake.status(lambda status: bool(status.store), "the second store")
+        (tmp_path / "no_torch").touch()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        wait_for(lambda: "is torch installed there?" in agent.log, lambda: agent.log)
+        assert fake.status(lambda status: not status.store, "no address")
+        assert (tmp_path / "tries").read_text().count("x") == 3 and agent.process.poll() is None
+    finally:
+        job.close()
+
+
 # ---------------------------------------------------------------- no controller, and wrong use
 SHOW = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True); raise SystemExit(7)"
 
