@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from transition.connecting import interruptible
+
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, torch's default; a hang is found by the detector long before
-ENTER_TIMEOUT = (
-    20.0  # seconds for one group to connect: a peer that dies while gloo connects cannot be unblocked otherwise
-)
+ENTER_TIMEOUT = 20.0  # seconds for one group to connect
 BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others to reach an iteration boundary
 CONNECT_SECONDS = 0.5
 
@@ -95,13 +95,14 @@ def check_layout() -> None:
             )
 
 
-def rebuild(backend: str, store: Any, members: Sequence[int], slot: int) -> None:
+def rebuild(backend: str, store: Any, members: Sequence[int], slot: int, lost: Callable[[], bool]) -> None:
     """Build the world and Megatron's groups of a generation whose ranks are `members` in this order; the old ones are
-    torn down."""
+    torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when `lost()`."""
     from megatron.core import parallel_state
 
-    init_world(backend, store, list(members).index(slot), len(members))
-    parallel_state.initialize_model_parallel(distributed_timeout_minutes=ENTER_TIMEOUT / 60)
+    with interruptible(lost):
+        init_world(backend, store, list(members).index(slot), len(members))
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=ENTER_TIMEOUT / 60)
     be_patient()
 
 
