@@ -9,6 +9,7 @@ scaling factor is 1 with a SUM reduce.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Gradients:
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._disturbed = False
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration, on this process's clock
+        self._backward_since: float | None = None
         self._check_configuration()
         for group in self._bucket_groups():
             for bucket in group.buckets:
@@ -66,6 +69,7 @@ class Gradients:
             chunk.zero_grad_buffer()
         self._fresh.clear()
         self._deferred, self._disturbed = None, False
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two micro-batches."""
@@ -82,6 +86,7 @@ class Gradients:
                     model=self.model, num_microbatches=len(owed), **self.schedule_arguments)
             finally:
                 self._in_backward = False
+                self._end_backward(time.perf_counter())
         ledger.finish(owed[-1])
         self.on_progress()
 
@@ -101,7 +106,17 @@ class Gradients:
             self.config.finalize_model_grads_func, self.config.no_sync_func = finalize, no_sync
 
     def _data(self, iteration: int, indices: Sequence[int]) -> Iterator[Any]:
-        return (self.fetch(iteration, index) for index in indices)
+        for index in indices:
+            began = time.perf_counter()
+            micro_batch = self.fetch(iteration, index)
+            self.seconds["data"] += time.perf_counter() - began
+            yield micro_batch
+
+    def _end_backward(self, now: float) -> None:
+        """The backward pass that began when the last loss was there is over."""
+        if self._backward_since is not None:
+            self.seconds["backward"] += now - self._backward_since
+            self._backward_since = None
 
     def _forward(self, ledger: Ledger, owed: Sequence[int]) -> Callable[..., Any]:
         position = 0
@@ -109,6 +124,8 @@ class Gradients:
 
         def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
             nonlocal position
+            began, data_before = time.perf_counter(), self.seconds["data"]
+            self._end_backward(began)
             if position:  # the schedule asks for the next forward when the backward before it is over
                 ledger.finish(owed[position - 1])
                 self.on_progress()
@@ -121,6 +138,8 @@ class Gradients:
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 ledger.losses[index] = loss.detach().clone()
+                self._backward_since = time.perf_counter()
+                self.seconds["forward"] += self._backward_since - began - (self.seconds["data"] - data_before)
                 return (loss * weight, *others)
 
             return output, weighted

@@ -114,6 +114,7 @@ class Session:
         self._next_assignment: list[int] | None = None
         self._ledger = Ledger(start_iteration, micro_batches, [])
         self._seconds, self._loss = 0.0, None
+        self._reduce_seconds = 0.0
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
@@ -166,9 +167,11 @@ class Session:
             try:
                 self._gradients.compute(self._ledger)
                 self._set_phase("reducing")
+                reducing = time.perf_counter()
                 loss = self._reduce()
                 self._set_phase("synced")
                 self._agreed_offer = self._commit()
+                self._reduce_seconds = time.perf_counter() - reducing
                 return loss
             except (PeerLost, RuntimeError) as error:
                 if not self._is_loss(error):
@@ -230,16 +233,19 @@ class Session:
         return offer if offer is not None and set(offers) == {offer.generation} else None
 
     def _step(self, loss: float, began: float) -> StepResult:
+        stepping = time.perf_counter()
         succeeded, grad_norm, _ = self._optimizer.step()
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
         self._self_stops = 0
-        self._seconds, self._loss = time.perf_counter() - began, loss
+        now = time.perf_counter()
+        self._seconds, self._loss = now - began, loss
+        phases = {**self._gradients.seconds, "reduce": self._reduce_seconds, "step": now - stepping}
         result = StepResult(self.iteration, loss, None if grad_norm is None else float(grad_norm), float(self._optimizer.param_groups[0]["lr"]),
                             self._seconds, self.generation, len(self._members))
         if self._channel is not None:
             self._channel.send("step", generation=self.generation, iteration=self.iteration, micro_batches=self._ledger.done,
-                               computed=self._ledger.computed, total=self.micro_batches, seconds=self._seconds, loss=loss, at=time.time())
+                               computed=self._ledger.computed, total=self.micro_batches, seconds=self._seconds, loss=loss, phases=phases, at=time.time())
             if self._timing:
                 self._timing["stepped"] = time.time()
                 self._channel.send("timing", generation=self.generation, seconds=self._timing)

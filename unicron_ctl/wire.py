@@ -110,7 +110,10 @@ class Status(Message, tag="status"):
 
 
 class Step(Message, tag="step"):
-    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was computed."""
+    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was computed.
+
+    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step, on the rank's clock.
+    """
 
     job: str
     slot: int
@@ -122,6 +125,7 @@ class Step(Message, tag="step"):
     seconds: float
     loss: float
     at: float
+    phases: dict[str, float] = {}
 
 
 class Timing(Message, tag="timing"):
