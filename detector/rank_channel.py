@@ -16,6 +16,8 @@ from typing import Any, Callable
 import msgpack
 import zmq
 
+from detector import stacks
+
 VERSION = 1
 MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
@@ -45,6 +47,7 @@ class RankChannel:
         endpoint = os.environ.get("UNICRON_AGENT")
         if not endpoint:
             return None
+        stacks.register_from_environment()  # first: an agent signals only ranks that have spoken
         return cls(endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message)
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -34,7 +34,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with.
+    that was not obeyed yet. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
+    taken for hung sooner. hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an
+    evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. mtbf_node_hours, transition_seconds: what the planner reckons with.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
@@ -56,6 +58,10 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     restart_grace: float = 5.0
     repeat_seconds: float = 0.5
     probe_timeout: float = 0.5
+    monitor_iterations: bool = True
+    hang_floor_seconds: float = 1.0
+    hang_outside_seconds: float = 600.0
+    stacks_seconds: float = 1.0
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
     mtbf_node_hours: float = 1000.0
@@ -94,8 +100,10 @@ _POSITIVE = (
     "mtbf_node_hours",
     "quick_death_seconds",
     "hint_grace",
+    "hang_floor_seconds",
+    "hang_outside_seconds",
 )
-_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds")
+_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds")
 
 
 def problems(c: ControllerConfig) -> list[str]:

@@ -137,6 +137,17 @@ class Timing(Message, tag="timing"):
     seconds: dict[str, float]
 
 
+class StackTrace(Message, tag="stack_trace"):
+    """The answer to :class:`Stacks`. how: py-spy | faulthandler | none; state: the process's, as in proc(5)."""
+
+    job: str
+    slot: int
+    incarnation: int
+    how: str
+    state: str
+    text: str
+
+
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
     heartbeat_period: float
@@ -194,6 +205,13 @@ class StopRank(Message, tag="stop_rank"):
     reason: str
 
 
+class Stacks(Message, tag="stacks"):
+    """Send the stack traces of the rank's threads, if it is still this incarnation; answered in about a second."""
+
+    slot: int
+    incarnation: int
+
+
 class End(Message, tag="end"):
     """End the agent: its ranks are stopped and it exits with `code`."""
 
@@ -229,8 +247,8 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Union[Register, Status, Step, Timing, Ask]
-ToAgent = Union[Welcome, Ping, Refused, Break, Plan, StartRank, StopRank, End]
+ToController = Union[Register, Status, Step, Timing, StackTrace, Ask]
+ToAgent = Union[Welcome, Ping, Refused, Break, Plan, StartRank, StopRank, Stacks, End]
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rank_harness import Ranks
+from tests.process.rank_harness import Ranks
 
 pytestmark = pytest.mark.process
 PHASES = {"data", "forward", "backward", "reduce", "step"}
@@ -17,7 +13,9 @@ FETCH = 0.02
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_phases_add_up_to_the_iteration(tmp_path, overlap):
-    ranks = Ranks(tmp_path, 2, [], fork=True, TINY_ITERATIONS="4", TINY_SLOW=str(FETCH), TINY_SAVE="0", TINY_OVERLAP=overlap)
+    ranks = Ranks(
+        tmp_path, 2, [], fork=True, TINY_ITERATIONS="4", TINY_SLOW=str(FETCH), TINY_SAVE="0", TINY_OVERLAP=overlap
+    )
     ranks.drive()
     assert len(ranks.steps) == 8
     for step in ranks.steps:

@@ -20,12 +20,14 @@ import msgpack
 import msgspec
 import zmq
 
+from detector.stacks import Dump
 from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import Rank, python_of, rank_environment, stop_all
+from unicron_ctl.agent.ranks import Rank, python_of, rank_environment, stacks_file, stop_all
 from unicron_ctl.credential import make_credential
 
 REGISTER_SECONDS = 0.5
+DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm's --signal sends before a time limit is for the training script
@@ -49,6 +51,8 @@ class Agent:
         endpoint = f"ipc://{self._folder}/ranks"
         self._channel = self._context.socket(zmq.ROUTER)
         self._channel.bind(endpoint)
+        self._endpoint = endpoint
+        self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, endpoint, dict(os.environ))
         self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
         self._identities: dict[int, bytes] = {}
@@ -101,6 +105,8 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
+        if self._dumps:
+            wait = min(wait, DUMP_SECONDS)
         for descriptor, _ in self._poller.poll(max(0, int(wait * 1000))):
             if descriptor is self._controller:
                 while self._controller.poll(0) and self._exit_code is None:
@@ -110,6 +116,7 @@ class Agent:
                     self._from_rank(*self._channel.recv_multipart())
             else:
                 self._from_descriptor(descriptor)
+        self._finish_dumps()
         now = time.monotonic()
         if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
             self._send_status()
@@ -172,6 +179,18 @@ class Agent:
             self._from_rank(*self._channel.recv_multipart())
         rank.collect()
         self._send_status()
+
+    def _dump(self, order: wire.Stacks) -> None:
+        rank = self.ranks.get(order.slot)
+        if rank is None or rank.child is None or rank.status.incarnation != order.incarnation or order.slot in self._dumps:
+            return
+        self._dumps[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
+
+    def _finish_dumps(self) -> None:
+        for slot, (incarnation, dump) in list(self._dumps.items()):
+            if dump.done():
+                del self._dumps[slot]
+                self._send(wire.StackTrace(job=self.place.job, slot=slot, incarnation=incarnation, how=dump.how, state=dump.state, text=dump.text))
 
     def _start_store(self) -> None:
         environment = {**os.environ, "PYTHONPATH": rank_environment(self.place, "", dict(os.environ))(0, 0, 0)["PYTHONPATH"]}
@@ -270,6 +289,8 @@ class Agent:
                 rank = self.ranks.get(message.slot)
                 if rank is not None and rank.status.incarnation == message.incarnation:
                     rank.kill()
+            case wire.Stacks():
+                self._dump(message)
             case wire.End():
                 if message.code or message.reason:
                     self._complain(message.reason)

@@ -107,11 +107,17 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
         path = f"{path}{os.pathsep}{package_root}" if path else package_root
 
     def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
-        return {**base, "PYTHONPATH": path, "UNICRON_AGENT": endpoint, "UNICRON_SLOT": str(slot), "UNICRON_INCARNATION": str(incarnation),
+        return {**base, "UNICRON_STACKS": stacks_file(endpoint, slot), "PYTHONPATH": path, "UNICRON_AGENT": endpoint, "UNICRON_SLOT": str(slot), "UNICRON_INCARNATION": str(incarnation),
                 "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
                 "MASTER_ADDR": place.address, "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
 
     return environment
+
+
+def stacks_file(endpoint: str, slot: int) -> str:
+    """Where a rank writes its stacks when it is asked: beside its channel's socket."""
+    folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
+    return f"{folder}/stacks.{slot}" if folder else ""
 
 
 def python_of(command: Sequence[str]) -> str:

@@ -118,6 +118,7 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
         "loss": state.loss,
+        "degraded": engine.watches[state.job].degraded if state.job in engine.watches else None,
         "weight": weight,
         "flops": flops,
         "waf": weight * flops if enough and not state.ended else 0.0,

@@ -4,6 +4,7 @@ about the process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from detector.escalation import END_JOB as END
@@ -18,6 +19,7 @@ from unicron_ctl.wire import RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine
+    from unicron_ctl.controller.monitoring import Suspect
 
 DEFAULT_EXIT = 1
 
@@ -234,6 +236,46 @@ def of_signal(engine: Engine, job: JobState, signal: Signal, by: str) -> set[int
             if identity is not None:
                 engine.emit("failure_action", job.job, failure=failure, text=f"slot {slot} is left out: {why}")
     return lost
+
+
+# ---------------------------------------------------------------- iterations that do not end
+def hang(engine: Engine, job: JobState, slot: int, reason: str) -> tuple[int, Decision]:
+    """Records that the others wait for this rank; returns the failure's id and what is to be done."""
+    verdict = engine.classifier.cause("task_hang", reason)
+    decision, memory = judge(engine, job, slot, verdict, None)
+    status = engine.view(job).status(slot)
+    iteration = status.iteration if status else None
+    failure = record(
+        engine, job, "hang", [slot], verdict, decision, "statistics", escalation=memory, iteration=iteration
+    )
+    return failure, decision
+
+
+def stop_hanging(engine: Engine, job: JobState, suspects: Sequence[Suspect]) -> None:
+    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for ever."""
+    lost: dict[int, str] = {}
+    for suspect in suspects:
+        if job.members.get(suspect.slot) != suspect.identity or job.ended:
+            continue
+        agent = engine.agents.get((job.job, job.element(suspect.slot)))
+        if suspect.action == END:
+            engine.drive(job, Signal(Happening.FAILED, suspect.reason, code=DEFAULT_EXIT))
+            return
+        isolated = suspect.action == ISOLATE and agent is not None
+        if not (isolated and engine.cluster.isolate(job, agent, suspect.failure, suspect.reason)):
+            at = engine.now + suspect.wait
+            start(engine, job, suspect.slot, suspect.identity.incarnation + 1, at, "hangs", suspect.failure)
+        lost[suspect.slot] = "hangs"
+    if lost:
+        engine.drive(job, Signal(Happening.LOSS, "; ".join(s.reason for s in suspects if s.slot in lost), lost))
+
+
+def collective_timeout(engine: Engine, job: JobState, reason: str) -> None:
+    """All ranks wait in a collective that the network does not finish: they regroup in place, and nobody is blamed."""
+    verdict = engine.classifier.cause("nccl_timeout", reason)
+    decision = Decision(Severity.SEV3, REATTEMPT, reason, verdict.cause)
+    record(engine, job, "hang", sorted(job.members), verdict, decision, "statistics")
+    engine.drive(job, Signal(Happening.FAULT, reason))
 
 
 def _on_record(job: JobState, slot: int) -> bool:

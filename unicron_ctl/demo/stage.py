@@ -87,7 +87,7 @@ class Stage:
         """unicrond asks Slurm only when a job registers, so it may be up before the cluster, whose plugin must know its port."""
         state = self.folder / "controller"
         config = self.folder / "unicron.toml"
-        config.write_text('[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "command"\nslurm_poll_seconds = 0.5\n')
+        config.write_text('[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "command"\nslurm_poll_seconds = 0.5\nhang_floor_seconds = 5.0\n')
         environment = os.environ | {"SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf), "PATH": _search_path(), "UNICRON_CONFIG": str(config)}
         with (self.folder / "unicrond.log").open("ab") as log:
             self._controller = subprocess.Popen([sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(config), "--state-dir", str(state)],
