@@ -1,4 +1,5 @@
-"""A rank's line to its agent: a thread of its own, so that messages flow while the main thread is stuck in a collective.
+"""A rank's line to its agent: a thread of its own, so that messages flow while the main thread is stuck in a
+collective.
 
 MessagePack maps over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
 """
@@ -11,7 +12,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import msgpack
 import zmq
@@ -23,7 +25,8 @@ MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
 
 class RankChannel:
-    """Connects to the agent's `endpoint` as rank `slot`; `on_message(map)` is called in the channel's thread for each message."""
+    """Connects to the agent's `endpoint` as rank `slot`; `on_message(map)` is called in the channel's thread for each
+    message."""
 
     def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[dict[str, Any]], None]):
         self.slot, self.incarnation = slot, incarnation
@@ -47,12 +50,21 @@ class RankChannel:
         endpoint = os.environ.get("UNICRON_AGENT")
         if not endpoint:
             return None
-        stacks.register_from_environment()  # first: an agent signals only ranks that have spoken
-        return cls(endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message)
+        stacks.register_from_environment()  # first: an agent asks only ranks that have a handler
+        return cls(
+            endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message
+        )
 
     def send(self, kind: str, **fields: Any) -> None:
         """Queue one message; never blocks, never raises for a missing agent."""
-        message = {"v": VERSION, "kind": kind, "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid(), **fields}
+        message = {
+            "v": VERSION,
+            "kind": kind,
+            "slot": self.slot,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            **fields,
+        }
         self._idle.clear()
         self._outgoing.append(msgpack.packb(message))
         try:
@@ -63,7 +75,9 @@ class RankChannel:
     def fault(self, error: BaseException) -> None:
         """Report an exception (method 3 of PAPER section 3) with its type, text and the end of its traceback."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self.send("fault", type=type(error).__name__, text=str(error)[:2000], at=time.time(), traceback=lines[-MAX_TRACEBACK:])
+        self.send(
+            "fault", type=type(error).__name__, text=str(error)[:2000], at=time.time(), traceback=lines[-MAX_TRACEBACK:]
+        )
 
     def install_excepthook(self) -> None:
         """Report an exception that ends the main thread before the process dies of it."""
@@ -110,4 +124,8 @@ class RankChannel:
             if message["v"] == VERSION:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent
-            print(f"unicron: rank {self.slot} dropped a message: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"unicron: rank {self.slot} dropped a message: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,7 +1,8 @@
-"""Stack traces of a rank that does not answer: the rank's side (a signal that makes the C level write them) and the agent's.
+"""Stack traces of a rank that does not answer: the rank's side (a signal that makes the C level write them) and the
+agent's.
 
-Standard library only. faulthandler's handler needs no GIL, so it answers for a rank whose GIL is held; a process that was stopped by a
-signal (state T) runs nothing at all, and only py-spy can look into it.
+Standard library only. faulthandler's handler needs no GIL, so it answers for a rank whose GIL is held; a process that
+was stopped by a signal (state T) runs nothing at all, and only py-spy can look into it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def handles_signal(pid: int) -> bool:
 
 
 class Dump:
-    """One trace in the making: ask `done(now)` until it is true, then read `text`. Never blocks. Times on time.monotonic."""
+    """One trace in the making: ask `done(now)` until it is true, then read `text`. Never blocks. Times on
+    time.monotonic."""
 
     def __init__(self, pid: int, path: str, now: float | None = None):
         self.pid, self.path = pid, Path(path)

@@ -26,11 +26,14 @@ def _die_with_parent() -> None:
 
 
 class Child:
-    """One supervised process in a process group of its own. Its standard error passes through, and its last lines are kept."""
+    """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
+    kept."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         self.started = time.time()
-        self._process = subprocess.Popen(command, env=dict(environment), stderr=subprocess.PIPE, process_group=0, preexec_fn=_die_with_parent)
+        self._process = subprocess.Popen(
+            command, env=dict(environment), stderr=subprocess.PIPE, process_group=0, preexec_fn=_die_with_parent
+        )
         assert self._process.stderr is not None
         self.stderr = self._process.stderr.fileno()
         os.set_blocking(self.stderr, False)

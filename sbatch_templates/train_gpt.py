@@ -96,13 +96,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--metrics", metavar="PREFIX", help="JSON lines, one file per rank (PREFIX.slotN); see training_metrics.py"
     )
     system.add_argument(
-        "--save-gradients", metavar="DIR", help="for comparing two runs: DIR/ITERATION.slotN.pt, as the optimizer saw it"
-    )
-    system.add_argument(
-        "--save-gradients-when",
-        choices=("always", "regrouped"),
-        default="always",
-        help="by the first member, in every iteration or in the first of each generation",
+        "--save-gradients",
+        metavar="DIR",
+        help=(
+            "to verify recoveries: DIR/ITERATION.slotN.pt with parameters and gradient of each generation's first step"
+        ),
     )
     system.add_argument("--log-interval", type=_number(int, 1), default=1, help="iterations per log line")
     options = parser.parse_args(arguments)
@@ -363,14 +361,36 @@ def metrics_record(result: Any) -> dict[str, Any]:
     }
 
 
-def save_gradient(chunk: Any, path: Path) -> None:
-    """The reduced and clipped gradient of the step just taken, one flat fp32 tensor; readers never see half a file."""
+class GradientSaver:
+    """Saves what a step started from and what the optimizer got, in the first step of every generation.
+
+    A file holds {"parameters": before the step, "gradient": reduced and clipped}, flat fp32 tensors. Whoever has just
+    joined has no parameters from before the step and saves nothing.
+    """
+
+    def __init__(self, chunk: Any, folder: str, slot: int):
+        self._chunk, self._folder, self._slot = chunk, Path(folder), slot
+        self._generation: int | None = None
+        self._parameters: Any = None
+
+    def after_step(self, result: Any) -> None:
+        """Call it after every step."""
+        import torch
+
+        if self._parameters is not None and result.generation != self._generation:
+            gradient = _flat(parameter.main_grad for parameter in self._chunk.module.parameters())
+            path = self._folder / f"{result.iteration}.slot{self._slot}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"parameters": self._parameters, "gradient": gradient}, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)  # readers never see half a file
+        self._generation = result.generation
+        self._parameters = _flat(self._chunk.module.parameters())
+
+
+def _flat(tensors: Iterator[Any]) -> Any:
     import torch
 
-    gradient = torch.cat([parameter.main_grad.detach().float().reshape(-1).cpu() for parameter in chunk.module.parameters()])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(gradient, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    return torch.cat([tensor.detach().float().reshape(-1).cpu() for tensor in tensors])
 
 
 def train(options: argparse.Namespace, device: Any, backend: str) -> None:
@@ -400,16 +420,14 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     )
     # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
-    generation = -1
+    saver = GradientSaver(chunk, options.save_gradients, slot) if options.save_gradients else None
     if device.type == "cpu":
         os.nice(TRAINING_NICENESS)
     for result in session:
         if metrics:
             metrics.write(metrics_record(result))
-        if options.save_gradients and dist.get_rank() == 0:
-            if options.save_gradients_when == "always" or result.generation != generation:
-                save_gradient(chunk, Path(options.save_gradients) / f"{result.iteration}.slot{slot}.pt")
-        generation = result.generation
+        if saver:
+            saver.after_step(result)
         # The lowest-ranked member of the present generation, which may be another process than before.
         if dist.get_rank() == 0 and (result.iteration + 1) % options.log_interval == 0:
             print(log_line(options, result), flush=True)

@@ -1,4 +1,5 @@
-"""In the ranks: micro-batch ledger, group rebuild, state migration. The training script's API is `init_process_group` and `Session`."""
+"""In the ranks: micro-batch ledger, group rebuild, state migration. The training script's API is `init_process_group`
+and `Session`."""
 
 from __future__ import annotations
 

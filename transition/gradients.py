@@ -1,8 +1,12 @@
-"""The gradient side of an iteration: compute micro-batches one by one, snapshot buckets before their reduce, reduce, restore.
+"""The gradient side of an iteration: compute micro-batches one by one, snapshot buckets before their reduce, reduce,
+restore.
 
-Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule and called here;
-`_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs 1/total whatever rank computes it: the
-schedule divides a loss by the number of micro-batches of its call, so the loss is multiplied by that number over the total, and the DDP
+Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule
+and called here;
+`_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs 1/total whatever rank
+computes it: the
+schedule divides a loss by the number of micro-batches of its call, so the loss is multiplied by that number over the
+total, and the DDP
 scaling factor is 1 with a SUM reduce.
 """
 
@@ -16,7 +20,9 @@ from typing import Any
 import torch
 
 from transition import groups
-from transition.ledger import Ledger
+from transition.ledger import Ledger, LedgerError
+
+DRAIN_SECONDS = 10.0
 
 
 class PeerLost(RuntimeError):
@@ -24,14 +30,24 @@ class PeerLost(RuntimeError):
 
 
 class Gradients:
-    """Owns the DDP model chunks of one rank. `lost()` tells whether the generation is over; it is asked between micro-batches.
+    """Owns the DDP model chunks of one rank. `lost()` tells whether the generation is over; it is asked between
+    micro-batches.
 
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`.
-    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them.
+    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any
+    of them.
     """
 
-    def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], fetch: Callable[[int, int], Any], total: int,
-                 schedule_arguments: dict[str, Any], lost: Callable[[], bool], on_progress: Callable[[], None]):
+    def __init__(
+        self,
+        model: Sequence[Any],
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        total: int,
+        schedule_arguments: dict[str, Any],
+        lost: Callable[[], bool],
+        on_progress: Callable[[], None],
+    ):
         from megatron.core.utils import get_model_config
 
         self.model, self.forward_step, self.fetch, self.total = list(model), forward_step, fetch, total
@@ -42,7 +58,8 @@ class Gradients:
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._disturbed = False
-        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration, on this process's clock
+        self._backward_of: int | None = None
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
         self._backward_since: float | None = None
         self._check_configuration()
         for group in self._bucket_groups():
@@ -53,7 +70,10 @@ class Gradients:
     def _check_configuration(self) -> None:
         for chunk in self.model:
             if chunk.ddp_config.use_distributed_optimizer:
-                raise groups.UnsupportedLayout("unicron can't heal a distributed optimizer: a lost rank's shard has no copy; unset use_distributed_optimizer")
+                raise groups.UnsupportedLayout(
+                    "unicron can't heal a distributed optimizer: a lost rank's shard has no copy; unset "
+                    "use_distributed_optimizer"
+                )
             if chunk.ddp_config.average_in_collective:
                 raise groups.UnsupportedLayout("unicron weighs micro-batches itself: unset average_in_collective")
         if self.config.calculate_per_token_loss:
@@ -72,7 +92,8 @@ class Gradients:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two micro-batches."""
+        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
+        micro-batches."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         owed = ledger.todo()
@@ -82,13 +103,26 @@ class Gradients:
             self._in_backward = True
             try:
                 get_forward_backward_func()(
-                    forward_step_func=self._forward(ledger, owed), data_iterator=self._data(ledger.iteration, owed),
-                    model=self.model, num_microbatches=len(owed), **self.schedule_arguments)
+                    forward_step_func=self._forward(ledger, owed),
+                    data_iterator=self._data(ledger.iteration, owed),
+                    model=self.model,
+                    num_microbatches=len(owed),
+                    **self.schedule_arguments,
+                )
             finally:
                 self._in_backward = False
                 self._end_backward(time.perf_counter())
-        ledger.finish(owed[-1])
+        self._finished(ledger, owed[-1])
+
+    def _finished(self, ledger: Ledger, index: int) -> None:
+        self._backward_of = None
+        ledger.finish(index)
         self.on_progress()
+
+    @property
+    def intact(self) -> bool:
+        """No micro-batch is in the gradient in part. False after an error in the middle of a backward pass."""
+        return self._backward_of is None
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
@@ -127,8 +161,7 @@ class Gradients:
             began, data_before = time.perf_counter(), self.seconds["data"]
             self._end_backward(began)
             if position:  # the schedule asks for the next forward when the backward before it is over
-                ledger.finish(owed[position - 1])
-                self.on_progress()
+                self._finished(ledger, owed[position - 1])
             if self.lost():
                 raise PeerLost("a member of the generation is gone")
             index = owed[position]
@@ -138,6 +171,7 @@ class Gradients:
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 ledger.losses[index] = loss.detach().clone()
+                self._backward_of = index
                 self._backward_since = time.perf_counter()
                 self.seconds["forward"] += self._backward_since - began - (self.seconds["data"] - data_before)
                 return (loss * weight, *others)
@@ -148,7 +182,8 @@ class Gradients:
 
     # ------------------------------------------------------------ reducing
     def reduce(self) -> None:
-        """Reduce all gradients over the data-parallel group and finalize them. Raises RuntimeError when a peer is gone."""
+        """Reduce all gradients over the data-parallel group and finalize them. Raises RuntimeError when a peer is
+        gone."""
         from megatron.core.distributed import finalize_model_grads
 
         if self._deferred is not None:
@@ -160,7 +195,8 @@ class Gradients:
         (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, None)
 
     def _dispatch_overlapped(self) -> None:
-        """With overlapped reduces the backward hooks start them; they do not fire again for gradients that were kept."""
+        """With overlapped reduces the backward hooks start them; they do not fire again for gradients that were
+        kept."""
         for group in self._bucket_groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -194,8 +230,24 @@ class Gradients:
             self._fresh.add(key)
 
     # ------------------------------------------------------------ recovering
+    def drain(self, unblock: Callable[[], Any]) -> None:
+        """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
+        restored by then.
+
+        Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
+        """
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for group in self._bucket_groups():
+            for work in getattr(group.grad_reduce_handle, "works", ()):
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
+                    unblock()
+                    time.sleep(0.001)
+
     def restore(self) -> int:
-        """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets restored."""
+        """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets
+        restored."""
         restored = len(self._fresh)
         for key in self._fresh:
             bucket, copy = self._snapshots[key]

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, torch's default; a hang is found by the detector long before
-ENTER_TIMEOUT = 20.0  # seconds for one group to connect: a peer that dies while gloo connects cannot be unblocked otherwise
+ENTER_TIMEOUT = (
+    20.0  # seconds for one group to connect: a peer that dies while gloo connects cannot be unblocked otherwise
+)
 BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others to reach an iteration boundary
 CONNECT_SECONDS = 0.5
 
@@ -28,7 +30,8 @@ def collective_timeout() -> datetime.timedelta:
 def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
     """The rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
 
-    torch retries a refused connection deaf to everything, so the port is tried first; raises ConnectionError once `lost()`, or after ENTER_TIMEOUT.
+    torch retries a refused connection deaf to everything, so the port is tried first; raises ConnectionError once
+    `lost()`, or after ENTER_TIMEOUT.
     """
     import torch.distributed as dist
 
@@ -60,7 +63,9 @@ def init_world(backend: str, store: Any, rank: int, size: int) -> None:
     """`init_process_group` on `store`, quick to give up while it connects, patient once it is there."""
     import torch.distributed as dist
 
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=ENTER_TIMEOUT))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=ENTER_TIMEOUT)
+    )
 
 
 def be_patient() -> None:
@@ -82,11 +87,14 @@ def check_layout() -> None:
         ("expert", parallel_state.get_expert_model_parallel_world_size()),
     ):
         if size != 1:
-            raise UnsupportedLayout(f"unicron heals data-parallel jobs; this one has {name} parallel size {size}: run it with --no-unicron")
+            raise UnsupportedLayout(
+                f"unicron heals data-parallel jobs; this one has {name} parallel size {size}: run it with --no-unicron"
+            )
 
 
 def rebuild(backend: str, store: Any, members: Sequence[int], slot: int) -> None:
-    """Build the world and Megatron's groups of a generation whose ranks are `members` in this order; the old ones are torn down."""
+    """Build the world and Megatron's groups of a generation whose ranks are `members` in this order; the old ones are
+    torn down."""
     from megatron.core import parallel_state
 
     init_world(backend, store, list(members).index(slot), len(members))
@@ -110,14 +118,20 @@ def roles() -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    found = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and isinstance(value, dist.ProcessGroup)}
+    found = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and isinstance(value, dist.ProcessGroup)
+    }
     return {**found, "WORLD": dist.group.WORLD}
 
 
 def repoint(holders: Iterable[Any], old: dict[str, Any], new: dict[str, Any]) -> int:
-    """Replace the old groups by the new ones of the same role in the attributes of `holders`; returns how many attributes changed.
+    """Replace the old groups by the new ones of the same role in the attributes of `holders`; returns how many
+    attributes changed.
 
-    `old` must have been taken before the tear-down. Raises :class:`UnsupportedLayout` for a group that has no role, since a
+    `old` must have been taken before the tear-down. Raises :class:`UnsupportedLayout` for a group that has no role,
+    since a
     collective on it would hang.
     """
     import torch.distributed as dist
@@ -132,7 +146,9 @@ def repoint(holders: Iterable[Any], old: dict[str, Any], new: dict[str, Any]) ->
             return by_identity[id(group)]
         if any(group is present for present in new.values()):
             return group
-        raise UnsupportedLayout(f"{type(owner).__name__}.{name} holds a process group that unicron does not know how to rebuild")
+        raise UnsupportedLayout(
+            f"{type(owner).__name__}.{name} holds a process group that unicron does not know how to rebuild"
+        )
 
     def visit(owner: Any) -> None:
         nonlocal changed
@@ -156,7 +172,8 @@ def repoint(holders: Iterable[Any], old: dict[str, Any], new: dict[str, Any]) ->
 
 
 def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Every Megatron object that caches process groups: DDP, its modules, buffers, bucket groups, and the optimizers."""
+    """Every Megatron object that caches process groups: DDP, its modules, buffers, bucket groups, and the
+    optimizers."""
     holders: list[Any] = []
     for chunk in model:
         holders += [chunk, *chunk.module.modules(), *buffers(chunk), *bucket_groups(chunk)]

@@ -1,6 +1,8 @@
-"""The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and how often each was computed.
+"""The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and how often each was
+computed.
 
-Paper section 5: the micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer steps.
+Paper section 5: the micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer
+steps.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ class LedgerError(RuntimeError):
 
 
 def deal(total: int, members: Sequence[int]) -> dict[int, list[int]]:
-    """The undisturbed assignment: micro-batch i belongs to the (i mod len(members))-th member. Same on every rank, without a message."""
+    """The undisturbed assignment: micro-batch i belongs to the (i mod len(members))-th member. Same on every rank,
+    without a message."""
     return {slot: list(range(position, total, len(members))) for position, slot in enumerate(members)}
 
 
 @dataclass
 class Ledger:
-    """The work of one rank in one iteration. `done` are the micro-batches in its gradient buffer, in the order of their backward passes."""
+    """The work of one rank in one iteration. `done` are the micro-batches in its gradient buffer, in the order of
+    their backward passes."""
 
     iteration: int
     total: int
@@ -37,12 +41,16 @@ class Ledger:
     def finish(self, index: int) -> None:
         """The backward pass of `index` is over. Raises :class:`LedgerError` for an index that is not owed."""
         if index in self.done or index not in self.assigned:
-            raise LedgerError(f"micro-batch {index} of iteration {self.iteration} is not owed by this rank: owed {self.assigned}, done {self.done}")
+            raise LedgerError(
+                f"micro-batch {index} of iteration {self.iteration} is not owed by this rank: owed "
+                f"{self.assigned}, done {self.done}"
+            )
         self.done.append(index)
         self.computed.append(index)
 
     def reassign(self, indices: Iterable[int]) -> None:
-        """Take over a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the gradient."""
+        """Take over a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the
+        gradient."""
         assigned = list(indices)
         dropped = set(self.done) - set(assigned)
         if dropped:
@@ -51,7 +59,8 @@ class Ledger:
 
     @staticmethod
     def check_counts(iteration: int, counts: Sequence[int]) -> None:
-        """`counts[i]`: in how many gradients of the job micro-batch i is. Raises :class:`LedgerError` unless all are 1."""
+        """`counts[i]`: in how many gradients of the job micro-batch i is. Raises :class:`LedgerError` unless all are
+        1."""
         wrong = {index: count for index, count in enumerate(counts) if count != 1}
         if wrong:
             raise LedgerError(f"iteration {iteration}: micro-batches not counted exactly once (index: count): {wrong}")

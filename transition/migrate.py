@@ -1,6 +1,8 @@
-"""State migration: a newcomer gets the training state from a data-parallel replica's memory (paper section 5, nearest principle).
+"""State migration: a newcomer gets the training state from a data-parallel replica's memory (paper section 5, nearest
+principle).
 
-One rank sends, the newcomers receive, and all members compare checksums, so that a replica that had silently diverged is found too.
+One rank sends, the newcomers receive, and all members compare checksums, so that a replica that had silently diverged
+is found too.
 The header is MessagePack; nothing is ever unpickled.
 """
 
@@ -19,7 +21,8 @@ class StateMismatch(RuntimeError):
 
 
 class TrainingState:
-    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, random-number state, iteration."""
+    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, random-number state,
+    iteration."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
         self.model, self.optimizer, self.scheduler = list(model), optimizer, scheduler
@@ -36,36 +39,53 @@ class TrainingState:
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
         groups = [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
-        layout = [[self._layout(inner.state.get(parameter, {})) for parameter in group["params"]] for inner, group in self._groups()]
-        return msgpack.packb({
-            "iteration": iteration,
-            "groups": groups,
-            "layout": layout,
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "rng": torch.get_rng_state().numpy().tobytes(),
-            "trackers": {name: state.cpu().numpy().tobytes() for name, state in _rng_tracker().get_states().items()},
-        })
+        layout = [
+            [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
+            for inner, group in self._groups()
+        ]
+        return msgpack.packb(
+            {
+                "iteration": iteration,
+                "groups": groups,
+                "layout": layout,
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "rng": torch.get_rng_state().numpy().tobytes(),
+                "trackers": {
+                    name: state.cpu().numpy().tobytes() for name, state in _rng_tracker().get_states().items()
+                },
+            }
+        )
 
     @staticmethod
     def _layout(state: dict[str, Any]) -> dict[str, Any]:
         """Key -> [dtype, shape, device type] for tensors, or the plain value."""
-        return {key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
-                for key, value in sorted(state.items())}
+        return {
+            key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
+            for key, value in sorted(state.items())
+        }
 
     def adopt(self, header: bytes) -> int:
-        """Apply a peer's header and make room for its tensors; returns the iteration to go on with. Raises StateMismatch."""
+        """Apply a peer's header and make room for its tensors; returns the iteration to go on with. Raises
+        StateMismatch."""
         data = msgpack.unpackb(header, strict_map_key=False)
         mine = list(self._groups())
         if len(mine) != len(data["groups"]):
-            raise StateMismatch(f"the peer's optimizer has {len(data['groups'])} parameter groups, this one {len(mine)}: start the same script on all nodes")
+            raise StateMismatch(
+                f"the peer's optimizer has {len(data['groups'])} parameter groups, this one {len(mine)}: start "
+                "the same script on all nodes"
+            )
         for (inner, group), values, layouts in zip(mine, data["groups"], data["layout"], strict=True):
-            group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()})
+            group.update(
+                {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()}
+            )
             for parameter, layout in zip(group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
         if self.scheduler is not None:
             self.scheduler.load_state_dict(data["scheduler"])
         torch.set_rng_state(torch.frombuffer(bytearray(data["rng"]), dtype=torch.uint8))
-        states = {name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in data["trackers"].items()}
+        states = {
+            name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in data["trackers"].items()
+        }
         if states:
             _rng_tracker().set_states(states)
         return int(data["iteration"])
@@ -95,7 +115,9 @@ def _room(value: Any, parameter: torch.Tensor) -> Any:
     if not (isinstance(value, list) and len(value) == 3 and str(value[0]).startswith("torch.")):
         return value
     dtype, shape, device = value
-    return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu")
+    return torch.empty(
+        shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu"
+    )
 
 
 def transfer(state: TrainingState, iteration: int, source: int, newcomer: bool, device: torch.device) -> int:
@@ -130,7 +152,8 @@ def _broadcast_bytes(data: bytes | None, source: int, device: torch.device) -> b
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the raw bytes, the second weighted by position so that a permutation shows. Shape (2,), int64."""
+    """Two 64-bit sums over the raw bytes, the second weighted by position so that a permutation shows. Shape (2,),
+    int64."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32).to(torch.int64)
     weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)

@@ -1,8 +1,12 @@
-"""The training loop that survives: one object between a Megatron training script and the generation protocol (DESIGN section 6).
+"""The training loop that survives: one object between a Megatron training script and the generation protocol (DESIGN
+section 6).
 
-A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost every survivor
-stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the controller's plan. Newcomers
-and leavers change the membership at an iteration boundary, which all members reach in the same iteration because the commit
+A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost
+every survivor
+stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the controller's
+plan. Newcomers
+and leavers change the membership at an iteration boundary, which all members reach in the same iteration because the
+commit
 all-reduce carries the offer that each holds.
 """
 
@@ -24,10 +28,14 @@ from transition.ledger import Ledger, LedgerError, deal
 from transition.unblock import Unblocker
 from transition.watch import Plan, PlanTimeout, Watch
 
-PLAN_TIMEOUT = 600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
+PLAN_TIMEOUT = (
+    600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
+)
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
 FATAL = (migrate.StateMismatch, groups.UnsupportedLayout, PlanTimeout, LedgerError)  # never answered by another try
-SELF_STOPS = 3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
+SELF_STOPS = (
+    3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class _Rejoined(Exception):
 
 
 class Process:
-    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no channel."""
+    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
+    channel."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -71,7 +80,8 @@ _process: Process | None = None
 def init_process_group(backend: str) -> None:
     """In place of `torch.distributed.init_process_group`.
 
-    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's generations.
+    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's
+    generations.
     Without an agent it is torch's own call with the usual environment variables.
     """
     global _process
@@ -85,27 +95,53 @@ def init_process_group(backend: str) -> None:
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step, fetch: see
-    :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal.
+    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks.
+    forward_step, fetch: see
+    :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it
+    cannot heal.
     """
 
-    def __init__(self, *, model: Sequence[Any], optimizer: Any, scheduler: Any, micro_batches: int, forward_step: Callable[..., Any],
-                 fetch: Callable[[int, int], Any], seq_length: int, micro_batch_size: int, train_iterations: int, start_iteration: int = 0):
+    def __init__(
+        self,
+        *,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        micro_batches: int,
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        seq_length: int,
+        micro_batch_size: int,
+        train_iterations: int,
+        start_iteration: int = 0,
+    ):
         if _process is None:
             raise RuntimeError("call transition.init_process_group(backend) before transition.Session(...)")
         if micro_batches < 1 or train_iterations < start_iteration:
-            raise ValueError(f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and {start_iteration}")
+            raise ValueError(
+                f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and "
+                f"{start_iteration}"
+            )
         groups.check_layout()
         self._process = _process
         self._watch, self._channel, self.slot = _process.watch, _process.channel, _process.slot
         self._model, self._optimizer, self._scheduler = list(model), optimizer, scheduler
         self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
         self._state = migrate.TrainingState(model, optimizer, scheduler)
-        self._gradients = Gradients(model, forward_step, fetch, micro_batches,
-                                    {"seq_length": seq_length, "micro_batch_size": micro_batch_size}, self._watch.lost, self._progress)
+        self._gradients = Gradients(
+            model,
+            forward_step,
+            fetch,
+            micro_batches,
+            {"seq_length": seq_length, "micro_batch_size": micro_batch_size},
+            self._watch.lost,
+            self._progress,
+        )
         parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
         self._samples = micro_batches * micro_batch_size
-        self._flops = 6.0 * parameters * self._samples * seq_length  # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1)
+        self._flops = (
+            6.0 * parameters * self._samples * seq_length
+        )  # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1)
         self._members: list[int] = list(range(dist.get_world_size())) if self._channel is None else []
         self._rank = dist.get_rank() if self._channel is None else 0
         self.generation = 0
@@ -118,6 +154,8 @@ class Session:
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
+        self._half_received = False
+        self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stopping = False
@@ -125,7 +163,7 @@ class Session:
     # ------------------------------------------------------------ the loop
     def __iter__(self) -> Iterator[StepResult]:
         if self._channel is not None:
-            self._publish("waiting")
+            self._rest("waiting")
             self._enter_until_in(self._wait_plan())
         while self.iteration < self.train_iterations and not self._stopping:
             try:
@@ -146,7 +184,11 @@ class Session:
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
         self._agreed_offer = None
-        assigned = self._next_assignment if self._next_assignment is not None else deal(self.micro_batches, self._members)[self._my_place()]
+        assigned = (
+            self._next_assignment
+            if self._next_assignment is not None
+            else deal(self.micro_batches, self._members)[self._my_place()]
+        )
         self._next_assignment = None
         self._ledger = Ledger(self.iteration, self.micro_batches, assigned)
         self._gradients.begin()
@@ -181,20 +223,27 @@ class Session:
 
     def _is_loss(self, error: Exception) -> bool:
         """Whether `error` means a broken generation rather than a fault of the training script itself."""
-        if self._channel is None or isinstance(error, FATAL):
-            return False
-        if isinstance(error, PeerLost) or self._watch.lost():
+        if self._channel is None or isinstance(error, FATAL) or not self._gradients.intact:
+            return False  # half a micro-batch in the gradient cannot be taken out again
+        if self._watch.lost():
             return True
         self._self_stops += 1
-        in_collective = self._phase in ("reducing", "synced") and type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-        return in_collective and self._self_stops <= SELF_STOPS
+        in_collective = self._phase in ("reducing", "synced") and type(error) in (
+            RuntimeError,
+            dist.DistBackendError,
+            dist.DistNetworkError,
+        )
+        return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
     def _reduce(self) -> float:
-        """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean loss.
+        """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
+        loss.
 
-        The losses travel with the counts so that the job's loss does not depend on who computed what.
+        The losses travel with the counts so that the job's loss does not depend on who computed what, and the wishes
+        to stop so that all who have the reduced gradients agree on the end.
         """
-        proof = torch.zeros(2, self.micro_batches, dtype=torch.float64)
+        proof = torch.zeros(3, self.micro_batches, dtype=torch.float64)
+        proof[2, 0] = float(self._stop_wanted)
         for index, loss in self._ledger.losses.items():
             if index in self._ledger.done:
                 proof[1, index] = loss.double().cpu()
@@ -208,29 +257,25 @@ class Session:
             self._gradients.reduce()
             work.wait()
         Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
+        self._stopping = bool(proof[2, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
         return float(proof[1].mean())
 
     def request_stop(self) -> None:
-        """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a signal handler.
-
-        Without an agent nothing is agreed upon: call it on every rank in the same iteration.
+        """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a
+        signal handler.
         """
         self._stop_wanted = True
 
     def _commit(self) -> Plan | None:
         """Nobody steps before all are synced. Returns the offer that every member holds, if there is one."""
         if self._channel is None:
-            self._stopping = self._stop_wanted
             return None
         offer = self._watch.offer
-        held = torch.zeros(len(self._members) + 1, dtype=torch.int64)  # each member's offer, and how many want to stop
+        held = torch.zeros(len(self._members), dtype=torch.int64)
         held[self._members.index(self.slot)] = offer.generation if offer else 0
-        held[-1] = int(self._stop_wanted)
         held = held.to(self._process.device)
         dist.all_reduce(held)
-        *offers, wants = held.tolist()
-        self._stopping = wants > 0
-        return offer if offer is not None and set(offers) == {offer.generation} else None
+        return offer if offer is not None and set(held.tolist()) == {offer.generation} else None
 
     def _step(self, loss: float, began: float) -> StepResult:
         stepping = time.perf_counter()
@@ -241,11 +286,28 @@ class Session:
         now = time.perf_counter()
         self._seconds, self._loss = now - began, loss
         phases = {**self._gradients.seconds, "reduce": self._reduce_seconds, "step": now - stepping}
-        result = StepResult(self.iteration, loss, None if grad_norm is None else float(grad_norm), float(self._optimizer.param_groups[0]["lr"]),
-                            self._seconds, self.generation, len(self._members))
+        result = StepResult(
+            self.iteration,
+            loss,
+            None if grad_norm is None else float(grad_norm),
+            float(self._optimizer.param_groups[0]["lr"]),
+            self._seconds,
+            self.generation,
+            len(self._members),
+        )
         if self._channel is not None:
-            self._channel.send("step", generation=self.generation, iteration=self.iteration, micro_batches=self._ledger.done,
-                               computed=self._ledger.computed, total=self.micro_batches, seconds=self._seconds, loss=loss, phases=phases, at=time.time())
+            self._channel.send(
+                "step",
+                generation=self.generation,
+                iteration=self.iteration,
+                micro_batches=self._ledger.done,
+                computed=self._ledger.computed,
+                total=self.micro_batches,
+                seconds=self._seconds,
+                loss=loss,
+                phases=phases,
+                at=time.time(),
+            )
             if self._timing:
                 self._timing["stepped"] = time.time()
                 self._channel.send("timing", generation=self.generation, seconds=self._timing)
@@ -255,7 +317,8 @@ class Session:
 
     # ------------------------------------------------------------ generations
     def _recover(self, error: Exception) -> bool:
-        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it is."""
+        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
+        is."""
         self._timing = {"broken": self._watch.broken_at, "caught": time.time()}
         self._stop(error)
         plan = self._wait_plan()
@@ -275,17 +338,31 @@ class Session:
         """All collectives of the generation are left for good; say where this rank stands."""
         self._watch.give_up()
         self._process.unblocker.unblock()  # the neighbours learn of it at once
+        self._gradients.drain(self._process.unblocker.unblock)
         fault = None
         if not isinstance(error, PeerLost):
             fault = {"type": type(error).__name__, "text": str(error)[:2000], "at": time.time()}
-        self._publish("stopped", fault=fault)
+        self._rest("stopped", fault)
+
+    def _rest(self, state: str, fault: dict[str, Any] | None = None) -> None:
+        """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes "
+        "before a plan."""
+        self._resting = (state, fault)
+        self._publish(state, fault=fault)
 
     def _wait_plan(self) -> Plan:
-        plan = self._watch.wait_plan(float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT)))
-        while self.slot not in plan.members:
-            self._publish("left")
-            plan = self._watch.wait_plan(None)  # a spare: Slurm or its agent ends it
-        return plan
+        """The next plan that has this rank as a member."""
+        limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
+        while True:
+            left = self._resting[0] == "left"
+            plan = self._watch.wait_plan(None if left else limit)  # who left may be a spare: Slurm or its agent ends it
+            if plan is None:
+                self._watch.give_up()
+                self._publish(self._resting[0], fault=self._resting[1])
+            elif self.slot in plan.members:
+                return plan
+            elif not left:
+                self._leave()
 
     def _enter_until_in(self, plan: Plan) -> Plan:
         """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
@@ -303,17 +380,22 @@ class Session:
                 self._process.unblocker.unblock()
                 if not self._entered_first:
                     self._watch.put_back()
-                self._publish("stopped" if self._entered_first else "waiting")
+                self._rest("stopped" if self._entered_first else "waiting")
                 plan = self._wait_plan()
 
     def _leave(self) -> None:
-        """A plan went on without this rank: let go of everything, so that the others do not wait for it."""
+        """A plan went on without this rank: let go of everything, so that the others do not wait for it. It "
+        "may come back as a newcomer."""
         self._watch.give_up()
+        self._roles = self._roles or groups.roles()
         groups.tear_down()
         self._process.unblocker.disarm()
-        self._publish("left")
+        self._watch.put_back()
+        self._rest("left")
 
     def _enter(self, plan: Plan) -> None:
+        if self._half_received and self.slot not in plan.joiners:
+            raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         self._watch.enter(plan)
         self._timing.setdefault("caught", time.time())
         newcomer = not self._entered_first or self.slot in plan.joiners
@@ -347,7 +429,9 @@ class Session:
 
     def _migrate(self, plan: Plan, newcomer: bool) -> None:
         source = plan.members.index(plan.source)
+        self._half_received = self._half_received or (newcomer and self.slot != plan.source)
         self.iteration = migrate.transfer(self._state, self.iteration, source, newcomer, self._process.device)
+        self._half_received = False
 
     def _check_alive(self) -> None:
         if self._watch.lost():
@@ -369,15 +453,28 @@ class Session:
         if self._channel is None:
             return
         self._channel.send(
-            "rank", state=state, generation=self.generation, entering=entering, broken=self._watch.broken, iteration=self._reported_iteration(),
-            phase=self._phase, done=self._ledger.done, micro_batches=self.micro_batches, train_iterations=self.train_iterations,
-            flops_per_iteration=self._flops, iteration_seconds=self._seconds, loss=self._loss, fault=fault)
+            "rank",
+            state=state,
+            generation=self.generation,
+            entering=entering,
+            broken=self._watch.broken,
+            iteration=self._reported_iteration(),
+            phase=self._phase,
+            done=self._ledger.done,
+            micro_batches=self.micro_batches,
+            train_iterations=self.train_iterations,
+            flops_per_iteration=self._flops,
+            iteration_seconds=self._seconds,
+            loss=self._loss,
+            fault=fault,
+        )
 
     def _reported_iteration(self) -> int:
         """The iteration that the ledger is about; before the first one, the iteration to start with."""
         return self._ledger.iteration if self.generation else self.iteration
 
     def _finish(self) -> None:
+        self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()

@@ -1,6 +1,8 @@
-"""The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m transition.store_host ADDRESS`.
+"""The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m
+transition.store_host ADDRESS`.
 
-Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the agent because
+Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the
+agent because
 it needs torch, whose import takes seconds.
 """
 
@@ -13,7 +15,7 @@ import sys
 
 def main() -> None:
     """Serve; the address only names the interface in an error line, torch's store listens on all of them."""
-    os.nice(5)  # the ranks start at the same time and matter more
+    os.nice(10)  # the ranks start at the same time and matter more
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))

@@ -1,6 +1,7 @@
 """Free a main thread that is stuck in a collective of a dead generation.
 
-gloo: `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its TCP sockets does, within
+gloo: `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its TCP
+sockets does, within
 50 ms. Only sockets that were opened while a generation's groups were built are touched, never the script's own.
 NCCL: the communicator abort.
 """
@@ -70,7 +71,8 @@ class Unblocker:
 def _shutdown(descriptor: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as view:
-            view.getpeername()  # fails for a listening socket, whose shutdown would make gloo's accept abort the process
+            # fails for a listening socket, whose shutdown would make gloo's accept abort the process
+            view.getpeername()
             view.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False

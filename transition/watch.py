@@ -1,6 +1,7 @@
 """What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
 
-Rules of DESIGN section 6: a message about an older generation is ignored, a repeated one does no harm, and a Break ends every
+Rules of DESIGN section 6: a message about an older generation is ignored, a repeated one does no harm, and a Break
+ends every
 generation up to its number, those that are offered or being entered included.
 """
 
@@ -39,12 +40,17 @@ class Plan:
         return cls(**known)
 
 
+def _newer(plan: Plan, held: Plan | None) -> Plan:
+    return held if held is not None and held.generation > plan.generation else plan
+
+
 class PlanTimeout(RuntimeError):
     """No plan came in time: the job cannot be healed now."""
 
 
 class Watch:
-    """Thread-safe. `unblock` is called from a thread of its own, again and again, while the main thread has not acknowledged a Break."""
+    """Thread-safe. `unblock` is called from a thread of its own, again and again, while the main thread has not
+    acknowledged a Break."""
 
     def __init__(self, slot: int, unblock: Callable[[], Any]):
         self.slot = slot
@@ -56,6 +62,7 @@ class Watch:
         self._acknowledged = 0
         self._plan: Plan | None = None
         self._offer: Plan | None = None
+        self.on_broken: Callable[[], None] = lambda: None  # called in the channel's thread after each Break that is news
         self.broken_at = 0.0  # this process's clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
@@ -79,15 +86,16 @@ class Watch:
             if self._plan is not None and self._plan.generation <= generation:
                 self._plan = None
             self._changed.notify_all()
+        self.on_broken()
 
     def _on_plan(self, plan: Plan) -> None:
         with self._changed:
             if plan.generation <= max(self._active, self._broken):
                 return
             if plan.boundary and self._member:
-                self._offer = plan
+                self._offer = _newer(plan, self._offer)
             else:
-                self._plan = plan
+                self._plan = _newer(plan, self._plan)
             self._changed.notify_all()
 
     # ------------------------------------------------------------ the main thread
@@ -111,10 +119,12 @@ class Watch:
             self._active, self._member = plan.generation, True
             if self._offer is not None and self._offer.generation <= plan.generation:
                 self._offer = None
-            self._plan = None
+            if self._plan is not None and self._plan.generation <= plan.generation:
+                self._plan = None
 
     def give_up(self) -> int:
-        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken number."""
+        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
+        number."""
         with self._changed:
             self._broken = max(self._broken, self._active)
             self._acknowledged = self._broken
@@ -123,17 +133,20 @@ class Watch:
             return self._broken
 
     def put_back(self) -> None:
-        """A newcomer that did not get in is a newcomer again."""
+        """A newcomer that did not get in is a newcomer again, and so is a rank that left: the next offer is its way
+        in."""
         with self._changed:
             self._member = False
 
-    def wait_plan(self, timeout: float | None) -> Plan:
-        """The next plan to enter. Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives."""
+    def wait_plan(self, timeout: float | None) -> Plan | None:
+        """The next plan to enter, or None when one more Break came meanwhile, which the rank has to acknowledge.
+
+        Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._plan is not None, timeout):
+            if not self._changed.wait_for(lambda: self._plan is not None or self._broken > self._acknowledged, timeout):
                 raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
             plan, self._plan = self._plan, None
-            assert plan is not None
             return plan
 
     # ------------------------------------------------------------ the unblocking thread

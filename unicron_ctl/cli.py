@@ -17,8 +17,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("unicron_ctl.commands.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron_ctl.commands.cluster:command", "Run a private Slurm cluster on this machine."),
     "demo": ("unicron_ctl.commands.demo:command", "Train two jobs, break them, watch them heal."),
+    "events": ("unicron_ctl.commands.events:command", "Show the event log."),
+    "explain": ("unicron_ctl.commands.explain:command", "Say why a job was treated as it was."),
+    "jobs": ("unicron_ctl.commands.jobs:command", "List protected jobs."),
+    "nodes": ("unicron_ctl.commands.nodes:command", "List nodes and who uses them."),
     "plan": ("unicron_ctl.commands.plan:command", "Compute the best assignment of nodes to jobs."),
     "simulate": ("unicron_ctl.commands.simulate:command", "Replay a failure trace under several policies."),
+    "status": ("unicron_ctl.commands.status:command", "Show jobs, nodes and the last failures."),
 }
 
 

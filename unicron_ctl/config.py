@@ -17,6 +17,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 DEFAULT_PORT = 7451
 AUTH = ("munge", "none")
 SLURM = ("auto", "command", "none")
+THROUGHPUT = ("measured", "linear")
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "agent", "planner", "health")
 
@@ -36,7 +37,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
     that was not obeyed yet. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
     taken for hung sooner. hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an
-    evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. mtbf_node_hours, transition_seconds: what the planner reckons with.
+    evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped.
+    mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
+    fits
+    T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales
+    it.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
@@ -64,6 +69,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stacks_seconds: float = 1.0
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
+    throughput: str = "measured"
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 5.0
 
@@ -122,6 +128,8 @@ def problems(c: ControllerConfig) -> list[str]:
         found.append(f'auth = "{c.auth}": use one of {", ".join(AUTH)}')
     if c.slurm not in SLURM:
         found.append(f'slurm = "{c.slurm}": use one of {", ".join(SLURM)}')
+    if c.throughput not in THROUGHPUT:
+        found.append(f'throughput = "{c.throughput}": use one of {", ".join(THROUGHPUT)}')
     if not c.listen.startswith("tcp://") or not c.listen.rpartition(":")[2].isdigit():
         found.append(f'listen = "{c.listen}": write tcp://ADDRESS:PORT')
     if c.quick_deaths < 1:

@@ -20,7 +20,9 @@ def make_credential() -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run([program, *_arguments(), "--no-input"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+        done = subprocess.run(
+            [program, *_arguments(), "--no-input"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,13 +1,16 @@
-"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked against these types at the edge.
+"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked against these types
+at the edge.
 
-The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at every change and
-at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were obeyed. So any message
+The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
+every change and
+at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were
+obeyed. So any message
 may be lost or repeated, and either side may be restarted, without harm (DESIGN section 6).
 """
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -59,7 +62,8 @@ class RankStatus(msgspec.Struct, kw_only=True):
     """One rank as its agent knows it.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
-    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | left (a plan went on without it) | finished (trained to the end) | exited.
+    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | left
+    (a plan went on without it) | finished (trained to the end) | exited.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     """
@@ -110,9 +114,10 @@ class Status(Message, tag="status"):
 
 
 class Step(Message, tag="step"):
-    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was computed.
+    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was
+    computed.
 
-    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step, on the rank's clock.
+    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step.
     """
 
     job: str
@@ -174,7 +179,8 @@ class Break(Message, tag="break"):
 
 
 class Plan(Message, tag="plan"):
-    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds it."""
+    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds
+    it."""
 
     generation: int
     members: list[int]
@@ -219,7 +225,8 @@ class End(Message, tag="end"):
     reason: str
 
 
-# ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted alone)
+# ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted
+# alone)
 class Hint(msgspec.Struct, kw_only=True):
     """A datagram of the plugin: kind is task_exit, prolog or epilog."""
 
@@ -247,8 +254,8 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Union[Register, Status, Step, Timing, StackTrace, Ask]
-ToAgent = Union[Welcome, Ping, Refused, Break, Plan, StartRank, StopRank, Stacks, End]
+ToController = Register | Status | Step | Timing | StackTrace | Ask
+ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 
@@ -267,5 +274,7 @@ def decode(data: bytes, kind: Any = ToController) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadMessage(str(error)) from None
     if message.v != VERSION:
-        raise BadMessage(f"protocol version {message.v}, this side speaks {VERSION}: install the same release on both sides")
+        raise BadMessage(
+            f"protocol version {message.v}, this side speaks {VERSION}: install the same release on both sides"
+        )
     return message

@@ -23,7 +23,8 @@ forming_settle_seconds = 30.0
 
 
 class RealJob:
-    """Job "7" on `nodes` nodes with one rank each. `settings`: further lines of [controller]; the rest is the ranks' environment."""
+    """Job "7" on `nodes` nodes with one rank each. `settings`: further lines of [controller]; the rest is the ranks'
+    environment."""
 
     def __init__(
         self, folder: Path, nodes: int, settings: str = "", script: Path = HERE / "tiny_gpt.py", **environment: str

@@ -1,4 +1,5 @@
-"""Hangs of real ranks under real agents and a real controller: found by the iteration's deadline, named, dumped, killed, replaced."""
+"""Hangs of real ranks under real agents and a real controller: found by the iteration's deadline, named, dumped,
+killed, replaced."""
 
 from __future__ import annotations
 

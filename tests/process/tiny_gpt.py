@@ -1,12 +1,17 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind", "delay"};
-TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch.
-`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "reduce" an all-reduce (the ledger's, one per bucket, the
-commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's groups are built; "world" its world is there, the other groups
-are not; "entered" the groups are there; "transfer" of the state to newcomers; "import", "recover". `kind`: "kill"; "late" (killed `delay` seconds later,
-in the middle of whatever it does then); "hang" (SIGSTOP); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation
-at hand fails here); "raise" (a fault of the script).
+Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
+"delay"}; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations
+whose gradients and parameters are saved.
+
+`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
+(the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's
+groups are built; "world" its world is there, the other groups are not; "entered" the groups are there; "transfer" of
+the state to newcomers; "import".
+
+`kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "gloo" (the peers'
+connections break, nobody dies); "error" (they break, and the operation at hand fails here); "raise" (a fault of the
+script); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
 """
 
 from __future__ import annotations
@@ -22,13 +27,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 OUT = Path(os.environ["TINY_OUT"])
-SLOT, INCARNATION = int(os.environ.get("UNICRON_SLOT", "0")), int(os.environ.get("UNICRON_INCARNATION", "0"))
-FAULTS = [f for f in json.loads(os.environ.get("TINY_FAULT", "[]")) if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
-ITERATIONS, MICRO_BATCHES = int(os.environ.get("TINY_ITERATIONS", "5")), int(os.environ.get("TINY_MICRO_BATCHES", "8"))
-SAVE = os.environ.get("TINY_SAVE", "1") == "1"
+SLOT = int(os.environ.get("UNICRON_SLOT", "0"))
+INCARNATION = int(os.environ.get("UNICRON_INCARNATION", "0"))
+WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
+FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
+ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
+MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
+SAVE = int(os.environ.get("TINY_SAVE", "8"))
+SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
-COUNTED = ("fetch", "reduce", "reduced", "step", "enter", "world", "entered", "transfer", "import")
+COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "enter", "world", "entered", "transfer", "import")
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
 
@@ -44,22 +53,42 @@ def point(name: str) -> None:
 
 def strike(fault: dict) -> None:
     """Fail in the wanted way."""
-    kind = fault["kind"]
     (OUT / f"fault.{SLOT}.{INCARNATION}.{now['iteration']}").write_text(repr(time.time() + fault.get("delay", 0)))
+    kind = fault["kind"]
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "late":
-        signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process, wherever that is
+        signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
     elif kind == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind in ("gloo", "error"):
-        from transition import session
+    elif kind == "wait":
+        wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
+    elif kind == "raise":
+        raise ValueError("an error of the training script")
+    else:
+        strike_session(kind)
 
+
+def strike_session(kind: str) -> None:
+    """What needs the session."""
+    from transition import session
+
+    if kind == "stop":
+        SESSIONS[0].request_stop()
+    elif kind == "lost":
+        wait(session._process.watch.lost)
+        raise RuntimeError("an error of the training script")
+    else:
         session._process.unblocker.unblock()
         if kind == "error":
             raise RuntimeError("Connection closed by peer")
-    else:
-        raise ValueError("an error of the training script")
+
+
+def wait(condition) -> None:
+    """Until it holds, 60 s at most."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 point("import")
@@ -85,12 +114,29 @@ def build():
     overlap = os.environ.get("TINY_OVERLAP") == "1"
     torch.manual_seed(1234)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0)
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, position_embedding_type="rope",
-                     share_embeddings_and_output_weights=True)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=20000 if overlap else None, grad_reduce_in_fp32=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap, bucket_size=20000 if overlap else None, grad_reduce_in_fp32=True
+    )
     wrapped = DistributedDataParallel(config, settings, model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), [wrapped])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), [wrapped]
+    )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = wrapped.no_sync if overlap else None
@@ -118,6 +164,8 @@ def forward_step(data_iterator, model):
     """Megatron's forward step with the mean loss."""
     tokens = next(data_iterator)
     output = model(tokens[:, :-1].contiguous(), POSITIONS, MASK, labels=tokens[:, 1:].contiguous())
+
+    output.register_hook(lambda _: point("backward"))
 
     def loss_function(values):
         loss = values.float().mean()
@@ -149,7 +197,7 @@ def install_points(model, optimizer) -> None:
         gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in model.module.parameters()]).clone()
         outcome = step()
         parameters = torch.cat([p.detach().float().reshape(-1) for p in model.module.parameters()])
-        if SAVE:
+        if now["iteration"] < SAVE:
             torch.save({"gradient": gradient, "parameters": parameters}, OUT / f"step.{now['iteration']}.{SLOT}")
         return outcome
 
@@ -176,11 +224,24 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     model, optimizer = build()
     install_points(model, optimizer)
-    session = transition.Session(model=[model], optimizer=optimizer, scheduler=None, micro_batches=MICRO_BATCHES, forward_step=forward_step, fetch=fetch,
-                                 seq_length=SEQUENCE, micro_batch_size=SIZE, train_iterations=ITERATIONS)
+    session = transition.Session(
+        model=[model],
+        optimizer=optimizer,
+        scheduler=None,
+        micro_batches=MICRO_BATCHES,
+        forward_step=forward_step,
+        fetch=fetch,
+        seq_length=SEQUENCE,
+        micro_batch_size=SIZE,
+        train_iterations=ITERATIONS,
+    )
+    signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
+    SESSIONS.append(session)
     for result in session:
         with (OUT / f"losses.{SLOT}").open("a") as file:
-            file.write(json.dumps({"iteration": result.iteration, "loss": result.loss, "generation": result.generation}) + "\n")
+            file.write(
+                json.dumps({"iteration": result.iteration, "loss": result.loss, "generation": result.generation}) + "\n"
+            )
 
 
 if __name__ == "__main__":

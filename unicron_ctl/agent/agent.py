@@ -1,6 +1,7 @@
 """The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
 
-It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the controller says.
+It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the
+controller says.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm's --signal sends before a time limit is for the training script
+FORWARDED = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # what Slurm's --signal sends before a time limit is for the training script
 
 
 class Agent:
-    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the exit code of the element."""
+    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the exit code of the
+    element."""
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
@@ -133,7 +138,10 @@ class Agent:
         elif now - self._last_heard > ORPHAN_SECONDS:
             dead = [rank for rank in self.ranks.values() if rank.status.exit is not None]
             if dead:
-                self._complain(f"no controller for {ORPHAN_SECONDS:.0f} s and rank {dead[0].slot} is dead; the element ends, requeue it with `scontrol requeue`")
+                self._complain(
+                    f"no controller for {ORPHAN_SECONDS:.0f} s and rank {dead[0].slot} is dead; the element "
+                    "ends, requeue it with `scontrol requeue`"
+                )
                 self._leave(dead[0].status.exit.code & 0xFF or 1, "no controller")
 
     def _leave(self, code: int, reason: str) -> None:
@@ -182,7 +190,9 @@ class Agent:
 
     def _dump(self, order: wire.Stacks) -> None:
         rank = self.ranks.get(order.slot)
-        if rank is None or rank.child is None or rank.status.incarnation != order.incarnation or order.slot in self._dumps:
+        if rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
+            return
+        if order.slot in self._dumps:
             return
         self._dumps[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
 
@@ -190,11 +200,28 @@ class Agent:
         for slot, (incarnation, dump) in list(self._dumps.items()):
             if dump.done():
                 del self._dumps[slot]
-                self._send(wire.StackTrace(job=self.place.job, slot=slot, incarnation=incarnation, how=dump.how, state=dump.state, text=dump.text))
+                self._send(
+                    wire.StackTrace(
+                        job=self.place.job,
+                        slot=slot,
+                        incarnation=incarnation,
+                        how=dump.how,
+                        state=dump.state,
+                        text=dump.text,
+                    )
+                )
 
     def _start_store(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": rank_environment(self.place, "", dict(os.environ))(0, 0, 0)["PYTHONPATH"]}
-        self._store = subprocess.Popen([python_of(self.command), "-m", "transition.store_host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": rank_environment(self.place, "", dict(os.environ))(0, 0, 0)["PYTHONPATH"],
+        }
+        self._store = subprocess.Popen(
+            [python_of(self.command), "-m", "transition.store_host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
         assert self._store.stdout is not None
         self._watch(self._store.stdout.fileno(), "store", 0)
 
@@ -204,7 +231,10 @@ class Agent:
         if len(line) == 2 and line[0] == b"port":
             self._store_address = f"{self.place.address}:{int(line[1])}"
         else:
-            self._complain(f"couldn't start the rendezvous store with {python_of(self.command)}: is torch installed there? Other nodes' stores are used")
+            self._complain(
+                f"couldn't start the rendezvous store with {python_of(self.command)}: is torch installed "
+                "there? Other nodes' stores are used"
+            )
         self._send_status()
 
     def _catch_signals(self) -> int:
@@ -243,18 +273,39 @@ class Agent:
 
     def _forward(self, message: dict[str, Any]) -> None:
         kind = {"step": wire.Step, "timing": wire.Timing}[message["kind"]]
-        fields = {name: message[name] for name in kind.__struct_fields__ if name in message and name not in ("v", "job")}
+        fields = {
+            name: message[name] for name in kind.__struct_fields__ if name in message and name not in ("v", "job")
+        }
         self._send(msgspec.convert({**fields, "kind": message["kind"], "job": self.place.job}, kind))
 
     def _register(self) -> None:
         self._last_register = time.monotonic()
-        self._send(wire.Register(job=self.place.job, element=self.place.element, agent=self.identity, node=self.place.node,
-                                 address=self.place.address, slots=self.place.slots, settings=self.place.settings, credential=make_credential()))
+        self._send(
+            wire.Register(
+                job=self.place.job,
+                element=self.place.element,
+                agent=self.identity,
+                node=self.place.node,
+                address=self.place.address,
+                slots=self.place.slots,
+                settings=self.place.settings,
+                credential=make_credential(),
+            )
+        )
 
     def _send_status(self, leaving: str = "") -> None:
         self._last_status, self._dirty = time.monotonic(), False
-        self._send(wire.Status(job=self.place.job, element=self.place.element, agent=self.identity, sent=time.time(), store=self._store_address,
-                               leaving=leaving, ranks={slot: rank.status for slot, rank in self.ranks.items()}))
+        self._send(
+            wire.Status(
+                job=self.place.job,
+                element=self.place.element,
+                agent=self.identity,
+                sent=time.time(),
+                store=self._store_address,
+                leaving=leaving,
+                ranks={slot: rank.status for slot, rank in self.ranks.items()},
+            )
+        )
 
     def _send(self, message: wire.Message) -> None:
         try:

@@ -16,14 +16,20 @@ REGISTER_TIMEOUT = 10.0  # seconds to find the controller before the job runs un
 
 
 def hidden_packages(command: Sequence[str], folder: str) -> list[Path]:
-    """Files of the user's which would be imported in place of unicron's packages: beside the script (its folder leads sys.path)."""
+    """Files of the user's which would be imported in place of unicron's packages: beside the script (its folder leads
+    sys.path)."""
     script = next((Path(folder, word) for word in command[1:] if word.endswith(".py")), None)
     beside = script.resolve().parent if script is not None else Path(folder).resolve()
     own = Path(__file__).resolve().parent.parent.parent
     if beside == own:
         return []
     names = ("detector", "transition")
-    return [path for name in names for path in (beside / f"{name}.py", beside / name) if path.is_file() or (path / "__init__.py").is_file()]
+    return [
+        path
+        for name in names
+        for path in (beside / f"{name}.py", beside / name)
+        if path.is_file() or (path / "__init__.py").is_file()
+    ]
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -32,7 +38,9 @@ def check_command(command: Sequence[str]) -> None:
         raise UserError("no command: write `unicron-agent run -- python train.py ...`", 2)
     hidden = hidden_packages(command, os.getcwd())
     if hidden:
-        raise UserError(f"{hidden[0]} hides unicron's package '{hidden[0].stem}': rename it, or run with --no-unicron", 2)
+        raise UserError(
+            f"{hidden[0]} hides unicron's package '{hidden[0].stem}': rename it, or run with --no-unicron", 2
+        )
 
 
 def run_unprotected(place: Place, command: Sequence[str], why: str) -> None:
@@ -53,7 +61,9 @@ def cli() -> None:
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
-@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT; default UNICRON_CONTROLLER, then the configuration.")
+@click.option(
+    "--controller", metavar="ADDRESS", help="tcp://HOST:PORT; default UNICRON_CONTROLLER, then the configuration."
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, command: tuple[str, ...]) -> None:
     """Run COMMAND once per rank of this node, protected."""

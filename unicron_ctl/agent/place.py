@@ -1,4 +1,5 @@
-"""Who this agent is: job, element, node, ranks and settings, read from the environment that Slurm and the plugin give it."""
+"""Who this agent is: job, element, node, ranks and settings, read from the environment that Slurm and the plugin give
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def _number(environment: Mapping[str, str], name: str, default: str, kind: type 
     try:
         value = kind(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is no {'number' if kind is float else 'whole number'}: unset it or give a value like {default}", 2) from None
+        raise UserError(
+            f"{name}={text!r} is no {'number' if kind is float else 'whole number'}: unset it or give a value "
+            f"like {default}",
+            2,
+        ) from None
     if not (least <= value < float("inf")):
         raise UserError(f"{name}={text} must be at least {least:g}: unset it or give a value like {default}", 2)
     return value
@@ -49,19 +54,30 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place:
     """The agent's place. Raises UserError for a value that makes no sense."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
     if not job:
-        raise UserError("no SLURM_JOB_ID: start unicron-agent inside a Slurm job, for example `srun unicron-agent run -- python train.py`", 2)
+        raise UserError(
+            "no SLURM_JOB_ID: start unicron-agent inside a Slurm job, for example `srun unicron-agent run -- "
+            "python train.py`",
+            2,
+        )
     array = "SLURM_ARRAY_TASK_ID" in environment
     element = environment["SLURM_ARRAY_TASK_ID"] if array else environment.get("SLURM_NODEID", "0")
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE") or "1"
     nodes = environment.get("SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1")
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     return Place(
-        job=job, element=int(element), node=node, address=environment.get("UNICRON_NODE_ADDRESS") or _address(environment.get("UNICRON_CONTROLLER", "")),
+        job=job,
+        element=int(element),
+        node=node,
+        address=environment.get("UNICRON_NODE_ADDRESS") or _address(environment.get("UNICRON_CONTROLLER", "")),
         settings=Settings(
-            name=environment.get("SLURM_JOB_NAME", job), user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
+            name=environment.get("SLURM_JOB_NAME", job),
+            user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
             weight=_number(environment, "UNICRON_WEIGHT", "1.0", float, 1e-6),
-            min_nodes=int(_number(environment, "UNICRON_MIN_NODES", "1")), max_nodes=int(nodes),
-            ranks_per_node=int(_number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1"))))
+            min_nodes=int(_number(environment, "UNICRON_MIN_NODES", "1")),
+            max_nodes=int(nodes),
+            ranks_per_node=int(_number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1")),
+        ),
+    )
 
 
 def _address(controller: str) -> str:

@@ -26,7 +26,9 @@ _rank_fields = set(wire.RankStatus.__struct_fields__)
 class Rank:
     """One slot: its present process and the status that follows from it."""
 
-    def __init__(self, slot: int, local: int, command: Sequence[str], environment: Callable[[int, int, int], dict[str, str]]):
+    def __init__(
+        self, slot: int, local: int, command: Sequence[str], environment: Callable[[int, int, int], dict[str, str]]
+    ):
         self.slot, self.local = slot, local
         self._command, self._environment = command, environment
         self.child: Child | None = None
@@ -35,7 +37,9 @@ class Rank:
     def start(self, incarnation: int) -> None:
         """A new process in this slot; the old one must be gone."""
         self.child = Child(self._command, self._environment(self.slot, self.local, incarnation))
-        self.status = wire.RankStatus(state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time())
+        self.status = wire.RankStatus(
+            state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
+        )
 
     @property
     def alive(self) -> bool:
@@ -53,7 +57,9 @@ class Rank:
             fields = {name: message[name] for name in ("type", "text", "at", "traceback") if name in message}
             self.status.fault = msgspec.convert(fields, wire.Fault)
             return True
-        values = msgspec.to_builtins(self.status, str_keys=False) | {name: value for name, value in message.items() if name in _rank_fields and name != "pid"}
+        values = msgspec.to_builtins(self.status, str_keys=False) | {
+            name: value for name, value in message.items() if name in _rank_fields and name != "pid"
+        }
         before = self.status
         self.status = msgspec.convert(values, wire.RankStatus)
         self.status.changed = time.time()
@@ -70,7 +76,12 @@ class Rank:
         else:
             self.status.state = "exited"
             last = tail.splitlines()[-1] if tail else ""
-            self.status.exit = wire.Exit(code=-signal.SIGKILL if code is None else code, at=now, lived=now - self.child.started, last_line=last[:500])
+            self.status.exit = wire.Exit(
+                code=-signal.SIGKILL if code is None else code,
+                at=now,
+                lived=now - self.child.started,
+                last_line=last[:500],
+            )
         self.status.changed = now
         self.child.close()
         self.child = None
@@ -99,7 +110,8 @@ def stop_all(ranks: Sequence[Rank]) -> None:
 def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Callable[[int, int, int], dict[str, str]]:
     """(slot, local rank, incarnation) -> the environment of that rank's process.
 
-    RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan gives the real one.
+    RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
+    gives the real one.
     """
     package_root = str(Path(transition.__file__).resolve().parent.parent)
     path = base.get("PYTHONPATH", "")
@@ -107,9 +119,21 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
         path = f"{path}{os.pathsep}{package_root}" if path else package_root
 
     def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
-        return {**base, "UNICRON_STACKS": stacks_file(endpoint, slot), "PYTHONPATH": path, "UNICRON_AGENT": endpoint, "UNICRON_SLOT": str(slot), "UNICRON_INCARNATION": str(incarnation),
-                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
-                "MASTER_ADDR": place.address, "MASTER_PORT": "0", "PYTHONUNBUFFERED": "1"}
+        return {
+            **base,
+            "PYTHONPATH": path,
+            "UNICRON_AGENT": endpoint,
+            "UNICRON_STACKS": stacks_file(endpoint, slot),
+            "UNICRON_SLOT": str(slot),
+            "UNICRON_INCARNATION": str(incarnation),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
 
     return environment
 

@@ -1,6 +1,7 @@
 """The world of an unprotected job: what torchrun's variables are when no controller deals the ranks.
 
-A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits until two answers
+A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits
+until two answers
 agree, and derives the same world from them.
 """
 
@@ -18,7 +19,8 @@ FIRST_PORT, PORTS = 20000, 20000
 
 
 def static_environment(place: Place) -> dict[str, str]:
-    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for a job with one rank on each node; empty when Slurm does not answer."""
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for a job with one rank on each node; empty when Slurm does not
+    answer."""
     if "SLURM_ARRAY_TASK_ID" not in os.environ:
         elements, first = list(range(int(os.environ.get("SLURM_NNODES", "1")))), place.address
     else:
@@ -28,8 +30,13 @@ def static_environment(place: Place) -> dict[str, str]:
         elements, first = sorted(running), _address(running[min(running)])
     local = int(os.environ.get("SLURM_LOCALID", "0"))
     ranks = place.settings.ranks_per_node
-    return {"RANK": str(elements.index(place.element) * ranks + local), "WORLD_SIZE": str(len(elements) * ranks), "LOCAL_RANK": str(local),
-            "MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + int(place.job) % PORTS)}
+    return {
+        "RANK": str(elements.index(place.element) * ranks + local),
+        "WORLD_SIZE": str(len(elements) * ranks),
+        "LOCAL_RANK": str(local),
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(FIRST_PORT + int(place.job) % PORTS),
+    }
 
 
 def _settled(job: str) -> dict[int, str]:

@@ -31,8 +31,14 @@ def command() -> None:
 @click.option("--plugstack", "plugstack_lines", multiple=True, metavar="LINE", help="A line of plugstack.conf.")
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
 @_state_dir
-def up(nodes: int, gpus_per_node: int, auth: str, plugstack_lines: tuple[str, ...], config_lines: tuple[str, ...],
-       state_dir: Path) -> None:
+def up(
+    nodes: int,
+    gpus_per_node: int,
+    auth: str,
+    plugstack_lines: tuple[str, ...],
+    config_lines: tuple[str, ...],
+    state_dir: Path,
+) -> None:
     """Start the cluster, or what is missing of it."""
     cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines)
     cluster.up()

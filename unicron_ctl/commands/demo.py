@@ -5,29 +5,38 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from unicron_ctl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unicron_ctl.demo.stage import Stage
+
+PIPE_COLUMNS = 170
 
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here as JSON.")
 @click.option("--keep", is_flag=True, help="Keep the folder with logs, metrics and the event log.")
 def command(json_path: Path | None, keep: bool) -> None:
-    """Train two GPT jobs on a private Slurm cluster, break them, watch them heal, and compare their losses with undisturbed runs."""
-    from rich.console import Console
-
+    """Train two GPT jobs on a private Slurm cluster, break them, watch them heal, and compare their losses with
+    undisturbed runs."""
     from unicron_ctl.demo.stage import DemoJob, Stage
 
-    jobs = (DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234),
-            DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321))
+    jobs = (
+        DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234),
+        DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321),
+    )
     if json_path is not None and not json_path.resolve().parent.is_dir():
         raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
     folder = Path(tempfile.mkdtemp(prefix="unicron-demo-"))
     stage = Stage(folder, nodes=6, jobs=jobs)
     try:
-        play(stage, Console(), json_path)
+        play(stage, console(), json_path)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing is left running") from None
     except BaseException:
@@ -38,25 +47,32 @@ def command(json_path: Path | None, keep: bool) -> None:
             stage.remove()
 
 
-def play(stage: object, console: object, json_path: Path | None) -> None:
+def console() -> Console:
+    """The terminal, or wide lines where there is none."""
+    from rich.console import Console
+
+    here = Console()
+    return here if here.is_terminal else Console(width=PIPE_COLUMNS)
+
+
+def play(stage: Stage, console: Console, json_path: Path | None) -> None:
     """Set the stage, play the story, show and check the result. Raises UserError when something is not as promised."""
     from unicron_ctl.demo import report
     from unicron_ctl.demo.story import Story
     from unicron_ctl.demo.view import View
 
     began = time.monotonic()
-    options = MODEL_OPTIONS
     with View(console) as view:
         view.tell("building a dataset from the source of Python's standard library")
-        data = ["--data-path", str(stage.build_dataset()), *options]
+        stage.build_dataset()
         view.tell(f"starting unicrond, slurmctld and {stage.nodes} slurmd below {stage.folder}")
         with stage.open():
             for job in stage.jobs:
-                stage.submit(job, data)
-                stage.start_reference(job, data)
+                stage.submit(job)
                 view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, up to {job.elements} nodes, weight {job.weight:g}")
             story = Story(stage, view.tell, view.show)
             story.play()
+            view.tell("computing the gradients of all recovered iterations again, undisturbed")
             result = report.collect(story)
             view.tell(f"done in {time.monotonic() - began:.0f} s")
     for table in report.tables(result):
@@ -68,10 +84,6 @@ def play(stage: object, console: object, json_path: Path | None) -> None:
         raise UserError("; ".join(found))
     console.print(EXPLANATION)
 
-
-# A model small enough that two cores train five ranks of it and two reference runs.
-MODEL_OPTIONS = ["--num-layers", "2", "--hidden-size", "128", "--seq-length", "128", "--micro-batch-size", "2", "--micro-batches", "12",
-                 "--lr-warmup-iterations", "5"]
 
 EXPLANATION = """
 What you saw: when a rank or a node died, the others kept what they had computed of the same iteration, shared the lost

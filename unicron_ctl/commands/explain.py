@@ -1,17 +1,32 @@
 """`unicronctl explain JOB`: why a job is treated as it is.
 
 JSON (`--json`): job, name, state, generation, ended, planned_nodes, plan_reason, plan_trigger, decisions (time, kind,
-generation, reason; oldest first) and failures (as in `unicronctl status --json`).
+generation, reason; oldest first), failures (as in `unicronctl status --json`) and alternative (the planner's choice of
+this
+moment, the second-best plan and by how much it lost; null where there is nothing to choose).
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
 from unicron_ctl.commands import tables
 from unicron_ctl.query import ask
+
+
+def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
+    """What the planner would do now for the job, and what it would do second."""
+    from planner.explain import explain
+    from planner.model import PlanError
+    from planner.scenario import from_dict
+
+    try:
+        return explain(from_dict(scenario), job).to_dict()
+    except PlanError:  # the job has no nodes and no throughput yet
+        return None
 
 
 @click.command(name="explain")
@@ -25,6 +40,7 @@ from unicron_ctl.query import ask
 def command(job: str, as_json: bool, controller: str | None) -> None:
     """Say why a job was treated as it was. JOB is an id or a name."""
     data = ask({"kind": "explain", "job": job}, controller)
+    data["alternative"] = None if data["ended"] else alternative(ask({"kind": "scenario"}, controller), data["job"])
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:

@@ -13,14 +13,26 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.command(name="plan")
 @click.argument("scenario", required=False, type=click.Path(), metavar="SCENARIO.toml")
 @click.option("--live", is_flag=True, help="Plan for the cluster as the controller sees it now.")
-@click.option("--if", "suppositions", multiple=True, metavar="TEXT",
-              help='Suppose something first, for example --if "node n3 fails"; can be repeated.')
+@click.option(
+    "--if",
+    "suppositions",
+    multiple=True,
+    metavar="TEXT",
+    help='Suppose something first, for example --if "node n3 fails"; can be repeated.',
+)
 @click.option("--explain", "explained", metavar="JOB", help="Add why this job gets what it gets; the second-best plan.")
 @click.option("--ahead", is_flag=True, help="Also list the plan for every next event.")
 @click.option("--oversubscribed", is_flag=True, help="Allow minimum sizes that add up to more than the nodes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(scenario: str | None, live: bool, suppositions: tuple[str, ...], explained: str | None, ahead: bool,
-            oversubscribed: bool, as_json: bool) -> None:
+def command(
+    scenario: str | None,
+    live: bool,
+    suppositions: tuple[str, ...],
+    explained: str | None,
+    ahead: bool,
+    oversubscribed: bool,
+    as_json: bool,
+) -> None:
     """Compute the best assignment of nodes to jobs.
 
     The plan maximises the weighted achieved FLOP/s of the whole cluster over the time to the next failure, less what
@@ -66,8 +78,9 @@ def _run(before: Scenario, suppositions: tuple[str, ...], explained: str | None,
         from planner.lookahead import Lookahead
 
         table = Lookahead(scenario, pairs=False)
-        out["ahead"] = [{"event": list(event), "assignment": entry.assignment}
-                        for event, entry in table.entries.items()]
+        out["ahead"] = [
+            {"event": list(event), "assignment": entry.assignment} for event, entry in table.entries.items()
+        ]
     if as_json:
         click.echo(json.dumps(out, indent=2))
     else:

@@ -12,13 +12,19 @@ from unicron_ctl.errors import WRONG_USE, UserError
 
 
 @click.command(name="simulate")
-@click.option("--trace", "trace_path", type=click.Path(), metavar="FILE",
-              help="CSV `seconds,event,node,cause`, or a churn trace `ms,add|remove,node`.")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(),
+    metavar="FILE",
+    help="CSV `seconds,event,node,cause`, or a churn trace `ms,add|remove,node`.",
+)
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
 @click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
-@click.option("--scenario", type=click.Path(), metavar="SCENARIO.toml",
-              help="Cluster and jobs; without it six jobs on 16 nodes.")
+@click.option(
+    "--scenario", type=click.Path(), metavar="SCENARIO.toml", help="Cluster and jobs; without it six jobs on 16 nodes."
+)
 @click.option("--policy", "names", multiple=True, metavar="NAME", help="Can be repeated; default: unicron.")
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
@@ -26,20 +32,34 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--html", "html_path", type=click.Path(), metavar="FILE", help="Write a self-contained page.")
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources,
-            as_json) -> None:
+def command(
+    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+) -> None:
     """Replay a failure trace under several policies."""
     if bool(trace_path) == bool(generate):
         raise click.UsageError("give either --trace FILE or --generate NAME")
     try:
-        _run(trace_path, generate, days, seed, scenario, names or ("unicron",), until, save_trace, figure, html_path,
-             sources, as_json)
+        _run(
+            trace_path,
+            generate,
+            days,
+            seed,
+            scenario,
+            names or ("unicron",),
+            until,
+            save_trace,
+            figure,
+            html_path,
+            sources,
+            as_json,
+        )
     except PlanError as error:
         raise UserError(str(error), WRONG_USE) from None
 
 
-def _run(trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources,
-         as_json) -> None:
+def _run(
+    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+) -> None:
     from planner.scenario import load as load_scenario
     from planner.simulate import simulate
     from planner.simulate.cases import case
@@ -62,8 +82,15 @@ def _run(trace_path, generate, days, seed, scenario, names, until, save_trace, f
 
         _written(html_path, lambda: Path(html_path).write_text(page(results, trace.until, title), encoding="utf-8"))
     if as_json:
-        click.echo(json.dumps([result.to_dict() | ({"sources": list(each.sources)} if sources else {})
-                               for result, each in zip(results, policies, strict=True)], indent=2))
+        click.echo(
+            json.dumps(
+                [
+                    result.to_dict() | ({"sources": list(each.sources)} if sources else {})
+                    for result, each in zip(results, policies, strict=True)
+                ],
+                indent=2,
+            )
+        )
     else:
         _show(results, policies if sources else ())
 

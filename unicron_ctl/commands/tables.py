@@ -95,8 +95,8 @@ def _slow(job: dict[str, Any]) -> str:
     if not slow:
         return ""
     factor = f" {slow['slowdown']:.1f}x" if slow["slowdown"] else ""
-    who = f"slot {slow['slot']}{factor} in {slow['phase']}" if slow["slot"] is not None else slow["phase"] or "all ranks"
-    return f", slow: {who}"
+    who = f"slot {slow['slot']}{factor} in {slow['phase']}"
+    return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}"
 
 
 def nodes(listed: list[dict[str, Any]]) -> Table:
@@ -150,6 +150,8 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data["plan_reason"]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
+    if data.get("alternative"):
+        lines.append(f"now: {data['alternative']['text']}")
     table = Table("when", "generation", "what", "why", title="decisions", title_justify="left")
     for decision in data["decisions"]:
         table.add_row(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from detector.severity import Severity
 from unicron_ctl.controller import planning
+from unicron_ctl.controller.ahead import Ahead
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
     OCCUPIES,
@@ -75,6 +76,7 @@ class Cluster:
         self._aside: dict[str, str] = {}  # nodes to be set down as soon as Slurm has done it, with the reason
         self._missing_since: dict[str, float] = {}
         self._expected: dict[str, list[int]] = {}
+        self.ahead = Ahead()
 
     # ------------------------------------------------------------ questions of the engine
     def put_aside(self) -> set[str]:
@@ -334,10 +336,11 @@ class Cluster:
         key = f"{len(nodes)} nodes: " + ", ".join(
             f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{' measured' if i.rate else ''}" for i in inputs
         )
+        reckoning = (len(nodes), engine.config.mtbf_node_hours, engine.config.transition_seconds)
         if key == state.plan_inputs:
+            self.ahead.settle(inputs, state.assignment, *reckoning)
             return
-        config = engine.config
-        plan = planning.plan(inputs, len(nodes), config.mtbf_node_hours, config.transition_seconds)
+        plan, looked_up = self.ahead.plan(inputs, *reckoning)
         trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
         engine.emit(
             "replanned",
@@ -348,8 +351,10 @@ class Cluster:
             inputs=key,
             trigger=trigger,
             spares=plan.spares,
+            looked_up=looked_up,
             reason=trigger,
         )
+        self.ahead.settle(inputs, plan.assignment, *reckoning)
 
     def usable_nodes(self, jobs: Sequence[JobState]) -> list[str]:
         """The nodes that can be given to these jobs; none while Slurm has not answered."""
@@ -398,7 +403,19 @@ class Cluster:
             alive,
             rate,
             measured_nodes,
+            self._rates(job),
         )
+
+    def _rates(self, job: JobState) -> dict[int, float]:
+        """Measured rates by node count; sizes at which only an earlier run of the same name has been seen count too."""
+        if self._engine.config.throughput != "measured":
+            return {}
+        rates: dict[int, float] = {}
+        for known in self._engine.state.jobs.values():
+            same = (known.settings.name, known.settings.user) == (job.settings.name, job.settings.user)
+            if same and known is not job:
+                rates |= known.measured
+        return {count: rate for count, rate in {**rates, **job.measured}.items() if rate > 0}
 
     def _place(self, jobs: Sequence[JobState]) -> list[Action]:
         assert self.seen is not None

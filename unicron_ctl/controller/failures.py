@@ -252,7 +252,8 @@ def hang(engine: Engine, job: JobState, slot: int, reason: str) -> tuple[int, De
 
 
 def stop_hanging(engine: Engine, job: JobState, suspects: Sequence[Suspect]) -> None:
-    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for ever."""
+    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for
+    ever."""
     lost: dict[int, str] = {}
     for suspect in suspects:
         if job.members.get(suspect.slot) != suspect.identity or job.ended:

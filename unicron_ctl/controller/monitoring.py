@@ -1,8 +1,9 @@
-"""Online statistical monitoring (method 4 of PAPER section 3): slow iterations are reported, iterations that do not end are acted upon.
+"""Online statistical monitoring (method 4 of PAPER section 3): slow iterations are reported, iterations that do not end
+are acted upon.
 
-What is learned is soft state. Where a job stands is read from its ranks' statuses; time is judged by :mod:`detector.statistics`, the
-culprit named by :mod:`detector.culprit`. A hang is believed only after every agent of the job has answered a ping that was sent past the
-deadline: silence is the lease's matter, and the answers say where the ranks stand now.
+What is learned is soft state. Where a job stands is read from its ranks' statuses; time is judged by
+:mod:`detector.statistics`, the culprit named by :mod:`detector.culprit`. A hang is believed only after every agent of
+the job has answered a ping sent past the deadline: silence is the lease's matter, and the answers say where ranks stand.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WINDOW, NEWEST = 16, 4  # iterations
 class Standing:
     """Where a job stands: it has not come further while this stays the same.
 
-    iteration: the first that not all members have finished. outside: members that have not begun it: they are in the script's own code.
+    iteration: the first that not all members have finished. outside: members that have not begun it: they are in the
+    script's own code.
     """
 
     generation: int
@@ -114,7 +116,8 @@ class JobWatch:
     def comparable(self, last: int = WINDOW) -> dict[int, dict[str, float]]:
         """slot -> phase -> mean seconds of the `last` iterations, as if all ranks had equally many micro-batches.
 
-        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault of anybody.
+        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault
+        of anybody.
         """
         means = {
             slot: {name: fmean(row[name] for row in [*rows][-last:]) for name in PHASES}

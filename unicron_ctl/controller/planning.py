@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.model import Job, Scenario
 from planner.solve import Plan, solve
+from planner.throughput import Throughput
 
 UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
 
@@ -14,8 +15,9 @@ UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measur
 @dataclass(frozen=True)
 class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
-    measured
-    aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
+    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
+    for
+    every size that is to be trusted."""
 
     job: str
     weight: float
@@ -25,15 +27,25 @@ class JobInput:
     alive: int
     rate: float = 0.0
     measured_nodes: int = 0
+    rates: Mapping[int, float] = field(default_factory=dict)
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
-    """T(t,x) for every size the job can be given: linear in x through the last measurement; `per_node` where there
-    is none.
+    """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
+    where at
+    least two are known; linear in x through one; `per_node` where nothing is.
     """
+    sizes = range(1, job.max_nodes + 1)
+    if len(job.rates) >= 2:
+        fitted = Throughput(flops_per_iteration=1.0)
+        for count, rate in job.rates.items():
+            fitted.add(count, 1.0 / rate)
+        found = fitted.flops(sizes)
+        if len(found) == len(sizes):
+            return found
     if job.rate > 0 and job.measured_nodes > 0:
         per_node = job.rate / job.measured_nodes
-    return {count: per_node * count for count in range(1, job.max_nodes + 1)}
+    return {count: per_node * count for count in sizes}
 
 
 def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Scenario:

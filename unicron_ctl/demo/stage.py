@@ -1,8 +1,10 @@
-"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs. All of it is real."""
+"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs. All of it
+is real."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -25,7 +27,29 @@ ROOT = Path(unicron_ctl.__file__).resolve().parent.parent
 TEMPLATES = ROOT / "sbatch_templates"
 PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
 START_SECONDS = 60.0
-DATASET_SECONDS = 120.0
+SCRIPT_SECONDS = 120.0
+# The virtual nodes share this machine's cores, so measured throughput would say that a node more is worth nothing.
+CONFIGURATION = """[controller]
+listen = "tcp://127.0.0.1:0"
+auth = "none"
+slurm = "command"
+slurm_poll_seconds = 0.5
+hang_floor_seconds = 5.0
+throughput = "linear"
+"""
+# A model small enough that two cores train five ranks of it and two reference runs.
+MODEL_OPTIONS = (
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "128",
+    "--seq-length",
+    "128",
+    "--micro-batch-size",
+    "2",
+    "--micro-batches",
+    "12",
+)
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
 
@@ -51,6 +75,7 @@ class Stage:
     cluster: LocalCluster = field(init=False)
     ids: dict[str, str] = field(default_factory=dict)  # job name -> Slurm job id
     _controller: subprocess.Popen[bytes] | None = None
+    _options: list[str] = field(default_factory=list)
     _references: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ up and down
@@ -63,8 +88,13 @@ class Stage:
         try:
             address = self._start_controller()
             bindir = Path(sysconfig.get_path("scripts"))
-            self.cluster = LocalCluster(self.folder / "slurm", nodes=self.nodes, gpus_per_node=1, auth="munge",
-                                        plugstack_lines=[f"optional {PLUGIN} agent={bindir / 'unicron-agent'} controller={address}"])
+            self.cluster = LocalCluster(
+                self.folder / "slurm",
+                nodes=self.nodes,
+                gpus_per_node=1,
+                auth="munge",
+                plugstack_lines=[f"optional {PLUGIN} agent={bindir / 'unicron-agent'} controller={address}"],
+            )
             self.cluster.up()
             yield self
         finally:
@@ -84,14 +114,32 @@ class Stage:
             self.cluster.down()
 
     def _start_controller(self) -> str:
-        """unicrond asks Slurm only when a job registers, so it may be up before the cluster, whose plugin must know its port."""
+        """unicrond asks Slurm only when a job registers, so it may be up before the cluster, whose plugin must know
+        its port."""
         state = self.folder / "controller"
         config = self.folder / "unicron.toml"
-        config.write_text('[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "command"\nslurm_poll_seconds = 0.5\nhang_floor_seconds = 5.0\n')
-        environment = os.environ | {"SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf), "PATH": _search_path(), "UNICRON_CONFIG": str(config)}
+        config.write_text(CONFIGURATION)
+        environment = os.environ | {
+            "SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf),
+            "PATH": _search_path(),
+            "UNICRON_CONFIG": str(config),
+        }
         with (self.folder / "unicrond.log").open("ab") as log:
-            self._controller = subprocess.Popen([sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(config), "--state-dir", str(state)],
-                                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self._controller = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "unicron_ctl.controller.main",
+                    "--config",
+                    str(config),
+                    "--state-dir",
+                    str(state),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
         address = state / "address"
         self._wait(address.is_file, START_SECONDS, "unicrond did not start", self._controller)
         self.address = address.read_text().strip()
@@ -105,37 +153,86 @@ class Stage:
             time.sleep(0.05)
 
     # ------------------------------------------------------------ dataset, jobs, references
-    def build_dataset(self) -> Path:
-        """Megatron's indexed dataset of the source of Python's standard library; returns its prefix."""
+    def build_dataset(self) -> None:
+        """Megatron's indexed dataset of the source of Python's standard library."""
         prefix = self.folder / "stdlib"
-        self._run_python([str(TEMPLATES / "build_dataset.py"), "--input", sysconfig.get_path("stdlib"), "--suffix", ".py", "--output", str(prefix)])
-        return prefix
+        self._options = ["--data-path", str(prefix), *MODEL_OPTIONS]
+        self._run_python(
+            [
+                str(TEMPLATES / "build_dataset.py"),
+                "--input",
+                sysconfig.get_path("stdlib"),
+                "--suffix",
+                ".py",
+                "--output",
+                str(prefix),
+            ]
+        )
 
-    def _run_python(self, words: list[str]) -> None:
+    def verify_gradients(self, name: str) -> dict[str, float]:
+        """Iteration -> difference of its gradient from an undisturbed one, for the first iteration of every generation
+        of the job."""
+        seed = str(next(job.seed for job in self.jobs if job.name == name))
+        return json.loads(
+            self._run_python(
+                [
+                    "-m",
+                    "unicron_ctl.demo.verify",
+                    str(self.folder / name / "gradients"),
+                    *self._options,
+                    "--seed",
+                    seed,
+                    "--train-iterations",
+                    str(TRAIN_ITERATIONS),
+                ]
+            )
+        )
+
+    def _run_python(self, words: list[str]) -> str:
         try:
-            done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=DATASET_SECONDS, check=False)
+            done = subprocess.run(
+                [sys.executable, *words], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
-            raise UserError(f"{Path(words[0]).name} took more than {DATASET_SECONDS:.0f} s; run it by hand to see why") from None
+            raise UserError(
+                f"{Path(words[0]).name} took more than {SCRIPT_SECONDS:.0f} s; run it by hand to see why"
+            ) from None
         if done.returncode:
             raise UserError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{words[0]} failed")
+        return done.stdout
 
-    def submit(self, job: DemoJob, options: list[str]) -> str:
+    def submit(self, job: DemoJob) -> str:
         """sbatch the template as a user would; returns the array job's id."""
         work = self.folder / job.name
         work.mkdir(exist_ok=True)
-        command = ["sbatch", "--parsable", f"--job-name={job.name}", f"--array=0-{job.elements - 1}", "--unicron", f"--unicron-weight={job.weight}",
-                   f"--unicron-min-nodes={job.min_nodes}", str(TEMPLATES / "gpt_elastic.sbatch"), *options,
-                   "--seed", str(job.seed), "--train-iterations", str(TRAIN_ITERATIONS), "--save-gradients", str(work / "gradients"),
-                   "--save-gradients-when", "regrouped"]
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--job-name={job.name}",
+            f"--array=0-{job.elements - 1}",
+            "--unicron",
+            f"--unicron-weight={job.weight}",
+            f"--unicron-min-nodes={job.min_nodes}",
+            str(TEMPLATES / "gpt_elastic.sbatch"),
+            *self._options,
+            "--seed",
+            str(job.seed),
+            "--train-iterations",
+            str(TRAIN_ITERATIONS),
+            "--save-gradients",
+            str(work / "gradients"),
+        ]
         environment = os.environ | self.cluster.env() | {"PATH": _search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
         environment.pop("UNICRON_CONTROLLER", None)
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False
+        )
         if done.returncode:
             raise UserError(f"sbatch: {done.stderr.strip()}")
         self.ids[job.name] = done.stdout.strip().split(";")[0]
         return self.ids[job.name]
 
-    def start_reference(self, job: DemoJob, options: list[str]) -> None:
+    def start_reference(self, job: DemoJob) -> None:
         """The same script, data and seed in one undisturbed process outside Slurm, at the lowest priority."""
         work = self.folder / f"{job.name}-reference"
         work.mkdir(exist_ok=True)
@@ -143,20 +240,45 @@ class Stage:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         with (work / "log").open("wb") as log:
             self._references[job.name] = subprocess.Popen(
-                ["nice", "-n", "19", sys.executable, str(TEMPLATES / "train_gpt.py"), *options, "--seed", str(job.seed), "--train-iterations", str(TRAIN_ITERATIONS), "--metrics", str(work / "metrics"), "--save-gradients", str(work / "gradients")],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+                [
+                    "nice",
+                    "-n",
+                    "19",
+                    sys.executable,
+                    str(TEMPLATES / "train_gpt.py"),
+                    *self._options,
+                    "--seed",
+                    str(job.seed),
+                    "--train-iterations",
+                    str(TRAIN_ITERATIONS),
+                    "--metrics",
+                    str(work / "metrics"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
 
     def references_reached(self, iterations: dict[str, int]) -> bool:
         """The references have trained so many iterations, by job name. Raises UserError when one failed."""
         for name, process in self._references.items():
             if process.poll() is not None:
                 raise UserError(f"the reference run of {name} failed: see {self.folder / f'{name}-reference' / 'log'}")
-        return all((self.folder / f"{name}-reference" / "metrics.slot0").is_file() and _lines(self.folder / f"{name}-reference" / "metrics.slot0") >= wanted
-                   for name, wanted in iterations.items())
+        return all(
+            (self.folder / f"{name}-reference" / "metrics.slot0").is_file()
+            and _lines(self.folder / f"{name}-reference" / "metrics.slot0") >= wanted
+            for name, wanted in iterations.items()
+        )
 
     def finish(self, job: DemoJob) -> None:
         """Ask the job to end after its present iteration, as Slurm's --signal would before a time limit."""
-        subprocess.run(["scancel", "--signal=USR1", self.ids[job.name]], env=os.environ | self.cluster.env(), timeout=20, check=False)
+        subprocess.run(
+            ["scancel", "--signal=USR1", self.ids[job.name]],
+            env=os.environ | self.cluster.env(),
+            timeout=20,
+            check=False,
+        )
 
     # ------------------------------------------------------------ looking and breaking
     def status(self) -> dict[str, Any]:
@@ -195,7 +317,9 @@ class Stage:
 
 def _search_path() -> str:
     """This environment's programs first, so that the template's `python` is this one; Slurm's may be in sbin."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    return os.pathsep.join(
+        [sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"]
+    )
 
 
 def _lines(path: Path) -> int:

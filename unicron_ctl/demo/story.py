@@ -37,7 +37,13 @@ class Story:
     def play(self) -> None:
         """All chapters. Raises UserError when one is not healed in time."""
         large, small = self.stage.jobs
-        self._wait(lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs), HEAL_SECONDS, "the jobs did not start training")
+        self._wait(
+            lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs),
+            HEAL_SECONDS,
+            "the jobs did not start training",
+        )
+        for job in self.stage.jobs:
+            self.stage.start_reference(job)
         self._rank_dies(large)
         lost = self._node_dies_with_spare(large)
         self._node_dies_without_spare(large, small)
@@ -45,10 +51,19 @@ class Story:
         self.tell("all is healed: both jobs are asked to end")
         for job in self.stage.jobs:
             self.stage.finish(job)
-        self._wait(lambda: all((self.stage.job(job.name) or {}).get("ended") for job in self.stage.jobs), FINISH_SECONDS, "the jobs did not finish")
+        self._wait(
+            lambda: all((self.stage.job(job.name) or {}).get("ended") for job in self.stage.jobs),
+            FINISH_SECONDS,
+            "the jobs did not finish",
+        )
         trained = {job.name: self.stage.job(job.name)["iteration"] + 1 for job in self.stage.jobs}
-        self.tell(f"waiting for the undisturbed runs to reach {', '.join(f'iteration {count} of {name}' for name, count in trained.items())}")
-        self._wait(lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there")
+        self.tell(
+            "waiting for the undisturbed runs to reach "
+            f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
+        )
+        self._wait(
+            lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there"
+        )
 
     # ------------------------------------------------------------ chapters
     def _rank_dies(self, job: DemoJob) -> None:
@@ -67,8 +82,16 @@ class Story:
     def _node_dies_without_spare(self, large: DemoJob, small: DemoJob) -> None:
         node = self.stage.node_of(large.name, 0)
         when = self.stage.power_off(node)
-        self._injured("node", large, f"power-off of {node}, none left: {large.name} weighs {large.weight:g}, {small.name} {small.weight:g}", when)
-        self._healed(lambda: self._at(large, large.elements) and self._at(small, small.elements - 1), f"no node moved from {small.name} to {large.name}")
+        self._injured(
+            "node",
+            large,
+            f"power-off of {node}, none left: {large.name} weighs {large.weight:g}, {small.name} {small.weight:g}",
+            when,
+        )
+        self._healed(
+            lambda: self._at(large, large.elements) and self._at(small, small.elements - 1),
+            f"no node moved from {small.name} to {large.name}",
+        )
 
     def _node_returns(self, node: str, small: DemoJob) -> None:
         when = time.time()
@@ -91,7 +114,10 @@ class Story:
     def record(self, injury: Injury) -> dict[str, Any] | None:
         """The controller's record of this failure: the first one of the job that was detected after it was caused."""
         job = self.stage.ids[injury.job]
-        return next((f for f in self.stage.status()["failures"] if f["job"] == job and f["detected_at"] >= injury.injected_at), None)
+        return next(
+            (f for f in self.stage.status()["failures"] if f["job"] == job and f["detected_at"] >= injury.injected_at),
+            None,
+        )
 
     def _injured(self, kind: str, job: DemoJob, what: str, when: float) -> None:
         self.injuries.append(Injury(kind, job.name, what, when))

@@ -1,4 +1,5 @@
-"""The live view: jobs and nodes as they are, and the last lines of the story. On a pipe it prints the story's lines only."""
+"""The live view: jobs and nodes as they are, and the last lines of the story. On a pipe it prints the story's lines
+only."""
 
 from __future__ import annotations
 
@@ -53,12 +54,31 @@ class View:
 
 def _jobs(status: dict[str, Any]) -> Table:
     table = Table(title="jobs", title_justify="left", expand=True)
-    for heading in ("job", "state", "generation", "nodes", "iteration", "s/iteration", "loss", "weight", "WAF (GFLOP/s)"):
+    for heading in (
+        "job",
+        "state",
+        "generation",
+        "nodes",
+        "iteration",
+        "s/iteration",
+        "loss",
+        "weight",
+        "WAF (GFLOP/s)",
+    ):
         table.add_column(heading)
     for job in status["jobs"]:
         seconds = job["iteration_seconds"]
-        table.add_row(job["name"], job["state"], str(job["generation"]), f"{job['nodes']} of {job['max_nodes']}", f"{job['iteration']} of {job['train_iterations']}",
-                      f"{seconds:.2f}" if seconds else "-", f"{job['loss']:.4f}" if job["loss"] is not None else "-", f"{job['weight']:g}", f"{job['waf'] / 1e9:.1f}")
+        table.add_row(
+            job["name"],
+            job["state"],
+            str(job["generation"]),
+            f"{job['nodes']} of {job['max_nodes']}",
+            f"{job['iteration']} of {job['train_iterations']}",
+            f"{seconds:.2f}" if seconds else "-",
+            f"{job['loss']:.4f}" if job["loss"] is not None else "-",
+            f"{job['weight']:g}",
+            f"{job['waf'] / 1e9:.1f}",
+        )
     return table
 
 
@@ -66,7 +86,12 @@ def _nodes(status: dict[str, Any]) -> Text:
     names = {job["job"]: job["name"] for job in status["jobs"]}
     words = Text("nodes  ")
     for node in status["nodes"]:
-        users = " ".join(f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node["used_by"])
+        users = " ".join(
+            f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node["used_by"]
+        )
         words.append(f"{node['node']} ", style="bold")
-        words.append(f"{users or ('idle' if node['healthy'] else '+'.join(node['states']).lower())}   ", style="green" if node["healthy"] else "red")
+        words.append(
+            f"{users or ('idle' if node['healthy'] else '+'.join(node['states']).lower())}   ",
+            style="green" if node["healthy"] else "red",
+        )
     return words

@@ -1,4 +1,5 @@
-"""Iteration times at the controller: slow jobs are reported with their straggler, hanging ranks are found, named, dumped and replaced."""
+"""Iteration times at the controller: slow jobs are reported with their straggler, hanging ranks are found, named,
+dumped and replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def train(
     slow: dict[int, float] | None = None,
     first: int | None = None,
 ) -> int:
-    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward. Returns the next iteration."""
+    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward.
+    Returns the next iteration."""
     job = world.job("1")
     first = job.iteration + 1 if first is None else first
     rng = random.Random(first)
@@ -249,7 +251,8 @@ def test_the_switch_turns_it_off(trained):
 
 
 def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
-    """Eight micro-batches on three ranks: 3, 3, 2. The rank with the fewest is the slow one, although it is not the last."""
+    """Eight micro-batches on three ranks: 3, 3, 2. The rank with the fewest is the slow one, although it is not the
+    last."""
     train(world, 120)
     assert not events(world, "degraded")
     train(world, 20, seconds=USUAL * 1.5, slow={2: 2.0})

@@ -1,0 +1,78 @@
+"""The plan of the next event is looked up, and is the one that solving would have given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from unicron_ctl.controller import planning
+from unicron_ctl.controller.ahead import Ahead, event_between
+from unicron_ctl.controller.planning import JobInput
+
+RECKONING = (1000.0, 5.0)
+
+
+def job(name: str, nodes: int, alive: int | None = None, weight: float = 1.0, most: int = 4) -> JobInput:
+    return JobInput(name, weight, 1, most, nodes, nodes if alive is None else alive, 1e9 * nodes, nodes)
+
+
+SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
+
+
+@pytest.fixture
+def ahead():
+    made = Ahead()
+    made.settle(SETTLED, {"a": 3, "b": 2}, 6, *RECKONING)
+    assert made._keeper.wait(20)
+    yield made
+    made.close()
+
+
+EVENTS = {
+    ("lost", "a"): ([job("a", 3, 2, weight=2.0), job("b", 2)], 5),
+    ("lost", "b"): ([job("a", 3, weight=2.0), job("b", 2, 1)], 5),
+    ("spare",): (SETTLED, 5),
+    ("join",): (SETTLED, 7),
+    ("finish", "b"): ([job("a", 3, weight=2.0)], 6),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=" ".join)
+def test_a_known_event_is_looked_up_and_equals_solving(ahead: Ahead, event: tuple[str, ...]) -> None:
+    jobs, nodes = EVENTS[event]
+    assert event_between({j.job: j for j in SETTLED}, 6, {j.job: j for j in jobs}, nodes) == event
+    plan, looked_up = ahead.plan(jobs, nodes, *RECKONING)
+    assert looked_up
+    assert plan.assignment == planning.plan(jobs, nodes, *RECKONING).assignment
+
+
+@pytest.mark.parametrize(
+    ("jobs", "nodes"),
+    [
+        ([*SETTLED, job("c", 0)], 6),  # a job that nobody knew of
+        ([replace(SETTLED[0], max_nodes=2), SETTLED[1]], 6),  # its size changed
+        ([job("a", 3, 0, weight=2.0), SETTLED[1]], 3),  # three nodes at once
+        (SETTLED, 9),
+    ],
+)
+def test_anything_else_is_solved(ahead: Ahead, jobs: list[JobInput], nodes: int) -> None:
+    plan, looked_up = ahead.plan(jobs, nodes, *RECKONING)
+    assert not looked_up
+    assert plan.assignment == planning.plan(jobs, nodes, *RECKONING).assignment
+
+
+def test_a_job_is_never_planned_away_by_a_look_up(ahead: Ahead) -> None:
+    """The table would give all four nodes to the heavier job; the other's training state would be gone."""
+    jobs = [job("a", 3, 2, weight=2.0), job("b", 2, 1)]
+    assert ahead._look_up(jobs, 4).assignment["b"] == 0
+    plan, looked_up = ahead.plan(jobs, 4, *RECKONING)
+    assert not looked_up and plan.assignment["b"] == 1
+
+
+def test_small_drifts_of_speed_do_not_make_a_new_table(ahead: Ahead) -> None:
+    before = ahead._keeper._wanted
+    ahead.settle([replace(SETTLED[0], rate=SETTLED[0].rate * 1.01), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    assert ahead._keeper._wanted is before
+    ahead.settle([replace(SETTLED[0], rate=SETTLED[0].rate * 1.5), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    assert ahead._keeper._wanted is not before
