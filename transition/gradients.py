@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from detector.inject import injector
 from transition import groups
 from transition.ledger import Ledger, LedgerError
 
@@ -60,6 +61,7 @@ class Gradients:
         self._disturbed = False
         self._backward_of: int | None = None
         self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
+        self._began = 0.0  # the micro-batch at hand
         self._backward_since: float | None = None
         self._check_configuration()
         for group in self._bucket_groups():
@@ -149,7 +151,8 @@ class Gradients:
     def _end_backward(self, now: float) -> None:
         """The backward pass that began when the last loss was there is over."""
         if self._backward_since is not None:
-            self.seconds["backward"] += now - self._backward_since
+            injector.slow_down(now - self._began)
+            self.seconds["backward"] += time.perf_counter() - self._backward_since
             self._backward_since = None
 
     def _forward(self, ledger: Ledger, owed: Sequence[int]) -> Callable[..., Any]:
@@ -158,8 +161,10 @@ class Gradients:
 
         def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
             nonlocal position
-            began, data_before = time.perf_counter(), self.seconds["data"]
-            self._end_backward(began)
+            self._end_backward(time.perf_counter())
+            injector.point()
+            self._began = began = time.perf_counter()
+            data_before = self.seconds["data"]
             if position:  # the schedule asks for the next forward when the backward before it is over
                 self._finished(ledger, owed[position - 1])
             if self.lost():

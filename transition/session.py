@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import groups, migrate
 from transition.gradients import Gradients, PeerLost
@@ -64,6 +65,7 @@ class Process:
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
         self.unblocker = Unblocker()
         self.watch = Watch(self.slot, self.unblocker.unblock)
+        injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
             self.channel.install_excepthook()

@@ -35,7 +35,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
+    that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on
+    purpose. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
     taken for hung sooner. hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an
     evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped.
     mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
@@ -49,6 +50,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     auth: str = "munge"
     admins: list[str] = []
     observe: bool = False
+    allow_inject: bool = False
     slurm: str = "auto"
     slurm_poll_seconds: float = 2.0
     slurm_timeout: float = 10.0

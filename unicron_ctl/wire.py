@@ -50,12 +50,15 @@ class Exit(msgspec.Struct, kw_only=True):
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """An exception that a rank saw."""
+    """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
+    seconds."""
 
     type: str
     text: str
     at: float
     traceback: str = ""
+    fatal: bool = False
+    lived: float = 0.0
 
 
 class RankStatus(msgspec.Struct, kw_only=True):
@@ -85,6 +88,15 @@ class RankStatus(msgspec.Struct, kw_only=True):
     exit: Exit | None = None
     fault: Fault | None = None
     changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
+
+    @property
+    def end(self) -> Exit | None:
+        """How the process ended, or is about to: what nothing catches ends it, though that may take a while."""
+        if self.state == "exited":
+            return self.exit
+        if self.fault is not None and self.fault.fatal and self.state != "finished":
+            return Exit(code=1, at=self.fault.at, lived=self.fault.lived)
+        return None
 
 
 class Register(Message, tag="register"):
@@ -218,6 +230,15 @@ class Stacks(Message, tag="stacks"):
     incarnation: int
 
 
+class Inject(Message, tag="inject"):
+    """Break something on purpose; `fault` as in :mod:`detector.inject`. Sent only where the configuration allows it."""
+
+    fault: str
+    slot: int
+    incarnation: int
+    seconds: float = 0.0
+
+
 class End(Message, tag="end"):
     """End the agent: its ranks are stopped and it exits with `code`."""
 
@@ -255,7 +276,7 @@ class Answer(Message, tag="answer"):
 
 
 ToController = Register | Status | Step | Timing | StackTrace | Ask
-ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | End
+ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the harness imports what lies beside it
-from rank_harness import Ranks  # noqa: E402
+from rank_harness import Ranks
 
 pytestmark = pytest.mark.process
 PHASES = {"data", "forward", "backward", "reduce", "step"}

@@ -21,6 +21,7 @@ import msgpack
 import msgspec
 import zmq
 
+from detector import inject
 from detector.stacks import Dump
 from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
@@ -52,6 +53,7 @@ class Agent:
         self._controller.setsockopt(zmq.RECONNECT_IVL, 100)
         self._controller.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._controller.connect(address)
+        self._address, self._mute_until = address, 0.0
         self._folder = tempfile.mkdtemp(prefix=f"unicron-{place.label}-")
         endpoint = f"ipc://{self._folder}/ranks"
         self._channel = self._context.socket(zmq.ROUTER)
@@ -123,6 +125,7 @@ class Agent:
                 self._from_descriptor(descriptor)
         self._finish_dumps()
         now = time.monotonic()
+        self._unmute(now)
         if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
@@ -187,6 +190,36 @@ class Agent:
             self._from_rank(*self._channel.recv_multipart())
         rank.collect()
         self._send_status()
+
+    def _inject(self, order: wire.Inject) -> None:
+        rank = self.ranks.get(order.slot)
+        try:
+            name, _ = inject.parse(order.fault)
+        except inject.InjectError as error:
+            self._complain(f"cannot inject: {error}")
+            return
+        self._complain(f"injected on the controller's order: {order.fault} into slot {order.slot}")
+        if name == "corrupt-message":
+            for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
+                self._controller.send(garbage, zmq.DONTWAIT)
+        elif name == "lost-network":
+            self._mute_until = time.monotonic() + (order.seconds or inject.FAULTS[name][1])
+            self._controller.disconnect(self._address)
+            for slot in self.ranks:
+                self._tell(slot, order)
+        elif rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
+            return
+        elif name in ("rank-kill", "hang-stop"):
+            rank.child.signal(signal.SIGKILL if name == "rank-kill" else signal.SIGSTOP)
+        else:
+            self._tell(order.slot, order)
+
+    def _unmute(self, now: float) -> None:
+        """The end of an injected loss of the network."""
+        if self._mute_until and now >= self._mute_until:
+            self._mute_until = 0.0
+            self._controller.connect(self._address)
+            self._send_status()
 
     def _dump(self, order: wire.Stacks) -> None:
         rank = self.ranks.get(order.slot)
@@ -308,6 +341,8 @@ class Agent:
         )
 
     def _send(self, message: wire.Message) -> None:
+        if self._mute_until:
+            return
         try:
             self._controller.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -340,6 +375,8 @@ class Agent:
                 rank = self.ranks.get(message.slot)
                 if rank is not None and rank.status.incarnation == message.incarnation:
                     rank.kill()
+            case wire.Inject():
+                self._inject(message)
             case wire.Stacks():
                 self._dump(message)
             case wire.End():
@@ -360,6 +397,11 @@ class Agent:
         for slot, identity in self._identities.items():
             if self.ranks[slot].alive:
                 self._channel.send_multipart([identity, data])
+
+    def _tell(self, slot: int, message: wire.Message) -> None:
+        if slot in self._identities and self.ranks[slot].alive:
+            data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": wire.VERSION})
+            self._channel.send_multipart([self._identities[slot], data])
 
     def _complain(self, text: str) -> None:
         print(f"unicron: {self.place.label} on {self.place.node}: {text}", file=sys.stderr, flush=True)

@@ -55,7 +55,9 @@ class Rank:
             return False  # of a process that has been replaced
         if message["kind"] == "fault":
             fields = {name: message[name] for name in ("type", "text", "at", "traceback") if name in message}
-            self.status.fault = msgspec.convert(fields, wire.Fault)
+            lived = time.time() - self.child.started if self.child else 0.0
+            self.status.fault = msgspec.convert({**fields, "fatal": True, "lived": lived}, wire.Fault)
+            self.status.changed = time.time()
             return True
         values = msgspec.to_builtins(self.status, str_keys=False) | {
             name: value for name, value in message.items() if name in _rank_fields and name != "pid"

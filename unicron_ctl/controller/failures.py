@@ -15,7 +15,7 @@ from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import Identity, JobState
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.wire import Exit, RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine
@@ -98,22 +98,23 @@ def exits(engine: Engine, job: JobState) -> None:
         return
     for view, slot, status in list(engine.view(job).all_ranks()):
         identity = Identity(view.agent, status.incarnation)
-        if status.state != "exited" or status.exit is None or view.left or job.slot(slot).exit_seen == identity:
+        end = status.end
+        if end is None or view.left or job.slot(slot).exit_seen == identity:
             continue
         planned = (
             identity in job.banished or job.slot(slot).wanted > status.incarnation or taken_away(job, view.element)
         )
-        if status.exit.code == 0 or planned:
+        if end.code == 0 or planned:
             engine.emit(
                 "exit_noted",
                 job.job,
                 slot=slot,
                 agent=identity.agent,
                 incarnation=identity.incarnation,
-                code=status.exit.code,
+                code=end.code,
             )
         else:
-            _died(engine, job, view, slot, status)
+            _died(engine, job, view, slot, status, end)
         if job.ended:
             return
 
@@ -123,9 +124,8 @@ def taken_away(job: JobState, element: int) -> bool:
     return job.allotted is not None and element not in job.allotted and element not in job.leaving
 
 
-def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: RankStatus) -> None:
-    config, known, end = engine.config, job.slot(slot), status.exit
-    assert end is not None
+def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: RankStatus, end: Exit) -> None:
+    config, known = engine.config, job.slot(slot)
     text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
     verdict = engine.classifier.exit(end.code, "\n".join(part for part in (text, end.last_line) if part))
     decision, memory = judge(engine, job, slot, verdict, end.lived)
@@ -146,7 +146,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
         [slot],
         verdict,
         decision,
-        "process exit",
+        "process exit" if status.exit else "exception",
         exit_code=end.code,
         last_line=end.last_line,
         lived=end.lived,
@@ -169,7 +169,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
             slot,
             status.incarnation + 1,
             engine.now + decision.wait_seconds,
-            f"exited with {end.code}: {verdict.cause}",
+            f"exited with {end.code}: {verdict.cause}" if status.exit else f"ends by an exception: {verdict.cause}",
             failure,
         )
 

@@ -3,7 +3,7 @@ are acted upon.
 
 What is learned is soft state. Where a job stands is read from its ranks' statuses; time is judged by
 :mod:`detector.statistics`, the culprit named by :mod:`detector.culprit`. A hang is believed only after every agent of
-the job has answered a ping sent past the deadline: silence is the lease's matter, and the answers say where ranks stand.
+the job has answered a ping sent past the deadline: silence is the lease's matter, the answers say where ranks stand.
 """
 
 from __future__ import annotations

@@ -302,3 +302,17 @@ def test_hostile_phases_are_ignored(world):
             ),
         )
     assert world.engine.watch(world.job("1")).comparable() == {}
+
+
+def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):
+    fault = wire.Fault(
+        type="RuntimeError", text="CUDA error: device-side assert triggered", at=1.0, fatal=True, lived=60
+    )
+    trained.agents[1].set(1, fault=fault)
+    found = events(trained, "failure_detected")
+    assert [e.payload["detected_by"] for e in found] == ["exception"] and found[0].payload["slots"] == [1]
+    assert sent(trained, wire.Break)[0].lost == [1] and [m.slot for m in sent(trained, wire.StopRank)] == [1]
+    trained.run(0.3)
+    assert sent(trained, wire.StartRank)[0].incarnation == 1
+    assert len(events(trained, "failure_detected")) == 1, "its end is no second failure"
+    trained.check_replay()
