@@ -18,6 +18,9 @@ from typing import Any
 import msgpack
 import zmq
 
+from detector import stacks
+from detector.inject import injector
+
 VERSION = 1
 MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
@@ -48,6 +51,7 @@ class RankChannel:
         endpoint = os.environ.get("UNICRON_AGENT")
         if not endpoint:
             return None
+        stacks.register_from_environment()  # first: an agent asks only ranks that have a handler
         return cls(
             endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message
         )
@@ -81,10 +85,10 @@ class RankChannel:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            previous(kind, error, trace)  # first: once the fault is known, nobody waits for this process's end
             if not issubclass(kind, KeyboardInterrupt):
                 self.fault(error)
                 self.flush(1.0)
-            previous(kind, error, trace)
 
         sys.excepthook = hook
 
@@ -118,7 +122,11 @@ class RankChannel:
     def _deliver(self, data: bytes) -> None:
         try:
             message = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
-            if message["v"] == VERSION:
+            if message["v"] != VERSION:
+                return
+            if message["kind"] == "inject":
+                injector.take(message)
+            else:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent
             print(

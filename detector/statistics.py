@@ -79,6 +79,7 @@ class IterationMonitor:
         self._baseline: float | None = None
         self._block: list[float] = []
         self._block_means: deque[float] = deque(maxlen=64)
+        self._pending: float | None = None
         self._degraded = False
         self._high = 0.0
 
@@ -93,6 +94,7 @@ class IterationMonitor:
         self._window.clear()
         self._block.clear()
         self._block_means.clear()
+        self._pending = None
         self._baseline = None
         self._degraded = False
         self._high = 0.0
@@ -188,7 +190,10 @@ class IterationMonitor:
         recent = sum(self._recent) / len(self._recent)
         limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())
         leave = self._baseline + (limit - self._baseline) * 0.6
-        self._degraded = recent > limit or (self._degraded and recent > leave)
+        # A few slow iterations that lift the mean of their block are no slow job: without them it must have moved, too.
+        most = sorted(self._recent)[:-2]
+        moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * 0.5
+        self._degraded = (recent > limit and moved) or (self._degraded and recent > leave)
         self._follow(ratio * average)
         reason = ""
         if self._degraded:
@@ -199,7 +204,8 @@ class IterationMonitor:
     def _block_error(self) -> float:
         """The standard deviation of the mean of a block. Measured on blocks, not derived from single iterations, since
         noise comes in runs; doubled while few blocks are known."""
-        single = _standard_deviation(self._window) / math.sqrt(self.limits.recent)
+        before = list(self._window)[: -self.limits.recent] or self._window  # a fault must not widen its own limit
+        single = _standard_deviation(before) / math.sqrt(self.limits.recent)
         if len(self._block_means) < 16:
             return 2.0 * max(single, _standard_deviation(self._block_means) if self._block_means else 0.0)
         return max(single, _standard_deviation(self._block_means))
@@ -208,10 +214,13 @@ class IterationMonitor:
         """Learns the noise of whole blocks and lets the baseline drift, both only while the job is not degraded."""
         if self._degraded:
             self._block.clear()
+            self._pending = None
             return
         self._block.append(seconds)
         if len(self._block) == self.limits.recent:
-            self._block_means.append(sum(self._block) / len(self._block))
+            if self._pending is not None:  # one block late: what follows has to show that this was no fault's beginning
+                self._block_means.append(self._pending)
+            self._pending = sum(self._block) / len(self._block)
             self._block.clear()
         target = self.average
         # Schedules drift over thousands of iterations; a fault does not take that long.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from detector.inject import injector
 from transition import groups
 from transition.ledger import Ledger, LedgerError
 
@@ -59,6 +60,9 @@ class Gradients:
         self._in_backward = False
         self._disturbed = False
         self._backward_of: int | None = None
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
+        self._began = 0.0  # the micro-batch at hand
+        self._backward_since: float | None = None
         self._check_configuration()
         for group in self._bucket_groups():
             for bucket in group.buckets:
@@ -87,6 +91,7 @@ class Gradients:
             chunk.zero_grad_buffer()
         self._fresh.clear()
         self._deferred, self._disturbed = None, False
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
@@ -108,6 +113,7 @@ class Gradients:
                 )
             finally:
                 self._in_backward = False
+                self._end_backward(time.perf_counter())
         self._finished(ledger, owed[-1])
 
     def _finished(self, ledger: Ledger, index: int) -> None:
@@ -136,7 +142,18 @@ class Gradients:
             self.config.finalize_model_grads_func, self.config.no_sync_func = finalize, no_sync
 
     def _data(self, iteration: int, indices: Sequence[int]) -> Iterator[Any]:
-        return (self.fetch(iteration, index) for index in indices)
+        for index in indices:
+            began = time.perf_counter()
+            micro_batch = self.fetch(iteration, index)
+            self.seconds["data"] += time.perf_counter() - began
+            yield micro_batch
+
+    def _end_backward(self, now: float) -> None:
+        """The backward pass that began when the last loss was there is over."""
+        if self._backward_since is not None:
+            injector.slow_down(now - self._began)
+            self.seconds["backward"] += time.perf_counter() - self._backward_since
+            self._backward_since = None
 
     def _forward(self, ledger: Ledger, owed: Sequence[int]) -> Callable[..., Any]:
         position = 0
@@ -144,6 +161,10 @@ class Gradients:
 
         def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
             nonlocal position
+            self._end_backward(time.perf_counter())
+            injector.point()
+            self._began = began = time.perf_counter()
+            data_before = self.seconds["data"]
             if position:  # the schedule asks for the next forward when the backward before it is over
                 self._finished(ledger, owed[position - 1])
             if self.lost():
@@ -156,6 +177,8 @@ class Gradients:
                 loss, *others = loss_function(*arguments, **keywords)
                 ledger.losses[index] = loss.detach().clone()
                 self._backward_of = index
+                self._backward_since = time.perf_counter()
+                self.seconds["forward"] += self._backward_since - began - (self.seconds["data"] - data_before)
                 return (loss * weight, *others)
 
             return output, weighted

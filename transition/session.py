@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import groups, migrate
 from transition.gradients import Gradients, PeerLost
@@ -64,6 +65,7 @@ class Process:
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
         self.unblocker = Unblocker()
         self.watch = Watch(self.slot, self.unblocker.unblock)
+        injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
             self.channel.install_excepthook()
@@ -150,6 +152,7 @@ class Session:
         self._next_assignment: list[int] | None = None
         self._ledger = Ledger(start_iteration, micro_batches, [])
         self._seconds, self._loss = 0.0, None
+        self._reduce_seconds = 0.0
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
@@ -208,9 +211,11 @@ class Session:
             try:
                 self._gradients.compute(self._ledger)
                 self._set_phase("reducing")
+                reducing = time.perf_counter()
                 loss = self._reduce()
                 self._set_phase("synced")
                 self._agreed_offer = self._commit()
+                self._reduce_seconds = time.perf_counter() - reducing
                 return loss
             except (PeerLost, RuntimeError) as error:
                 if not self._is_loss(error):
@@ -275,11 +280,14 @@ class Session:
         return offer if offer is not None and set(held.tolist()) == {offer.generation} else None
 
     def _step(self, loss: float, began: float) -> StepResult:
+        stepping = time.perf_counter()
         succeeded, grad_norm, _ = self._optimizer.step()
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
         self._self_stops = 0
-        self._seconds, self._loss = time.perf_counter() - began, loss
+        now = time.perf_counter()
+        self._seconds, self._loss = now - began, loss
+        phases = {**self._gradients.seconds, "reduce": self._reduce_seconds, "step": now - stepping}
         result = StepResult(
             self.iteration,
             loss,
@@ -299,6 +307,7 @@ class Session:
                 total=self.micro_batches,
                 seconds=self._seconds,
                 loss=loss,
+                phases=phases,
                 at=time.time(),
             )
             if self._timing:

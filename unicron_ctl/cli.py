@@ -19,9 +19,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("unicron_ctl.commands.demo:command", "Train two jobs, break them, watch them heal."),
     "events": ("unicron_ctl.commands.events:command", "Show the event log."),
     "explain": ("unicron_ctl.commands.explain:command", "Say why a job was treated as it was."),
+    "inject": ("unicron_ctl.commands.inject:command", "Break a rank on purpose, where the configuration allows it."),
     "jobs": ("unicron_ctl.commands.jobs:command", "List protected jobs."),
     "nodes": ("unicron_ctl.commands.nodes:command", "List nodes and who uses them."),
     "plan": ("unicron_ctl.commands.plan:command", "Compute the best assignment of nodes to jobs."),
+    "punish": ("unicron_ctl.commands.inject:punish", "Break ranks at random until the time is up."),
     "simulate": ("unicron_ctl.commands.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron_ctl.commands.status:command", "Show jobs, nodes and the last failures."),
 }

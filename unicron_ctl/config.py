@@ -35,7 +35,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     to enter.
     hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
     agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
+    that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on
+    purpose. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
+    taken for hung sooner. hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an
+    evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped.
+    mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
     fits
     T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales
     it.
@@ -46,6 +50,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     auth: str = "munge"
     admins: list[str] = []
     observe: bool = False
+    allow_inject: bool = False
     slurm: str = "auto"
     slurm_poll_seconds: float = 2.0
     slurm_timeout: float = 10.0
@@ -60,6 +65,10 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     restart_grace: float = 5.0
     repeat_seconds: float = 0.5
     probe_timeout: float = 0.5
+    monitor_iterations: bool = True
+    hang_floor_seconds: float = 1.0
+    hang_outside_seconds: float = 600.0
+    stacks_seconds: float = 1.0
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
     throughput: str = "measured"
@@ -99,8 +108,10 @@ _POSITIVE = (
     "mtbf_node_hours",
     "quick_death_seconds",
     "hint_grace",
+    "hang_floor_seconds",
+    "hang_outside_seconds",
 )
-_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds")
+_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds")
 
 
 def problems(c: ControllerConfig) -> list[str]:

@@ -7,7 +7,10 @@ from typing import Any
 
 from unicron_ctl import wire
 from unicron_ctl.config import controller_address
+from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import UserError
+
+ORDERS = ("inject",)  # need to know who asks; questions are free
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -20,7 +23,9 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     import zmq
 
     arguments = dict(question)
-    message = wire.Ask(what=arguments.pop("kind"), args=arguments, user=getpass.getuser())
+    what = arguments.pop("kind")
+    credential = make_credential() if what in ORDERS else ""
+    message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=credential)
     where = controller_address(address)
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)

@@ -50,12 +50,15 @@ class Exit(msgspec.Struct, kw_only=True):
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """An exception that a rank saw."""
+    """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
+    seconds."""
 
     type: str
     text: str
     at: float
     traceback: str = ""
+    fatal: bool = False
+    lived: float = 0.0
 
 
 class RankStatus(msgspec.Struct, kw_only=True):
@@ -86,6 +89,15 @@ class RankStatus(msgspec.Struct, kw_only=True):
     fault: Fault | None = None
     changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
 
+    @property
+    def end(self) -> Exit | None:
+        """How the process ended, or is about to: what nothing catches ends it, though that may take a while."""
+        if self.state == "exited":
+            return self.exit
+        if self.fault is not None and self.fault.fatal and self.state != "finished":
+            return Exit(code=1, at=self.fault.at, lived=self.fault.lived)
+        return None
+
 
 class Register(Message, tag="register"):
     """An agent's first message, repeated until it is welcomed."""
@@ -115,7 +127,10 @@ class Status(Message, tag="status"):
 
 class Step(Message, tag="step"):
     """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was
-    computed."""
+    computed.
+
+    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step.
+    """
 
     job: str
     slot: int
@@ -127,6 +142,7 @@ class Step(Message, tag="step"):
     seconds: float
     loss: float
     at: float
+    phases: dict[str, float] = {}
 
 
 class Timing(Message, tag="timing"):
@@ -136,6 +152,17 @@ class Timing(Message, tag="timing"):
     slot: int
     generation: int
     seconds: dict[str, float]
+
+
+class StackTrace(Message, tag="stack_trace"):
+    """The answer to :class:`Stacks`. how: py-spy | faulthandler | none; state: the process's, as in proc(5)."""
+
+    job: str
+    slot: int
+    incarnation: int
+    how: str
+    state: str
+    text: str
 
 
 # ---------------------------------------------------------------- controller -> agent
@@ -196,6 +223,22 @@ class StopRank(Message, tag="stop_rank"):
     reason: str
 
 
+class Stacks(Message, tag="stacks"):
+    """Send the stack traces of the rank's threads, if it is still this incarnation; answered in about a second."""
+
+    slot: int
+    incarnation: int
+
+
+class Inject(Message, tag="inject"):
+    """Break something on purpose; `fault` as in :mod:`detector.inject`. Sent only where the configuration allows it."""
+
+    fault: str
+    slot: int
+    incarnation: int
+    seconds: float = 0.0
+
+
 class End(Message, tag="end"):
     """End the agent: its ranks are stopped and it exits with `code`."""
 
@@ -232,8 +275,8 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Step | Timing | Ask
-ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | End
+ToController = Register | Status | Step | Timing | StackTrace | Ask
+ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 

@@ -22,16 +22,19 @@ import msgpack
 import msgspec
 import zmq
 
+from detector import inject
+from detector.stacks import Dump
 from detector.supervise import shell_status
 from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
+from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import one_line
 
 REGISTER_SECONDS = 0.5
+DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
@@ -61,11 +64,14 @@ class Agent:
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
+        self._address, self._mute_until = address, 0.0
         self._folder = _socket_folder(f"unicron-{place.label}-")
         endpoint = f"ipc://{self._folder}/ranks"
         self._channel = self._context.socket(zmq.ROUTER)
         self._channel.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
         self._channel.bind(endpoint)
+        self._endpoint = endpoint
+        self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, endpoint, dict(os.environ))
         self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
         self._identities: dict[int, bytes] = {}
@@ -122,8 +128,10 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
-        self._serve(wait)
+        self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
+        self._finish_dumps()
         now = time.monotonic()
+        self._unmute(now)
         if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
@@ -203,6 +211,59 @@ class Agent:
         self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
         self._send_status()
+
+    def _inject(self, order: wire.Inject) -> None:
+        rank = self.ranks.get(order.slot)
+        try:
+            name, _ = inject.parse(order.fault)
+        except inject.InjectError as error:
+            self._complain(f"cannot inject: {error}")
+            return
+        self._complain(f"injected on the controller's order: {order.fault} into slot {order.slot}")
+        if name == "corrupt-message":
+            for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
+                self._controller.send(garbage, zmq.DONTWAIT)
+        elif name == "lost-network":
+            self._mute_until = time.monotonic() + (order.seconds or inject.FAULTS[name][1])
+            self._controller.disconnect(self._address)
+            for slot in self.ranks:
+                self._tell(slot, order)
+        elif rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
+            return
+        elif name in ("rank-kill", "hang-stop"):
+            rank.child.signal(signal.SIGKILL if name == "rank-kill" else signal.SIGSTOP)
+        else:
+            self._tell(order.slot, order)
+
+    def _unmute(self, now: float) -> None:
+        """The end of an injected loss of the network."""
+        if self._mute_until and now >= self._mute_until:
+            self._mute_until = 0.0
+            self._controller.connect(self._address)
+            self._send_status()
+
+    def _dump(self, order: wire.Stacks) -> None:
+        rank = self.ranks.get(order.slot)
+        if rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
+            return
+        if order.slot in self._dumps:
+            return
+        self._dumps[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
+
+    def _finish_dumps(self) -> None:
+        for slot, (incarnation, dump) in list(self._dumps.items()):
+            if dump.done():
+                del self._dumps[slot]
+                self._send(
+                    wire.StackTrace(
+                        job=self.place.job,
+                        slot=slot,
+                        incarnation=incarnation,
+                        how=dump.how,
+                        state=dump.state,
+                        text=dump.text,
+                    )
+                )
 
     def _start_store(self) -> None:
         descriptor = self._store.start()
@@ -300,6 +361,8 @@ class Agent:
         )
 
     def _send(self, message: wire.Message) -> None:
+        if self._mute_until:
+            return
         try:
             self._controller.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -335,6 +398,10 @@ class Agent:
                 rank = self.ranks.get(message.slot)
                 if rank is not None and rank.status.incarnation == message.incarnation:
                     rank.kill()
+            case wire.Inject():
+                self._inject(message)
+            case wire.Stacks():
+                self._dump(message)
             case wire.End():
                 self._on_end(message)
 
@@ -367,6 +434,11 @@ class Agent:
         for slot, identity in self._identities.items():
             if self.ranks[slot].alive:
                 self._channel.send_multipart([identity, data])
+
+    def _tell(self, slot: int, message: wire.Message) -> None:
+        if slot in self._identities and self.ranks[slot].alive:
+            data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": wire.VERSION})
+            self._channel.send_multipart([self._identities[slot], data])
 
     def _complain(self, text: str) -> None:
         with contextlib.suppress(OSError):

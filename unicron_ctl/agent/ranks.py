@@ -64,7 +64,9 @@ class Rank:
             return False  # of a process that has been replaced
         if message["kind"] == "fault":
             fields = {name: message[name] for name in ("type", "text", "at", "traceback") if name in message}
-            self.status.fault = msgspec.convert(fields, wire.Fault)
+            lived = time.time() - self.child.started if self.child else 0.0
+            self.status.fault = msgspec.convert({**fields, "fatal": True, "lived": lived}, wire.Fault)
+            self.status.changed = time.time()
             return True
         values = msgspec.to_builtins(self.status, str_keys=False) | {
             name: value for name, value in message.items() if name in _rank_fields and name not in AGENTS_OWN
@@ -149,6 +151,7 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
             **base,
             "PYTHONPATH": path,
             "UNICRON_AGENT": endpoint,
+            "UNICRON_STACKS": stacks_file(endpoint, slot),
             "UNICRON_SLOT": str(slot),
             "UNICRON_INCARNATION": str(incarnation),
             "RANK": "0",
@@ -161,3 +164,9 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
         }
 
     return environment
+
+
+def stacks_file(endpoint: str, slot: int) -> str:
+    """Where a rank writes its stacks when it is asked: beside its channel's socket."""
+    folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
+    return f"{folder}/stacks.{slot}" if folder else ""

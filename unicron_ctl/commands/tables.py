@@ -70,7 +70,7 @@ def jobs(listed: list[dict[str, Any]]) -> Table:
             if job["planned_nodes"] not in (None, job["nodes"]) and not job["ended"]
             else ""
         )
-        state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"]
+        state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"] + _slow(job)
         table.add_row(
             job["job"],
             Text(job["name"]),
@@ -87,6 +87,16 @@ def jobs(listed: list[dict[str, Any]]) -> Table:
     if not listed:
         table.add_row("-", "none yet: submit with `sbatch --unicron`", *["-"] * 9)
     return table
+
+
+def _slow(job: dict[str, Any]) -> str:
+    """The straggler of a degraded job, in a few words."""
+    slow = job.get("degraded")
+    if not slow:
+        return ""
+    factor = f" {slow['slowdown']:.1f}x" if slow["slowdown"] else ""
+    who = f"slot {slow['slot']}{factor} in {slow['phase']}"
+    return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}"
 
 
 def nodes(listed: list[dict[str, Any]]) -> Table:

@@ -146,6 +146,7 @@ def end(engine: Engine, job: JobState, signal: Signal) -> None:
     """The job is over; its agents are told the exit code."""
     engine.emit("job_ended", job.job, job.generation, code=signal.code, reason=signal.reason)
     engine.ledgers.pop(job.job, None)
+    engine.watches.pop(job.job, None)
     engine.cluster.hurry()
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unicron_ctl.controller import planning
+from unicron_ctl.controller import injection, planning
 from unicron_ctl.controller.placement import OCCUPIES
 from unicron_ctl.controller.state import JobState
 from unicron_ctl.controller.store import Store
@@ -118,6 +118,7 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
         "loss": state.loss,
+        "degraded": engine.watches[state.job].degraded if state.job in engine.watches else None,
         "weight": weight,
         "flops": flops,
         "waf": weight * flops if enough and not state.ended else 0.0,
@@ -240,6 +241,11 @@ def failure_record(failure: dict[str, Any]) -> dict[str, Any]:
     return {key: failure[key] for key in FAILURE_KEYS}
 
 
+def owner_of(engine: Engine, args: dict[str, Any]) -> str:
+    """Who owns the job that an order is about. Raises Unanswerable."""
+    return engine.state.jobs[_job_id(engine, str(args.get("job", "")))].settings.user
+
+
 def _job_id(engine: Engine, text: str) -> str:
     """A job by its id, or by its name where that is unique among living jobs. Raises Unanswerable."""
     if text in engine.state.jobs:
@@ -252,6 +258,21 @@ def _job_id(engine: Engine, text: str) -> str:
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text!r}: jobs are {known}")
 
 
+def inject(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+    """Breaks a rank on purpose: args fault, job, slot, node, seconds, dry_run."""
+    slot, node, seconds = args.get("slot"), args.get("node"), args.get("seconds", 0.0)
+    if not (slot is None or isinstance(slot, int)) or not (node is None or isinstance(node, str)):
+        raise Unanswerable("inject: slot must be a whole number, node a name")
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= 86400:
+        raise Unanswerable("inject: seconds must be 0 to 86400")
+    state = engine.state.jobs[_job_id(engine, str(args.get("job", "")))]
+    fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))
+    try:
+        return injection.perform(engine, state, fault, slot, node, float(seconds), dry_run)
+    except injection.NotInjected as error:
+        raise Unanswerable(str(error)) from None
+
+
 QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
     "status": status,
     "jobs": jobs,
@@ -259,4 +280,5 @@ QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
     "events": events,
     "explain": explain,
     "scenario": scenario,
+    "inject": inject,
 }

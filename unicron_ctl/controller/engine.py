@@ -16,7 +16,7 @@ import msgspec
 from detector.classify import Classifier
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import actions, failures, machine, orders
+from unicron_ctl.controller import actions, failures, machine, monitoring, orders
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
@@ -57,6 +57,7 @@ class Engine:
         self._of_job: dict[str, dict[int, AgentView]] = {}
         self.ledgers: dict[str, JobLedger] = {}
         self.disturbed_until: dict[str, float] = {}
+        self.watches: dict[str, monitoring.JobWatch] = {}
         self.events: list[Event] = []
         self.outbox: list[tuple[tuple[bytes, ...], wire.Message]] = []
         self.requests: list[Any] = []
@@ -83,6 +84,12 @@ class Engine:
         """The job with what its agents say."""
         return JobView(job, self._of_job.setdefault(job.job, {}))
 
+    def watch(self, job: JobState) -> monitoring.JobWatch:
+        """What is known of the job's iteration times."""
+        if job.job not in self.watches:
+            self.watches[job.job] = monitoring.JobWatch.fresh(self.config)
+        return self.watches[job.job]
+
     # ------------------------------------------------------------ messages
     def receive(self, route: tuple[bytes, ...], message: wire.Message, now: float) -> None:
         """A message of an agent that passed the checks at the edge."""
@@ -94,6 +101,9 @@ class Engine:
                 self._on_status(route, message)
             case wire.Step():
                 self._on_step(route, message)
+            case wire.StackTrace():
+                if job := self._speaker(route, message.job, message.slot):
+                    monitoring.on_stacks(self, job, message)
             case wire.Timing():
                 if self._speaker(route, message.job, message.slot):
                     self.emit("timing", message.job, message.generation, slot=message.slot, seconds=message.seconds)
@@ -193,6 +203,7 @@ class Engine:
             return
         bound = float("inf") if job.phase == machine.State.BREAKING else self.disturbed_until.get(job.job, -1)
         ledger = self.ledgers.setdefault(job.job, JobLedger())
+        self.watch(job).take(message)
         for account in ledger.add(message, set(job.members) - set(job.lost), lambda iteration: iteration <= bound):
             status = next((s for _, slot, s in self.view(job).all_ranks() if slot == message.slot), None)
             self.emit(
@@ -210,6 +221,7 @@ class Engine:
                 computed=account.computed,
                 unreported=account.unreported,
             )
+            monitoring.stepped(self, job, account)
             if account.problems:
                 reason = f"iteration {account.iteration}: {'; '.join(account.problems[:5])}"
                 self.emit(
@@ -238,11 +250,14 @@ class Engine:
             for view in self.agents.values():
                 view.last_heard += late
                 view.progress = {slot: at + late for slot, at in view.progress.items()}
+            for watch in self.watches.values():
+                watch.shift(late)
             self.started_at += late
         self.now, self.last_tick = max(self.now, now), now
         for job in list(self.state.jobs.values()):
             if not job.ended:
                 failures.leases(self, job)
+                monitoring.look(self, job)
                 self.update(job)
             elif self._of_job.get(job.job):
                 self._send_orders(job)

@@ -4,6 +4,7 @@ about the process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from detector.escalation import END_JOB as END
@@ -14,10 +15,11 @@ from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import Identity, JobState
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.wire import Exit, RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine
+    from unicron_ctl.controller.monitoring import Suspect
 
 DEFAULT_EXIT = 1
 
@@ -96,22 +98,23 @@ def exits(engine: Engine, job: JobState) -> None:
         return
     for view, slot, status in list(engine.view(job).all_ranks()):
         identity = Identity(view.agent, status.incarnation)
-        if status.state != "exited" or status.exit is None or view.left or job.slot(slot).exit_seen == identity:
+        end = status.end
+        if end is None or view.left or job.slot(slot).exit_seen == identity:
             continue
         planned = (
             identity in job.banished or job.slot(slot).wanted > status.incarnation or taken_away(job, view.element)
         )
-        if status.exit.code == 0 or planned:
+        if end.code == 0 or planned:
             engine.emit(
                 "exit_noted",
                 job.job,
                 slot=slot,
                 agent=identity.agent,
                 incarnation=identity.incarnation,
-                code=status.exit.code,
+                code=end.code,
             )
         else:
-            _died(engine, job, view, slot, status)
+            _died(engine, job, view, slot, status, end)
         if job.ended:
             return
 
@@ -121,9 +124,8 @@ def taken_away(job: JobState, element: int) -> bool:
     return job.allotted is not None and element not in job.allotted and element not in job.leaving
 
 
-def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: RankStatus) -> None:
-    config, known, end = engine.config, job.slot(slot), status.exit
-    assert end is not None
+def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: RankStatus, end: Exit) -> None:
+    config, known = engine.config, job.slot(slot)
     text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
     verdict = engine.classifier.exit(end.code, "\n".join(part for part in (text, end.last_line) if part))
     decision, memory = judge(engine, job, slot, verdict, end.lived)
@@ -144,7 +146,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
         [slot],
         verdict,
         decision,
-        "process exit",
+        "process exit" if status.exit else "exception",
         exit_code=end.code,
         last_line=end.last_line,
         lived=end.lived,
@@ -167,7 +169,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
             slot,
             status.incarnation + 1,
             engine.now + decision.wait_seconds,
-            f"exited with {end.code}: {verdict.cause}",
+            f"exited with {end.code}: {verdict.cause}" if status.exit else f"ends by an exception: {verdict.cause}",
             failure,
         )
 
@@ -234,6 +236,47 @@ def of_signal(engine: Engine, job: JobState, signal: Signal, by: str) -> set[int
             if identity is not None:
                 engine.emit("failure_action", job.job, failure=failure, text=f"slot {slot} is left out: {why}")
     return lost
+
+
+# ---------------------------------------------------------------- iterations that do not end
+def hang(engine: Engine, job: JobState, slot: int, reason: str) -> tuple[int, Decision]:
+    """Records that the others wait for this rank; returns the failure's id and what is to be done."""
+    verdict = engine.classifier.cause("task_hang", reason)
+    decision, memory = judge(engine, job, slot, verdict, None)
+    status = engine.view(job).status(slot)
+    iteration = status.iteration if status else None
+    failure = record(
+        engine, job, "hang", [slot], verdict, decision, "statistics", escalation=memory, iteration=iteration
+    )
+    return failure, decision
+
+
+def stop_hanging(engine: Engine, job: JobState, suspects: Sequence[Suspect]) -> None:
+    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for
+    ever."""
+    lost: dict[int, str] = {}
+    for suspect in suspects:
+        if job.members.get(suspect.slot) != suspect.identity or job.ended:
+            continue
+        agent = engine.agents.get((job.job, job.element(suspect.slot)))
+        if suspect.action == END:
+            engine.drive(job, Signal(Happening.FAILED, suspect.reason, code=DEFAULT_EXIT))
+            return
+        isolated = suspect.action == ISOLATE and agent is not None
+        if not (isolated and engine.cluster.isolate(job, agent, suspect.failure, suspect.reason)):
+            at = engine.now + suspect.wait
+            start(engine, job, suspect.slot, suspect.identity.incarnation + 1, at, "hangs", suspect.failure)
+        lost[suspect.slot] = "hangs"
+    if lost:
+        engine.drive(job, Signal(Happening.LOSS, "; ".join(s.reason for s in suspects if s.slot in lost), lost))
+
+
+def collective_timeout(engine: Engine, job: JobState, reason: str) -> None:
+    """All ranks wait in a collective that the network does not finish: they regroup in place, and nobody is blamed."""
+    verdict = engine.classifier.cause("nccl_timeout", reason)
+    decision = Decision(Severity.SEV3, REATTEMPT, reason, verdict.cause)
+    record(engine, job, "hang", sorted(job.members), verdict, decision, "statistics")
+    engine.drive(job, Signal(Happening.FAULT, reason))
 
 
 def _on_record(job: JobState, slot: int) -> bool:

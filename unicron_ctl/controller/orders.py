@@ -73,7 +73,7 @@ def _plans(job: JobView, view: AgentView) -> Iterator[Order]:
 def _processes(job: JobView, view: AgentView, now: float) -> Iterator[Order]:
     for slot, status in view.ranks.items():
         known = job.state.slots.get(slot)
-        if known is None or status.incarnation >= known.wanted or now < known.not_before:
+        if known is None or status.incarnation >= known.wanted:
             continue
         if status.state not in ("exited", "finished"):
             yield (
@@ -81,7 +81,7 @@ def _processes(job: JobView, view: AgentView, now: float) -> Iterator[Order]:
                 f"stop {slot} {status.incarnation}",
                 wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why),
             )
-        else:
+        elif now >= known.not_before:
             yield (
                 view,
                 f"start {slot} {known.wanted}",

@@ -22,6 +22,7 @@ from unicron_ctl.controller.engine import Engine
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.store import Store, StoreError
 from unicron_ctl.errors import UserError
+from unicron_ctl.query import ORDERS
 from unicron_ctl.slurm.client import SlurmClient
 
 TICK_SECONDS = 0.05
@@ -208,6 +209,26 @@ class Server:
 
     # ------------------------------------------------------------ out
     def _on_ask(self, route: Route, ask: wire.Ask) -> None:
+        if ask.what not in ORDERS or self.config.controller.auth != "munge":
+            self._answer(route, ask)
+            return
+
+        def then(user: str | None) -> None:
+            try:
+                allowed = {answers.owner_of(self.engine, ask.args), "root", *self.config.controller.admins}
+            except answers.Unanswerable as error:
+                self._send(route, wire.Answer(ok=False, error=str(error)))
+                return
+            if user in allowed:
+                self._answer(route, ask)
+            else:
+                who = user or "nobody that munge knows"
+                error = f"{who} may not {ask.what} here: only the job's owner and admins"
+                self._send(route, wire.Answer(ok=False, error=error))
+
+        self.background.call(lambda: unmunge(ask.credential), then)
+
+    def _answer(self, route: Route, ask: wire.Ask) -> None:
         self._flush()  # the log must hold what the answer says
         self.engine.now = max(self.engine.now, self.now())
         try:

@@ -108,6 +108,8 @@ def lost_because(job: JobView, around: Surroundings, slot: int, identity: Identi
         return ""
     if status.incarnation != identity.incarnation:
         return "was started again"
+    if status.end is not None and status.exit is None:
+        return f"ends by an exception: {status.fault.type}"
     if status.state == "exited":
         return f"exited with {status.exit.code if status.exit else 'an unknown status'}"
     if status.state == "left" and slot in job.state.members and job.state.phase != State.OFFERING:

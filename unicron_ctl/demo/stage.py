@@ -34,6 +34,7 @@ listen = "tcp://127.0.0.1:0"
 auth = "none"
 slurm = "command"
 slurm_poll_seconds = 0.5
+hang_floor_seconds = 5.0
 throughput = "linear"
 """
 # A model small enough that two cores train five ranks of it and two reference runs.

@@ -223,3 +223,22 @@ def test_any_times_get_an_answer(times):
     for seconds, kind in times:
         seen = monitor.observe(seconds, kind)
         assert seen.ratio >= 0.0 and math.isfinite(seen.average)
+
+
+def test_a_slowdown_soon_after_the_start_is_seen_too():
+    """Few blocks are known then, and the fault's own beginning must not pass for the job's noise."""
+    rng = random.Random(5)
+    monitor = IterationMonitor()
+    for _ in range(120):
+        monitor.observe(rng.gauss(1.0, 0.02))
+    seen = [monitor.observe(1.5 * rng.gauss(1.0, 0.02)).health for _ in range(16)]
+    assert Health.DEGRADED in seen
+
+
+def test_two_slow_iterations_are_no_slow_job():
+    rng = random.Random(6)
+    monitor = IterationMonitor()
+    for _ in range(200):
+        monitor.observe(rng.gauss(1.0, 0.005))
+    assert [monitor.observe(2.5).health for _ in range(2)] == [Health.HEALTHY] * 2
+    assert {monitor.observe(rng.gauss(1.0, 0.005)).health for _ in range(30)} == {Health.HEALTHY}

@@ -98,6 +98,8 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         self.heard.append(message)
+        if isinstance(message, wire.Ping):
+            self.status()
         if not self.obedient or self.silent:
             return
         match message:

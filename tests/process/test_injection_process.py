@@ -1,0 +1,87 @@
+"""`unicronctl inject` against real ranks, agents and a controller: each fault is caught for what it is, and healed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.process.real_job import RealJob
+from unicron_ctl.errors import UserError
+
+pytestmark = pytest.mark.process
+SETTINGS = "allow_inject = true\nhang_floor_seconds = 1.0\n"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inject")
+    with RealJob(folder, 2, SETTINGS, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02") as running:
+        running.wait(lambda: running.job() and running.job()["iteration"] >= 15, "15 iterations")
+        yield running
+
+
+def healed(job: RealJob, more: int = 14) -> None:
+    """Both train again, long enough for a deadline to be learned."""
+    job.wait(lambda: job.job()["members"] == [0, 1] and job.job()["state"] == "running", "both train again")
+    before = job.job()["iteration"]
+    job.wait(lambda: job.job()["iteration"] > before + more, "it goes on")
+
+
+def strike(job: RealJob, fault: str, **more) -> dict:
+    """Injects into slot 1; returns the failure that the controller sees."""
+    known = {failure["id"] for failure in job.status()["failures"]}
+    job.ask("inject", fault=fault, job="7", slot=1, **more)
+    failures = lambda: [f for f in job.status()["failures"] if f["id"] not in known]  # noqa: E731
+    return job.wait(lambda: next(iter(failures()), None), f"{fault} is seen")
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "by"),
+    [
+        ("rank-kill", "killed_from_outside", "process exit"),
+        ("exception:cuda", "illegal_memory_access", "exception"),
+        ("oom", "out_of_memory", "exception"),
+        ("hang-gil", "task_hang", "statistics"),
+    ],
+)
+def test_a_fault_is_caught_for_what_it_is_and_heals(job, fault, cause, by):
+    failure = strike(job, fault)
+    assert failure["slots"] == [1] and failure["detected_by"] == by, failure
+    assert failure["cause"] == cause, failure
+    healed(job)
+    assert job.job()["ledger_violations"] == 0
+
+
+def test_a_slow_rank_trains_on(job):
+    before = len(job.status()["failures"])
+    job.ask("inject", fault="slow:1.5", job="7", slot=1, seconds=1.0)
+    healed(job)
+    assert len(job.status()["failures"]) == before
+
+
+def test_garbage_from_an_agent_is_dropped(job):
+    before = len(job.status()["failures"])
+    job.ask("inject", fault="corrupt-message", job="7", slot=1)
+    job.wait(lambda: job.events("bad_message"), "the garbage is reported")
+    healed(job)
+    assert len(job.status()["failures"]) == before
+
+
+def test_a_lost_network_is_a_lost_lease_and_the_agent_comes_back(job):
+    began = time.time()
+    failure = strike(job, "lost-network", seconds=4.0)
+    assert failure["detected_at"] - began < 4.0
+    job.wait(lambda: job.events("agent_back"), "the agent speaks again")
+    healed(job)
+    assert job.job()["ledger_violations"] == 0
+
+
+def test_it_is_refused_where_the_configuration_does_not_allow_it(job):
+    written = job.folder / "unicron.toml"
+    allowed = written.read_text()
+    written.write_text(allowed.replace("allow_inject = true", "allow_inject = false"))
+    job.controller.send_signal(1)
+    job.wait(lambda: job.events("configured"), "the configuration is read again")
+    with pytest.raises(UserError, match="allow_inject = true"):
+        job.ask("inject", fault="rank-kill", job="7", slot=1)

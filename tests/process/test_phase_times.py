@@ -1,0 +1,33 @@
+"""The times of an iteration's phases as real ranks measure them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the harness imports what lies beside it
+from rank_harness import Ranks
+
+pytestmark = pytest.mark.process
+PHASES = {"data", "forward", "backward", "reduce", "step"}
+FETCH = 0.02
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_phases_add_up_to_the_iteration(tmp_path, overlap):
+    ranks = Ranks(
+        tmp_path, 2, [], fork=True, TINY_ITERATIONS="4", TINY_SLOW=str(FETCH), TINY_SAVE="0", TINY_OVERLAP=overlap
+    )
+    ranks.drive()
+    assert len(ranks.steps) == 8
+    for step in ranks.steps:
+        phases = step["phases"]
+        assert set(phases) == PHASES and min(phases.values()) >= 0.0
+        assert phases["data"] >= FETCH * len(step["computed"])
+        assert min(phases["forward"], phases["backward"], phases["step"]) > 0.0
+        assert sum(phases.values()) <= step["seconds"] + 1e-3
+    whole = sum(step["seconds"] for step in ranks.steps)
+    measured = sum(sum(step["phases"].values()) for step in ranks.steps)
+    assert measured > 0.85 * whole, "what no phase covers is small"

@@ -1,0 +1,318 @@
+"""Iteration times at the controller: slow jobs are reported with their straggler, hanging ranks are found, named,
+dumped and replaced."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, World
+from unicron_ctl import wire
+from unicron_ctl.controller.resume import deal
+
+USUAL = 0.4
+ORDERS = (wire.Break, wire.StopRank, wire.StartRank)
+
+
+def phases(count: int, slow: float = 1.0) -> dict[str, float]:
+    return {
+        "data": 0.001 * count,
+        "forward": 0.03 * count,
+        "backward": 0.06 * count * slow,
+        "reduce": 0.02,
+        "step": 0.01,
+    }
+
+
+def train(
+    world: World,
+    iterations: int,
+    seconds: float = USUAL,
+    slow: dict[int, float] | None = None,
+    first: int | None = None,
+) -> int:
+    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward.
+    Returns the next iteration."""
+    job = world.job("1")
+    first = job.iteration + 1 if first is None else first
+    rng = random.Random(first)
+    agents = {slot: a for a in world.agents if a.job == "1" and not a.silent for slot in a.slots}
+    for iteration in range(first, first + iterations):
+        shares, took = deal(range(MICRO_BATCHES), sorted(job.members)), seconds * rng.gauss(1, 0.02)
+        world.run(took)
+        for slot in sorted(job.members):
+            indices = shares[slot]
+            world.to_engine(
+                agents[slot],
+                wire.Step(
+                    job="1",
+                    slot=slot,
+                    generation=agents[slot].ranks[slot].generation,
+                    iteration=iteration,
+                    micro_batches=indices,
+                    computed=indices,
+                    total=MICRO_BATCHES,
+                    seconds=took,
+                    loss=1.0,
+                    at=world.now,
+                    phases=phases(len(indices), (slow or {}).get(slot, 1.0)),
+                ),
+            )
+            agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
+    return first + iterations
+
+
+def hang(world: World, who: list[int], where: str = "computing", others: str = "reducing") -> None:
+    """The others go on into the collective; those who hang stay where they are."""
+    for agent in world.agents:
+        for slot in agent.slots:
+            if agent.ranks[slot].state == "running":
+                agent.set(slot, phase=where if slot in who else others)
+
+
+def events(world: World, kind: str) -> list:
+    return [event for event in world.log if event.kind == kind]
+
+
+def sent(world: World, kind: type | tuple) -> list:
+    return [message for _, message in world.sent if isinstance(message, kind)]
+
+
+@pytest.fixture
+def world():
+    made = World(hang_floor_seconds=0.5)
+    made.start_job()
+    return made
+
+
+@pytest.fixture
+def trained(world):
+    train(world, 20)
+    return world
+
+
+def answer_stacks(world: World, text: str = "in fetch") -> None:
+    """Agents answer Stacks, as real ones do."""
+    for name, message in [(name, m) for name, m in world.sent if isinstance(m, wire.Stacks)]:
+        agent = next(a for a in world.agents if a.agent == name)
+        world.to_engine(
+            agent,
+            wire.StackTrace(
+                job="1",
+                slot=message.slot,
+                incarnation=message.incarnation,
+                how="faulthandler",
+                state="S (sleeping)",
+                text=text,
+            ),
+        )
+
+
+def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained):
+    world = trained
+    began = world.now
+    hang(world, [1])
+    world.run(USUAL * 3 + 0.5)
+    found = events(world, "failure_detected")
+    assert (
+        len(found) == 1
+        and found[0].payload["slots"] == [1]
+        and found[0].payload["cause"] == "task_hang"
+        and found[0].payload["severity"] == 2
+    )
+    assert found[0].payload["detected_by"] == "statistics" and found[0].time - began <= 3 * USUAL + 0.5
+    reason = events(world, "hang")[0].payload["reason"]
+    assert "slot 1 is in micro-batch 1 of iteration 20, 2 others wait in the reduce of iteration 20" in reason
+    assert [m.slot for m in sent(world, wire.Stacks)] == [1, 0], "the culprit, and one who waits"
+    assert not sent(world, ORDERS), "the stacks come first"
+    answer_stacks(world)
+    assert {e.payload["slot"]: e.payload["text"] for e in events(world, "stacks")} == {0: "in fetch", 1: "in fetch"}
+    world.run(0.3)
+    assert sent(world, wire.Break)[0].lost == [1]
+    assert [m.slot for m in sent(world, wire.StopRank)] == [1] and sent(world, wire.StartRank)[0].slot == 1
+    assert len(events(world, "failure_detected")) == 1, "its death is no second failure"
+    assert sorted(world.job("1").members) == [0, 2]
+    world.check_replay()
+
+
+def test_stacks_that_do_not_come_are_not_waited_for_long(trained):
+    hang(trained, [2])
+    trained.run(3 * USUAL + 0.4)
+    assert events(trained, "hang") and not sent(trained, ORDERS)
+    trained.run(1.2)
+    assert sent(trained, wire.Break)[0].lost == [2]
+
+
+def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(trained):
+    hang(trained, [1])
+    trained.run(3 * USUAL + 0.4)
+    assert events(trained, "hang")
+    train(trained, 3)
+    assert not sent(trained, ORDERS) and "is not stopped" in events(trained, "failure_action")[0].payload["text"]
+
+
+def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(trained):
+    hang(trained, [])
+    trained.run(3 * USUAL + 0.5)
+    failure = events(trained, "failure_detected")[0].payload
+    assert failure["cause"] == "nccl_timeout" and failure["severity"] == 3 and failure["action"] == "reattempt"
+    order = sent(trained, wire.Break)[0]
+    assert order.lost == [] and not sent(trained, (wire.StopRank, wire.StartRank))
+    assert sorted(trained.job("1").members) == [0, 1, 2] and trained.job("1").generation == 2
+    trained.check_replay()
+
+
+def test_a_second_hang_right_after_the_recovery_is_found_too(trained):
+    hang(trained, [])
+    trained.run(3 * USUAL + 0.5)
+    assert trained.job("1").phase == "running"
+    hang(trained, [1])
+    trained.run(3.0)
+    assert len(events(trained, "hang")) == 1, "the first iterations may take longer"
+    trained.run(2.5)
+    assert events(trained, "failure_detected")[1].payload["slots"] == [1]
+
+
+def test_all_compute_is_no_hang_of_anybody(trained):
+    hang(trained, [0, 1, 2])
+    trained.run(30)
+    assert len(events(trained, "overdue")) == 1 and not events(trained, "hang") and not sent(trained, ORDERS)
+
+
+def test_most_ranks_behind_get_more_time(trained):
+    hang(trained, [0, 1])
+    trained.run(3 * USUAL * 3 - 0.3)
+    assert len(events(trained, "overdue")) == 1 and not sent(trained, ORDERS)
+    trained.run(2.0)
+    assert sent(trained, wire.Break)[0].lost == [0, 1]
+
+
+def test_the_script_may_take_its_time_between_iterations(trained):
+    """A checkpoint by slot 0, while the others wait in the next reduce."""
+    trained.agents[0].set(0, iteration=19, phase="stepped")
+    for slot in (1, 2):
+        trained.agents[slot].set(slot, iteration=20, phase="reducing")
+    trained.run(590)
+    assert not events(trained, "hang") and not events(trained, "overdue")
+    trained.run(20)
+    assert "slot 0 is in the script's own code after iteration 19" in events(trained, "hang")[0].payload["reason"]
+
+
+def test_nothing_is_judged_before_the_job_is_known(world):
+    train(world, 4)
+    hang(world, [1])
+    world.run(60)
+    assert not events(world, "hang") and not events(world, "overdue")
+
+
+def test_a_silent_node_is_the_leases_matter(trained):
+    """Its rank is behind, too, and 3x the average comes before the lease."""
+    trained.engine.config.lease_periods = 5.0
+    trained.agents[1].silent = True
+    hang(trained, [1])
+    trained.run(2.5)
+    assert not events(trained, "hang")
+    trained.run(3.5)
+    assert [e.payload["kind_of_failure"] for e in events(trained, "failure_detected")] == ["node"]
+
+
+def test_a_late_tick_of_the_controller_is_no_hang(trained):
+    hang(trained, [1])
+    trained.run(0.5)
+    trained.now += 30.0
+    trained.engine.tick(trained.now)
+    trained.deliver()
+    trained.run(0.3)
+    assert not events(trained, "hang")
+    trained.run(0.8)
+    assert events(trained, "hang")
+
+
+def test_a_job_that_recovers_or_grows_is_not_judged(trained):
+    trained.agents[0].obedient = False
+    trained.agents[1].die(1)
+    trained.run(8)
+    assert trained.job("1").phase == "breaking" and not events(trained, "hang")
+
+
+def test_observe_mode_only_says_it(trained):
+    trained.engine.config.observe = True
+    hang(trained, [1])
+    trained.run(10)
+    assert len(events(trained, "overdue")) == 1 and not sent(trained, ORDERS) and not trained.job("1").ended
+
+
+def test_the_switch_turns_it_off(trained):
+    trained.engine.config.monitor_iterations = False
+    hang(trained, [1])
+    trained.run(10)
+    assert not events(trained, "hang")
+
+
+def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
+    """Eight micro-batches on three ranks: 3, 3, 2. The rank with the fewest is the slow one, although it is not the
+    last."""
+    train(world, 120)
+    assert not events(world, "degraded")
+    train(world, 20, seconds=USUAL * 1.5, slow={2: 2.0})
+    degraded = events(world, "degraded")
+    assert len(degraded) == 1 and degraded[0].payload["slot"] == 2 and degraded[0].payload["phase"] == "backward"
+    assert degraded[0].payload["slowdown"] > 1.3 and degraded[0].payload["node"] == "n3"
+    assert world.engine.watch(world.job("1")).degraded["slot"] == 2
+    assert not sent(world, ORDERS) and not events(world, "failure_detected")
+    train(world, 40)
+    assert len(events(world, "degraded_over")) == 1 and world.engine.watch(world.job("1")).degraded is None
+    world.check_replay()
+
+
+def test_uneven_shares_are_no_slowness(world):
+    train(world, 120)
+    train(world, 20, seconds=USUAL * 1.5)
+    assert events(world, "degraded")[0].payload["slot"] is None, "the whole job is slower, no rank differs"
+
+
+def test_long_healthy_training_raises_no_alarm(world):
+    train(world, 600)
+    assert not [e.kind for e in world.log if e.kind in ("hang", "overdue", "degraded", "failure_detected")]
+
+
+def test_hostile_phases_are_ignored(world):
+    agent = world.agents[0]
+    for nonsense in (
+        {"data": float("nan")},
+        {"x" * 50: 1.0},
+        dict.fromkeys(phases(1), -1.0),
+        dict.fromkeys(phases(1), float("inf")),
+    ):
+        world.to_engine(
+            agent,
+            wire.Step(
+                job="1",
+                slot=0,
+                generation=1,
+                iteration=0,
+                micro_batches=[0],
+                computed=[0],
+                total=MICRO_BATCHES,
+                seconds=0.1,
+                loss=1.0,
+                at=world.now,
+                phases=nonsense,
+            ),
+        )
+    assert world.engine.watch(world.job("1")).comparable() == {}
+
+
+def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):
+    fault = wire.Fault(
+        type="RuntimeError", text="CUDA error: device-side assert triggered", at=1.0, fatal=True, lived=60
+    )
+    trained.agents[1].set(1, fault=fault)
+    found = events(trained, "failure_detected")
+    assert [e.payload["detected_by"] for e in found] == ["exception"] and found[0].payload["slots"] == [1]
+    assert sent(trained, wire.Break)[0].lost == [1] and [m.slot for m in sent(trained, wire.StopRank)] == [1]
+    trained.run(0.3)
+    assert sent(trained, wire.StartRank)[0].incarnation == 1
+    assert len(events(trained, "failure_detected")) == 1, "its end is no second failure"
+    trained.check_replay()

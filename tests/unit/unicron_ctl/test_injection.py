@@ -1,0 +1,104 @@
+"""`inject` at the controller and at the command line."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from tests.unit.unicron_ctl.controller_fakes import World
+from unicron_ctl import wire
+from unicron_ctl.cli import COMMANDS, run
+from unicron_ctl.commands import inject as commands
+from unicron_ctl.controller import answers
+
+
+@pytest.fixture
+def world():
+    made = World(allow_inject=True)
+    made.start_job()
+    return made
+
+
+def ask(world: World, **args) -> dict:
+    done = answers.answer(world.engine, None, "inject", {"job": "1", **args})
+    world.deliver()
+    return done
+
+
+def orders(world: World) -> list[wire.Inject]:
+    return [message for _, message in world.sent if isinstance(message, wire.Inject)]
+
+
+def test_a_fault_goes_to_the_agent_of_the_rank_and_into_the_log(world):
+    done = ask(world, fault="slow:2", slot=1, seconds=30.0)
+    assert done["slot"] == 1 and done["node"] == "n2" and done["seconds"] == 30.0
+    assert [(m.fault, m.slot, m.incarnation, m.seconds) for m in orders(world)] == [("slow:2", 1, 0, 30.0)]
+    assert [e.payload["fault"] for e in world.log if e.kind == "injected"] == ["slow:2"]
+    world.check_replay()
+
+
+def test_a_node_or_nothing_may_be_named(world):
+    assert ask(world, fault="rank-kill", node="n3")["slot"] == 2
+    assert ask(world, fault="rank-kill")["slot"] in (0, 1, 2)
+
+
+def test_a_dry_run_breaks_nothing(world):
+    assert ask(world, fault="rank-kill", slot=0, dry_run=True)["dry_run"] is True
+    assert not orders(world) and not [e for e in world.log if e.kind == "injected"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"fault": "typo"}, "no fault is called 'typo'"),
+        ({"fault": "rank-kill", "slot": 9}, "no living rank in slot 9"),
+        ({"fault": "rank-kill", "node": "n9"}, "no living rank in node n9"),
+        ({"fault": "rank-kill", "slot": "1"}, "slot must be a whole number"),
+        ({"fault": "rank-kill", "seconds": -1}, "seconds must be 0"),
+        ({"fault": "rank-kill", "job": "77"}, "no job is called '77'"),
+    ],
+)
+def test_what_cannot_be_broken_is_said_in_one_line(world, args, says):
+    with pytest.raises(answers.Unanswerable) as caught:
+        ask(world, **args)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert not orders(world)
+
+
+def test_it_is_refused_unless_the_configuration_allows_it(world):
+    world.engine.config.allow_inject = False
+    for dry_run in (False, True):
+        with pytest.raises(answers.Unanswerable, match="allow_inject = true"):
+            ask(world, fault="rank-kill", slot=0, dry_run=dry_run)
+    assert not orders(world)
+
+
+def test_the_commands_refuse_nonsense_before_they_ask(capsys):
+    assert {"inject", "punish"} <= set(COMMANDS)
+    assert run("unicronctl", commands.command, ["slow:x", "--job", "1"]) == 2
+    assert run("unicronctl", commands.punish, ["--mtbf", "5", "--minutes", "1", "--faults", "typo"]) == 2
+    assert run("unicronctl", commands.punish, ["--mtbf", "5", "--minutes", "1", "--faults", " "]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
+    assert "exception:CLASS" in CliRunner().invoke(commands.command, ["--help"]).output
+
+
+def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
+    runs = []
+    for _ in range(2):
+        now, asked = [0.0], []
+        monkeypatch.setattr(commands.time, "monotonic", lambda now=now: now[0])
+        monkeypatch.setattr(commands.time, "sleep", lambda seconds, now=now: now.__setitem__(0, now[0] + seconds))
+
+        def answer(question, _controller, asked=asked, now=now):
+            if question["kind"] == "jobs":
+                return [{"job": "1", "name": "gpt", "ended": None, "members": [0, 1] if now[0] > 20 else []}]
+            asked.append((round(now[0], 3), question["fault"], question["slot"]))
+            return {**question, "node": "n", "seconds": 0.0, "dry_run": False}
+
+        monkeypatch.setattr(commands, "ask", answer)
+        done = CliRunner().invoke(commands.punish, ["--mtbf", "5", "--minutes", "2", "--seed", "7"])
+        assert done.exit_code == 0 and f"{len(asked)} faults in 2 minutes (seed 7)" in done.output
+        assert now[0] == pytest.approx(120.0)
+        runs.append(asked)
+    assert runs[0] == runs[1] and 10 <= len(runs[0]) <= 40
+    assert len({fault for _, fault, _ in runs[0]}) > 2
