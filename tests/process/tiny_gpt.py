@@ -16,6 +16,7 @@ script); "lost" (wait until the generation is over, then fail); "stop" (ask for 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -91,6 +92,7 @@ def wait(condition) -> None:
         time.sleep(0.005)
 
 
+faulthandler.register(signal.SIGUSR2, all_threads=True)
 point("import")
 import torch  # noqa: E402
 
@@ -175,7 +177,7 @@ def forward_step(data_iterator, model):
 
 
 def install_points(model, optimizer) -> None:
-    """Fault points around everything that a generation does; the optimizer also saves what it was given and what it made of it."""
+    """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
     from transition import groups, migrate
 
     step = optimizer.step
