@@ -398,7 +398,7 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
 def test_unprotected_ranks_of_a_node_start_together_and_the_first_failure_ends_them(tmp_path):
     script = (
         "import os, sys, time\nlocal, world = os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE']\n"
-        "print(local, world, file=sys.stderr)\n"
+        "os.write(2, f'{local} {world}\\n'.encode())\n"  # at once, whatever the others write
     )
     fails = f"{script}sys.exit(5) if local == '1' else time.sleep(600)\n"
     job = Job(tmp_path, "", "40", 1, [sys.executable, "-c", fails], UNICRON_RANKS_PER_NODE="3")
