@@ -73,21 +73,21 @@ class RankChannel:
         except BlockingIOError:
             pass  # the pipe is full of wake-ups already
 
-    def fault(self, error: BaseException) -> None:
+    def fault(self, error: BaseException, at: float | None = None) -> None:
         """Report an exception (method 3 of PAPER section 3) with its type, text and the end of its traceback."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self.send(
-            "fault", type=type(error).__name__, text=str(error)[:2000], at=time.time(), traceback=lines[-MAX_TRACEBACK:]
-        )
+        at = at or time.time()
+        self.send("fault", type=type(error).__name__, text=str(error)[:2000], at=at, traceback=lines[-MAX_TRACEBACK:])
 
     def install_excepthook(self) -> None:
         """Report an exception that ends the main thread before the process dies of it."""
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            at = time.time()
             previous(kind, error, trace)  # first: once the fault is known, nobody waits for this process's end
             if not issubclass(kind, KeyboardInterrupt):
-                self.fault(error)
+                self.fault(error, at)
                 self.flush(1.0)
 
         sys.excepthook = hook

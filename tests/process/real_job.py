@@ -14,7 +14,7 @@ from unicron_ctl.query import ask
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-LIMIT = 60.0
+LIMIT = 100.0
 CONFIG = """[controller]
 auth = "none"
 slurm = "none"

@@ -41,7 +41,7 @@ def strike(job: RealJob, fault: str, **more) -> dict:
     [
         ("rank-kill", "killed_from_outside", "process exit"),
         ("exception:cuda", "illegal_memory_access", "exception"),
-        ("oom", "out_of_memory", "exception"),
+        ("oom", "host_out_of_memory", "exception"),
         ("hang-gil", "task_hang", "statistics"),
     ],
 )

@@ -150,6 +150,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
         exit_code=end.code,
         last_line=end.last_line,
         lived=end.lived,
+        fault_at=status.fault.at if status.fault else None,
         escalation=memory,
         iteration=status.iteration,
         exits=[{"slot": slot, "agent": identity.agent, "incarnation": identity.incarnation, "quick_deaths": quick}],

@@ -1,0 +1,138 @@
+"""Corrupted and hostile messages to a running agent and controller: neither may crash, both must go on working."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+import msgspec
+import zmq
+
+from unicron_ctl import wire
+
+
+def _valid(rng: random.Random) -> list[bytes]:
+    """Messages as the two sides send them, to be corrupted."""
+    settings = wire.Settings(name="x", user="y")
+    slot = rng.randrange(-2, 5)
+    ranks = {slot: wire.RankStatus(state="running", done=[1, 2])}
+    messages: list[msgspec.Struct] = [
+        # Not of the running job: without munge a well-formed registration for it is a restarted agent's, and obeyed.
+        wire.Register(job="99", element=slot, agent="x", node="n", address="a", slots=[slot], settings=settings),
+        wire.Status(job="7", element=slot, agent="x", sent=1.0, ranks=ranks),
+        wire.Step(job="7", slot=slot, generation=1, iteration=2**40, micro_batches=[-1, 2**40], computed=[], total=-5,
+                  seconds=float("nan"), loss=float("inf"), at=-1.0, phases={"data": float("nan")}),
+        wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
+        wire.Timing(job="7", slot=slot, generation=1, seconds={"x": float("inf")}),
+        wire.Ask(what="events", args={"after": -(2**60), "limit": "x"}),
+        wire.Ask(what="inject", args={"fault": "rank-kill", "job": "7", "slot": 0}),
+        wire.Ask(what="x" * 1000, args={"a": [1] * 1000}),
+        wire.Break(generation=2**62, lost=[-1], reason=""),
+        wire.Plan(generation=-1, members=[], store="x", prefix="y", assignment={1: [-1]}),
+        wire.StartRank(slot=99, incarnation=2**40, reason=""),
+        wire.StopRank(slot=-1, incarnation=0, reason=""),
+        wire.Stacks(slot=99, incarnation=0),
+        wire.Inject(fault="typo", slot=0, incarnation=0),
+    ]  # fmt: skip
+    return [wire.encode(message) for message in messages]
+
+
+def hostile(rng: random.Random) -> bytes:
+    """One message: noise, a valid one cut or changed in places, or one that is valid and makes no sense."""
+    choice = rng.random()
+    if choice < 0.15:
+        return rng.randbytes(rng.randrange(0, 2000))
+    if choice < 0.2:
+        return bytes([rng.choice([0x81, 0x91, 0xDC, 0xDF, 0xC1])]) * rng.randrange(1, 20_000)
+    data = bytearray(rng.choice(_valid(rng)))
+    if choice < 0.4:
+        return bytes(data[: rng.randrange(len(data))])
+    if choice < 0.85:
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def to_controller(address: str, count: int, seed: int) -> None:
+    """`count` messages over ZeroMQ from peers that come and go; as many datagrams, and some raw TCP."""
+    rng = random.Random(seed)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    context = zmq.Context()
+    try:
+        for start in range(0, count, 50):
+            with context.socket(zmq.DEALER) as peer:
+                peer.setsockopt(zmq.LINGER, 1000)
+                peer.connect(address)
+                for _ in range(min(50, count - start)):
+                    frames = [hostile(rng) for _ in range(rng.choice([1, 1, 1, 2, 5]))]
+                    peer.send_multipart(frames)
+                while peer.poll(20):
+                    peer.recv_multipart()
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as raw:
+                raw.connect((host, int(port)))
+                raw.sendall(rng.randbytes(300))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+            for _ in range(count):
+                datagrams.sendto(hostile(rng)[:60_000], (host, int(port)))
+    finally:
+        context.destroy(linger=0)
+
+
+class HostileController:
+    """In the place of a controller: welcomes an agent, then sends it nonsense. Destructive orders that are well formed
+    are left out, since obeying them is right."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def attack(self, count: int, seed: int) -> int:
+        """Returns how many statuses the agent sent afterwards, within two seconds."""
+        rng = random.Random(seed)
+        route = self._hear(wire.Register, 60_000)
+        self._socket.send_multipart([route, wire.encode(wire.Welcome(heartbeat_period=0.2, controller="x"))])
+        self._hear(wire.Status, 60_000)
+        sent = 0
+        while sent < count:
+            data = hostile(rng)
+            if not _is_obeyed(data):
+                self._socket.send_multipart([route, data])
+                sent += 1
+        return self._count_statuses()
+
+    def _hear(self, kind: type, milliseconds: int) -> bytes:
+        while self._socket.poll(milliseconds):
+            route, data = self._socket.recv_multipart()
+            if isinstance(wire.decode(data, wire.ToController), kind):
+                return route
+        raise RuntimeError(f"the agent sent no {kind.__name__}")
+
+    def _count_statuses(self) -> int:
+        import time
+
+        heard, until = 0, time.monotonic() + 2.0
+        while time.monotonic() < until:
+            if self._socket.poll(100):
+                heard += isinstance(wire.decode(self._socket.recv_multipart()[1], wire.ToController), wire.Status)
+        return heard
+
+
+def _is_obeyed(data: bytes) -> bool:
+    """An order that rightly ends the agent or a rank of it."""
+    try:
+        message = wire.decode(data, wire.ToAgent)
+    except wire.BadMessage:
+        return False
+    return isinstance(message, wire.End | wire.Refused | wire.StopRank | wire.Inject | wire.Welcome)
+
+
+def environment() -> dict[str, str]:
+    """This process's without what belongs to Slurm or Unicron."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
