@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,9 +21,16 @@ TAIL_LINES = 60
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int | None = None) -> None:
     """In the child before exec: no rank outlives its agent (prctl(2))."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # it died between the fork and the call
+
+
+def shell_status(code: int) -> int:
+    """An exit code as a shell shows it: 128 + n for an end by signal n."""
+    return 128 - code if code < 0 else code
 
 
 class Child:
@@ -31,8 +39,13 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         self.started = time.time()
+        parent = os.getpid()
         self._process = subprocess.Popen(
-            command, env=dict(environment), stderr=subprocess.PIPE, process_group=0, preexec_fn=_die_with_parent
+            command,
+            env=dict(environment),
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=lambda: _die_with_parent(parent),
         )
         assert self._process.stderr is not None
         self.stderr = self._process.stderr.fileno()
@@ -63,18 +76,25 @@ class Child:
         """The exit code, negative for a signal, or None while it runs."""
         return self._process.poll()
 
+    def ended(self, seconds: float = 0.0) -> bool:
+        """The process has ended, or does so within `seconds`; it is not reaped."""
+        return _readable(self.pidfd, seconds)
+
     def reap(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the exit; drains standard error so that the last lines are there."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        while self.poll() is not None and self._readable() and self.pass_stderr():
+        """Wait up to `seconds` for the exit; drains standard error so that the last lines are there.
+
+        What it started and left behind (workers of a data loader) goes with it.
+        """
+        if not self.ended(seconds):
+            return None
+        if self._process.returncode is None:
+            self.signal(signal.SIGKILL)  # before it is reaped: until then nobody else can get its number
+        while self._readable() and self.pass_stderr():
             pass
         return self.poll()
 
     def _readable(self) -> bool:
-        import select
-
-        return bool(select.select([self.stderr], [], [], 0)[0])
+        return _readable(self.stderr, 0.0)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group."""
@@ -86,3 +106,9 @@ class Child:
         os.close(self.pidfd)
         assert self._process.stderr is not None
         self._process.stderr.close()
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # select.select fails for descriptors above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))

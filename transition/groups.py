@@ -6,14 +6,15 @@ import contextlib
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from transition.connecting import interruptible
+
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, torch's default; a hang is found by the detector long before
-ENTER_TIMEOUT = (
-    20.0  # seconds for one group to connect: a peer that dies while gloo connects cannot be unblocked otherwise
-)
+ENTER_TIMEOUT = 20.0  # seconds for one group to connect
 BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others to reach an iteration boundary
 CONNECT_SECONDS = 0.5
 
@@ -63,9 +64,11 @@ def init_world(backend: str, store: Any, rank: int, size: int) -> None:
     """`init_process_group` on `store`, quick to give up while it connects, patient once it is there."""
     import torch.distributed as dist
 
+    hook = sys.excepthook
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=ENTER_TIMEOUT)
     )
+    sys.excepthook = hook  # torch wraps it once more each time: a traceback would get a prefix for every generation
 
 
 def be_patient() -> None:
@@ -92,13 +95,14 @@ def check_layout() -> None:
             )
 
 
-def rebuild(backend: str, store: Any, members: Sequence[int], slot: int) -> None:
+def rebuild(backend: str, store: Any, members: Sequence[int], slot: int, lost: Callable[[], bool]) -> None:
     """Build the world and Megatron's groups of a generation whose ranks are `members` in this order; the old ones are
-    torn down."""
+    torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when `lost()`."""
     from megatron.core import parallel_state
 
-    init_world(backend, store, list(members).index(slot), len(members))
-    parallel_state.initialize_model_parallel(distributed_timeout_minutes=ENTER_TIMEOUT / 60)
+    with interruptible(lost):
+        init_world(backend, store, list(members).index(slot), len(members))
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=ENTER_TIMEOUT / 60)
     be_patient()
 
 
@@ -110,6 +114,9 @@ def tear_down() -> None:
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()
+    # torch counts groups to name their keys in the store, and forgets to start over when the world failed to connect:
+    # ranks that failed and ranks that are new would then wait for each other under different names.
+    dist.distributed_c10d._world.group_count = 0
     parallel_state.destroy_model_parallel()
 
 

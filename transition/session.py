@@ -412,7 +412,7 @@ class Session:
             else:
                 groups.open_to_newcomers(store)
             self._check_alive()
-            groups.rebuild(self._process.backend, store, plan.members, self.slot)
+            groups.rebuild(self._process.backend, store, plan.members, self.slot, self._watch.lost)
             self._check_alive()
         groups.repoint(groups.group_holders(self._model, self._optimizer), old, groups.roles())
         self._roles = None

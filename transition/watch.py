@@ -62,7 +62,6 @@ class Watch:
         self._acknowledged = 0
         self._plan: Plan | None = None
         self._offer: Plan | None = None
-        self.on_broken: Callable[[], None] = lambda: None  # called in the channel's thread after each Break that is news
         self.broken_at = 0.0  # this process's clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
@@ -86,7 +85,6 @@ class Watch:
             if self._plan is not None and self._plan.generation <= generation:
                 self._plan = None
             self._changed.notify_all()
-        self.on_broken()
 
     def _on_plan(self, plan: Plan) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Real ranks over real ZeroMQ and gloo, with a minimal agent and controller in one loop: proves `transition` without Slurm.
+"""Real ranks over real ZeroMQ and gloo, with a minimal agent and controller in one loop: `transition` without Slurm.
 
 The decisions are the controller's own (`unicron_ctl.controller.resume`); only their transport is shortened.
 """
@@ -35,7 +35,12 @@ def store_address(environment: dict[str, str]) -> str:
     """The rendezvous store of all runs of this process; it ends with its standard input, which is this process's."""
     global _store
     if _store is None:
-        process = subprocess.Popen([sys.executable, "-m", "transition.store_host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transition.store_host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
         atexit.register(process.kill)
         assert process.stdout is not None
         _store = process, f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
@@ -46,34 +51,60 @@ class ForkedRank(Rank):
     """A rank whose process is forked from one that has imported everything."""
 
     def start(self, incarnation: int) -> None:
-        from zygote import ForkedChild
+        from tests.process.zygote import ForkedChild
 
         self.child = ForkedChild(self._environment(self.slot, self.local, incarnation))
-        self.status = wire.RankStatus(state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time())
+        self.status = wire.RankStatus(
+            state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
+        )
 
 
 class Ranks:
     """`size` ranks of tiny_gpt; `drive()` runs them to the end and heals what breaks.
 
-    restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed. leave: slot -> the
-    iteration after which it is offered to go. comeback: a rank that left is offered to come back. fork: ranks without their imports.
-    kills: (seconds after the first plan, slot) pairs: SIGKILL at any point.
+    restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
+    leave: slot -> the iteration after which it is offered to go. comeback: a rank that left is offered to come back.
+    fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs: SIGKILL at any point.
     """
 
-    def __init__(self, out: Path, size: int, faults: list[dict], restart: bool = False, hang_limit: float | None = None,
-                 leave: dict[int, int] | None = None, comeback: bool = False, fork: bool = False, kills: list[tuple[float, int]] | None = None,
-                 **settings: str):
+    def __init__(
+        self,
+        out: Path,
+        size: int,
+        faults: list[dict],
+        restart: bool = False,
+        hang_limit: float | None = None,
+        leave: dict[int, int] | None = None,
+        comeback: bool = False,
+        fork: bool = False,
+        kills: list[tuple[float, int]] | None = None,
+        **settings: str,
+    ):
+        self.out, self.size = out, size
         self.folder = tempfile.TemporaryDirectory(prefix="unicron-test-")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.endpoint = f"ipc://{self.folder.name}/ranks"
         self.socket.bind(self.endpoint)
-        place = Place(job="1", element=0, node="n1", address="127.0.0.1",
-                      settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=size))
-        base = {**os.environ, "TINY_OUT": str(out), "TINY_FAULT": json.dumps(faults), "UNICRON_PLAN_TIMEOUT": "60", **settings}
+        place = Place(
+            job="1",
+            element=0,
+            node="n1",
+            address="127.0.0.1",
+            settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=size),
+        )
+        base = {
+            **os.environ,
+            "TINY_OUT": str(out),
+            "TINY_FAULT": json.dumps(faults),
+            "UNICRON_PLAN_TIMEOUT": "60",
+            **settings,
+        }
         kind = ForkedRank if fork else Rank
         environment = rank_environment(place, self.endpoint, base)
-        self.ranks = {slot: kind(slot, slot, [sys.executable, str(HERE / "tiny_gpt.py")], environment) for slot in range(size)}
+        self.ranks = {
+            slot: kind(slot, slot, [sys.executable, str(HERE / "tiny_gpt.py")], environment) for slot in range(size)
+        }
         self.environment = environment(0, 0, 0)
         self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
         self.kills, self.born = sorted(kills or []), 0.0
@@ -86,7 +117,8 @@ class Ranks:
         self.plans: list[wire.Plan] = []
         self.breaks: list[tuple[int, list[int], float]] = []
         self.reports: list[dict[int, wire.RankStatus]] = []  # what the survivors of each Break reported
-        self.resumed: list[float] = []  # when the plan that answered each Break was sent
+        self.rests: list[float] = []  # seconds from a Break to the plan that answered it
+        self.reformed = False  # nobody was left, and new ranks began anew
         self.exits: dict[int, list[int]] = {}
         self.faults: list[tuple[int, str, str]] = []
 
@@ -123,7 +155,10 @@ class Ranks:
         return f"{self.folder.name}/{self.generation}"
 
     def _where(self) -> dict:
-        return {slot: (rank.alive, rank.status) for slot, rank in self.ranks.items()} | {"plans": self.plans, "breaks": self.breaks}
+        return {slot: (rank.alive, rank.status) for slot, rank in self.ranks.items()} | {
+            "plans": self.plans,
+            "breaks": self.breaks,
+        }
 
     # ------------------------------------------------------------ the agent's part
     def _hear(self, milliseconds: int) -> None:
@@ -156,14 +191,23 @@ class Ranks:
         """Kill what hangs, and whom the test wants dead by now."""
         for rank in self.ranks.values():
             child = rank.child
-            if self.hang_limit and child and child.poll() is None and time.time() - rank.status.changed > self.hang_limit and self._stopped(child.pid):
+            if (
+                self.hang_limit
+                and child
+                and child.poll() is None
+                and time.time() - rank.status.changed > self.hang_limit
+                and self._stopped(child.pid)
+            ):
                 rank.kill()
         while self.kills and self.plans and time.monotonic() - self.born > self.kills[0][0]:
             self.ranks[self.kills.pop(0)[1]].kill()
 
     @staticmethod
     def _stopped(pid: int) -> bool:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False  # ended meanwhile
 
     def _collect(self) -> list[int]:
         """The members whose processes ended unfinished."""
@@ -184,13 +228,17 @@ class Ranks:
 
     # ------------------------------------------------------------ the controller's part
     def _self_stopped(self, slots: list[int] | None = None) -> bool:
-        """A member stopped although nobody is gone; one that obeys an earlier Break and has not got its plan yet is none."""
+        """A member stopped although nobody is gone; not one that obeys an earlier Break and waits for its plan."""
         statuses = [self.ranks[slot].status for slot in (self.members if slots is None else slots)]
         return any(status.state in ("stopped", "waiting") and status.broken > self.broken for status in statuses)
 
     def _newcomers(self) -> list[int]:
         states = ("waiting", "left") if self.comeback else ("waiting",)
-        return [slot for slot, rank in self.ranks.items() if rank.alive and rank.status.state in states and slot not in self.members]
+        return [
+            slot
+            for slot, rank in self.ranks.items()
+            if rank.alive and rank.status.state in states and slot not in self.members
+        ]
 
     def _send(self, message: wire.Message, slots: list[int]) -> None:
         data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": 1})
@@ -201,30 +249,55 @@ class Ranks:
     def _admit(self) -> None:
         """The first generation, or an offer for newcomers; waits until all members run in it."""
         waiting = self._newcomers()
-        if not waiting or (not self.members and len(waiting) < len(self.ranks)):
+        if not waiting or (not self.members and len(waiting) < sum(rank.alive for rank in self.ranks.values())):
             return
+        self.reformed = self.reformed or (not self.members and bool(self.steps))
         self.generation += 1
         members = sorted([*self.members, *waiting])
         source = self.members[0] if self.members else members[0]
-        self._announce(wire.Plan(generation=self.generation, members=members, store=self.store, prefix=self._prefix(),
-                                 boundary=bool(self.members), joiners=[slot for slot in waiting if slot != source], source=source))
+        self._announce(
+            wire.Plan(
+                generation=self.generation,
+                members=members,
+                store=self.store,
+                prefix=self._prefix(),
+                boundary=bool(self.members),
+                joiners=[slot for slot in waiting if slot != source],
+                source=source,
+            )
+        )
 
     def _let_go(self) -> None:
         """Offer to go on without a rank that is to leave."""
-        due = [slot for slot, iteration in self.leave.items() if slot in self.members and self.ranks[slot].status.iteration > iteration]
-        if due:
+        due = [
+            slot
+            for slot, iteration in self.leave.items()
+            if slot in self.members and self.ranks[slot].status.iteration > iteration
+        ]
+        if due and len(self.members) > 1:
             self.generation += 1
             self.leave.pop(due[0])
             staying = [slot for slot in self.members if slot != due[0]]
-            self._announce(wire.Plan(generation=self.generation, members=staying, store=self.store, prefix=self._prefix(), boundary=True,
-                                     source=staying[0]))
+            self._announce(
+                wire.Plan(
+                    generation=self.generation,
+                    members=staying,
+                    store=self.store,
+                    prefix=self._prefix(),
+                    boundary=True,
+                    source=staying[0],
+                )
+            )
 
     def _announce(self, plan: wire.Plan) -> None:
         self.plans.append(plan)
+        offers = sum(plan.boundary for plan in self.plans)
         self.born = self.born or time.monotonic()
         before = self.members or plan.members
         everyone = sorted(set(plan.members) | set(before))
         self._send(plan, everyone)
+        if plan.boundary:
+            (self.out / f"gate.{offers}").touch()  # training may wait until an offer is out
         deadline = time.monotonic() + STOP_LIMIT
         while not all(self._in(slot, plan) for slot in everyone):
             assert time.monotonic() < deadline, self._where()
@@ -261,14 +334,30 @@ class Ranks:
         self.reports.append({slot: msgspec.structs.replace(status) for slot, status in stopped.items()})
         self.members = sorted(stopped)
         ends = [rank.status.train_iterations for rank in self.ranks.values() if rank.status.state == "finished"]
-        decision = resume.decide(stopped, next(iter(stopped.values())).micro_batches, max(ends, default=None)) if stopped else None
+        decision = (
+            resume.decide(stopped, next(iter(stopped.values())).micro_batches, max(ends, default=None))
+            if stopped
+            else None
+        )
         if decision is None:
             return
         self.generation += 1
-        self.resumed.append(time.time())
-        self._announce(wire.Plan(generation=self.generation, members=decision.members, store=self.store, prefix=self._prefix(),
-                                 step=decision.step, iteration=decision.iteration, assignment=decision.assignment, reason=decision.reason))
+        self.rests.append(time.time() - self.breaks[-1][2])
+        self._announce(
+            wire.Plan(
+                generation=self.generation,
+                members=decision.members,
+                store=self.store,
+                prefix=self._prefix(),
+                step=decision.step,
+                iteration=decision.iteration,
+                assignment=decision.assignment,
+                reason=decision.reason,
+            )
+        )
 
     def _at_rest(self, slot: int) -> bool:
         status = self.ranks[slot].status
-        return status.state == "finished" or (status.state in ("stopped", "waiting") and status.broken >= self.generation)
+        return status.state == "finished" or (
+            status.state in ("stopped", "waiting") and status.broken >= self.generation
+        )

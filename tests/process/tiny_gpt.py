@@ -7,7 +7,7 @@ whose gradients and parameters are saved.
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's
 groups are built; "world" its world is there, the other groups are not; "entered" the groups are there; "transfer" of
-the state to newcomers; "import".
+the state to newcomers; "import". With `recovery` n in place of `count`: the first time after n recoveries.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "gloo" (the peers'
 connections break, nobody dies); "error" (they break, and the operation at hand fails here); "raise" (a fault of the
@@ -16,6 +16,7 @@ script); "lost" (wait until the generation is over, then fail); "stop" (ask for 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -44,7 +45,8 @@ now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 def point(name: str) -> None:
     """A place where a fault may be wanted."""
     for fault in FAULTS:
-        if fault["at"] == name and fault["iteration"] == now["iteration"] and fault.get("count", 0) == now[name]:
+        due = fault["recovery"] == now["entered"] if "recovery" in fault else fault.get("count", 0) == now[name]
+        if due and fault["at"] == name and fault["iteration"] == now["iteration"]:
             FAULTS.remove(fault)
             strike(fault)
             break
@@ -91,6 +93,7 @@ def wait(condition) -> None:
         time.sleep(0.005)
 
 
+faulthandler.register(signal.SIGUSR2, all_threads=True)
 point("import")
 import torch  # noqa: E402
 
@@ -175,7 +178,7 @@ def forward_step(data_iterator, model):
 
 
 def install_points(model, optimizer) -> None:
-    """Fault points around everything that a generation does; the optimizer also saves what it was given and what it made of it."""
+    """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
     from transition import groups, migrate
 
     step = optimizer.step

@@ -1,13 +1,15 @@
 """Ranks that start in a blink: a process imports torch and Megatron once, and every rank is a fork of it.
 
-A test run starts dozens of ranks, whose imports take seconds each. What a rank does after that is the same as in a process of its own;
-some runs still use real ones.
+A test run starts dozens of ranks, whose imports take seconds each. What a rank does after that is the same as in a
+process of its own; some runs still use real ones.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -62,8 +64,14 @@ class Zygote:
     def __init__(self) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).resolve().parents[2])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        self._process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], env=environment, pass_fds=[its.fileno()])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())], env=environment, pass_fds=[its.fileno()]
+        )
         its.close()
         self._socket = mine
         mine.settimeout(LIMIT)
@@ -165,12 +173,9 @@ def _preload() -> None:
     from sbatch_templates import cpu_adapter
 
     cpu_adapter.install()
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel
-
-    import transition.session  # noqa: F401
+    for name in ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel"):
+        importlib.import_module(f"megatron.core.{name}")
+    importlib.import_module("transition.session")
 
 
 if __name__ == "__main__":
@@ -179,5 +184,14 @@ if __name__ == "__main__":
 
     warnings.filterwarnings("ignore", category=UserWarning)
     _preload()
+    gc.collect()
+    gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        code = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # it is the channel's: the agent hears of the error
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # to tear down an interpreter full of Megatron costs a second of each rank

@@ -145,8 +145,8 @@ def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wai
     before = wait_for(client, job, 1, "RUNNING")
     _notes(tmp_path, 2)
     client.requeue(job, 1)
+    client.requeue(job, 1)  # again is no error; once it starts anew, a second requeue would end it for good
     wait_for(client, job, 1, "PENDING")
-    client.requeue(job, 1)  # again is no error, whatever it does by now
     client.start_now(job, 1)
     after = wait_for(client, job, 1, "RUNNING")
     assert (after.slurm_id, after.restarts) == (before.slurm_id, 1)

@@ -6,14 +6,15 @@ controller says.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,24 +24,29 @@ import zmq
 
 from detector import inject
 from detector.stacks import Dump
+from detector.supervise import shell_status
 from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import Rank, python_of, rank_environment, stacks_file, stop_all
+from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
+from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
+from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.credential import make_credential
+from unicron_ctl.errors import one_line
 
 REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-FORWARDED = (
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)  # what Slurm's --signal sends before a time limit is for the training script
+MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
+PERIODS = (0.01, 60.0)  # heartbeat periods that make sense, in seconds
+COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
 class Agent:
-    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the exit code of the
-    element."""
+    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
+
+    Raises zmq.ZMQError for an address that is none. `exit_code` is None until the element is over.
+    """
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
@@ -52,77 +58,77 @@ class Agent:
         self._controller.setsockopt(zmq.SNDHWM, 10000)
         self._controller.setsockopt(zmq.RECONNECT_IVL, 100)
         self._controller.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._controller.connect(address)
+        self._controller.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
+        try:
+            self._controller.connect(address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
         self._address, self._mute_until = address, 0.0
-        self._folder = tempfile.mkdtemp(prefix=f"unicron-{place.label}-")
+        self._folder = _socket_folder(f"unicron-{place.label}-")
         endpoint = f"ipc://{self._folder}/ranks"
         self._channel = self._context.socket(zmq.ROUTER)
+        self._channel.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
         self._channel.bind(endpoint)
         self._endpoint = endpoint
         self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, endpoint, dict(os.environ))
         self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
         self._identities: dict[int, bytes] = {}
-        self._store: subprocess.Popen[bytes] | None = None
-        self._store_address = ""
+        self._store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
         self._period = 1.0
         self._welcomed = self._registered = False
         self._last_register = self._last_status = self._last_heard = 0.0
         self._dirty = False
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None
+        self.refusal = ""  # why the controller did not take this agent, the last time
+        self._over = False  # the controller says that the job is trained to its end
+        self._stop_seconds = STOP_SECONDS
+        self._complaints: Counter[str] = Counter()
         self._poller = zmq.Poller()
         for socket in (self._controller, self._channel):
             self._poller.register(socket, zmq.POLLIN)
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
+        self._signals = SignalPipe()
+        self._watch(self._signals.fileno(), "signal", 0)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
-        """Register; False when no controller has answered within `seconds`."""
+        """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        while not self._welcomed and self._exit_code is None and time.monotonic() < deadline:
-            self._register()
-            if self._controller.poll(100):
-                self._from_controller()
-        return self._welcomed
+        while not self._welcomed and self.exit_code is None and time.monotonic() < deadline:
+            if time.monotonic() - self._last_register >= REGISTER_SECONDS:
+                self._register()
+            self._serve(0.1)
+        return self._welcomed and self.exit_code is None
 
     def run(self) -> int:
         """Start the ranks and serve until the element is over."""
-        self._wakeup = self._catch_signals()
-        self._start_store()
-        for rank in self.ranks.values():
-            self._start(rank, 0)
         try:
-            while self._exit_code is None:
+            self._start_store()
+            for rank in self.ranks.values():
+                if not rank.alive:
+                    self._start(rank, 0)
+            while self.exit_code is None:
                 self._turn()
         finally:
             self.close()
-        return self._exit_code
+        return self.exit_code
 
     def close(self) -> None:
         """End the ranks and the store, leave no socket behind."""
-        stop_all(list(self.ranks.values()))
-        if self._store is not None:
-            self._store.kill()
-            self._store.wait(5)
+        stop_all(list(self.ranks.values()), self._stop_seconds)
+        self._store.close()
         self._controller.close()
         self._channel.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._signals.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
-        if self._dumps:
-            wait = min(wait, DUMP_SECONDS)
-        for descriptor, _ in self._poller.poll(max(0, int(wait * 1000))):
-            if descriptor is self._controller:
-                while self._controller.poll(0) and self._exit_code is None:
-                    self._from_controller()
-            elif descriptor is self._channel:
-                while self._channel.poll(0):
-                    self._from_rank(*self._channel.recv_multipart())
-            else:
-                self._from_descriptor(descriptor)
+        self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
         self._unmute(now)
@@ -132,31 +138,47 @@ class Agent:
             self._register()
         self._end_if_over(now)
 
+    def _serve(self, seconds: float) -> None:
+        """Wait up to `seconds` for something to happen, and deal with all that has."""
+        for descriptor, _ in self._poller.poll(max(0, int(seconds * 1000))):
+            if descriptor is self._controller:
+                while self._controller.poll(0) and self.exit_code is None:
+                    self._from_controller()
+            elif descriptor is self._channel:
+                self._from_ranks()
+            else:
+                self._from_descriptor(descriptor)
+
     def _end_if_over(self, now: float) -> None:
-        """All ranks finished, or some died and the controller has been silent for too long."""
-        if self._exit_code is not None:
+        """All ranks finished and ended, or some died and the controller has been silent for too long."""
+        if self.exit_code is not None:
             return
-        if all(rank.status.state == "finished" for rank in self.ranks.values()):
-            self._leave(0, "finished")
+        finished = [rank for rank in self.ranks.values() if rank.status.state == "finished"]
+        if any(rank.alive for rank in finished):
+            return  # trained to the end, but the script may save something yet
+        if len(finished) == len(self.ranks) or self._over:
+            codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
+            self._leave(max(codes, default=0), "finished")
         elif now - self._last_heard > ORPHAN_SECONDS:
-            dead = [rank for rank in self.ranks.values() if rank.status.exit is not None]
-            if dead:
-                self._complain(
-                    f"no controller for {ORPHAN_SECONDS:.0f} s and rank {dead[0].slot} is dead; the element "
-                    "ends, requeue it with `scontrol requeue`"
-                )
-                self._leave(dead[0].status.exit.code & 0xFF or 1, "no controller")
+            for rank in self.ranks.values():
+                if rank.status.state == "exited" and rank.status.exit is not None:
+                    silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
+                    self._complain(f"{silent}; the element ends, requeue it with `scontrol requeue`")
+                    self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
+                    return
 
     def _leave(self, code: int, reason: str) -> None:
-        self._exit_code = code
+        self.exit_code = code
         self._send_status(leaving=reason)
 
     # ------------------------------------------------------------ processes
     def _start(self, rank: Rank, incarnation: int) -> None:
         rank.start(incarnation)
-        assert rank.child is not None
-        self._watch(rank.child.pidfd, "exit", rank.slot)
-        self._watch(rank.child.stderr, "stderr", rank.slot)
+        if rank.child is not None:
+            self._watch(rank.child.pidfd, "exit", rank.slot)
+            self._watch(rank.child.stderr, "stderr", rank.slot)
+        elif rank.status.exit is not None:
+            self._complain(rank.status.exit.last_line)
         self._send_status()
 
     def _watch(self, descriptor: int, what: str, slot: int) -> None:
@@ -178,7 +200,7 @@ class Agent:
         elif what == "store":
             self._read_store(descriptor)
         elif what == "signal":
-            self._on_signal(os.read(descriptor, 64))
+            self._on_signal(self._signals.read())
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -186,8 +208,7 @@ class Agent:
             return
         self._unwatch(child.pidfd)
         self._unwatch(child.stderr)
-        while self._channel.poll(0):  # what it said last, its exception above all, comes before its end
-            self._from_rank(*self._channel.recv_multipart())
+        self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
         self._send_status()
 
@@ -245,39 +266,24 @@ class Agent:
                 )
 
     def _start_store(self) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": rank_environment(self.place, "", dict(os.environ))(0, 0, 0)["PYTHONPATH"],
-        }
-        self._store = subprocess.Popen(
-            [python_of(self.command), "-m", "transition.store_host"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._store.stdout is not None
-        self._watch(self._store.stdout.fileno(), "store", 0)
+        descriptor = self._store.start()
+        if descriptor is not None:
+            self._watch(descriptor, "store", 0)
 
     def _read_store(self, descriptor: int) -> None:
-        line = os.read(descriptor, 100).split()
-        self._unwatch(descriptor)
-        if len(line) == 2 and line[0] == b"port":
-            self._store_address = f"{self.place.address}:{int(line[1])}"
-        else:
-            self._complain(
-                f"couldn't start the rendezvous store with {python_of(self.command)}: is torch installed "
-                "there? Other nodes' stores are used"
-            )
+        if not self._store.read(descriptor):
+            served = self._store.port is not None
+            self._unwatch(descriptor)
+            self._store.close()
+            if served:
+                self._complain("the rendezvous store ended, it is started again")
+                self._start_store()
+            else:
+                self._complain(
+                    f"couldn't start the rendezvous store with {self._store.python}: is torch installed there? "
+                    "Other nodes' stores are used"
+                )
         self._send_status()
-
-    def _catch_signals(self) -> int:
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write)
-        for number in (signal.SIGTERM, signal.SIGINT, *FORWARDED):
-            signal.signal(number, lambda *_: None)
-        self._watch(read, "signal", 0)
-        return read
 
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
@@ -285,10 +291,16 @@ class Agent:
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.signal(number)
-            elif number in (signal.SIGTERM, signal.SIGINT) and self._exit_code is None:
+            elif number in ENDING and self.exit_code is None:
+                self._stop_seconds = ENDING_SECONDS
                 self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     # ------------------------------------------------------------ messages
+    def _from_ranks(self) -> None:
+        while self._channel.poll(0):
+            identity, *frames = self._channel.recv_multipart()
+            self._from_rank(identity, frames[-1] if frames else b"")
+
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:
             message = msgpack.unpackb(data)
@@ -296,13 +308,21 @@ class Agent:
             if message["kind"] in ("step", "timing"):
                 self._forward(message)
                 return
-            self._identities[rank.slot] = identity
+            if message["incarnation"] != rank.status.incarnation:
+                return  # of a process that has been replaced
             if rank.heard(message):
                 self._send_status()
             else:
                 self._dirty = True
+            self._identities[rank.slot] = identity
         except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
-            self._complain(f"dropped a bad message of a rank: {type(error).__name__}: {error}")
+            self._drop("a rank", f"{type(error).__name__}: {error}")
+
+    def _drop(self, peer: str, why: str) -> None:
+        """A bad message: the first ones of a peer get a line each."""
+        self._complaints[peer] += 1
+        if self._complaints[peer] <= COMPLAINTS:
+            self._complain(f"dropped a bad message of {peer}: {why[:300]}")
 
     def _forward(self, message: dict[str, Any]) -> None:
         kind = {"step": wire.Step, "timing": wire.Timing}[message["kind"]]
@@ -334,7 +354,7 @@ class Agent:
                 element=self.place.element,
                 agent=self.identity,
                 sent=time.time(),
-                store=self._store_address,
+                store=f"{self.place.address}:{self._store.port}" if self._store.port else "",
                 leaving=leaving,
                 ranks={slot: rank.status for slot, rank in self.ranks.items()},
             )
@@ -352,11 +372,14 @@ class Agent:
         try:
             message = wire.decode(self._controller.recv(), wire.ToAgent)
         except wire.BadMessage as error:
-            self._complain(f"dropped a bad message of the controller: {error}")
+            self._drop("the controller", str(error))
             return
         self._last_heard = time.monotonic()
         match message:
             case wire.Welcome():
+                if not PERIODS[0] <= message.heartbeat_period <= PERIODS[1]:
+                    self._drop("the controller", f"a heartbeat period of {message.heartbeat_period} s")
+                    return
                 self._period, self._welcomed = message.heartbeat_period, True
                 if self._registered:
                     self._send_status()
@@ -380,11 +403,25 @@ class Agent:
             case wire.Stacks():
                 self._dump(message)
             case wire.End():
-                if message.code or message.reason:
-                    self._complain(message.reason)
-                self._leave(message.code, "ended by the controller")
+                self._on_end(message)
+
+    def _on_end(self, message: wire.End) -> None:
+        """A job that trained to its end lets its scripts finish: they may save something after the last iteration."""
+        if self._over and message.code == 0:
+            return
+        if message.code or message.reason:
+            self._complain(message.reason)
+        if message.code:
+            self._leave(message.code & 0xFF or 1, "ended by the controller")
+            return
+        self._over = True
+        for rank in self.ranks.values():
+            if rank.status.state != "finished":
+                rank.kill()  # a spare
+        self._end_if_over(time.monotonic())
 
     def _on_refused(self, message: wire.Refused) -> None:
+        self.refusal = message.reason
         if message.final:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")
@@ -404,4 +441,14 @@ class Agent:
             self._channel.send_multipart([self._identities[slot], data])
 
     def _complain(self, text: str) -> None:
-        print(f"unicron: {self.place.label} on {self.place.node}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"unicron: {self.place.label} on {self.place.node}: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def _socket_folder(prefix: str) -> str:
+    """A private folder whose sockets' paths are short enough."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    if len(folder) + len("/ranks") <= MAX_ENDPOINT:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix=prefix, dir="/tmp")

@@ -3,56 +3,55 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from unicron_ctl.agent.place import Place, read_place
-from unicron_ctl.errors import UserError
+from unicron_ctl import cli as programs
+from unicron_ctl.agent.place import number, read_place
+from unicron_ctl.errors import WRONG_USE, UserError
 
-REGISTER_TIMEOUT = 10.0  # seconds to find the controller before the job runs unprotected
+REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
+PACKAGES = ("detector", "transition")
 
 
-def hidden_packages(command: Sequence[str], folder: str) -> list[Path]:
-    """Files of the user's which would be imported in place of unicron's packages: beside the script (its folder leads
-    sys.path)."""
-    script = next((Path(folder, word) for word in command[1:] if word.endswith(".py")), None)
-    beside = script.resolve().parent if script is not None else Path(folder).resolve()
+def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:
+    """Where the command's Python looks before it comes to unicron's packages: beside its script, then PYTHONPATH."""
+    beside = Path(folder)
+    for word in command:
+        if word in ("-m", "-c"):  # the working folder leads then
+            break
+        if word.endswith(".py"):
+            beside = Path(folder, word).resolve().parent
+            break
+    return [beside.resolve(), *(Path(folder, part).resolve() for part in python_path.split(os.pathsep) if part)]
+
+
+def hidden_packages(folders: Sequence[Path]) -> list[Path]:
+    """Files of the user's which would be imported in place of unicron's packages."""
     own = Path(__file__).resolve().parent.parent.parent
-    if beside == own:
-        return []
-    names = ("detector", "transition")
-    return [
-        path
-        for name in names
-        for path in (beside / f"{name}.py", beside / name)
-        if path.is_file() or (path / "__init__.py").is_file()
-    ]
+    found = []
+    for folder in folders:
+        if folder == own:
+            break  # what comes later is not reached
+        for path in (folder / f"{name}{end}" for name in PACKAGES for end in (".py", "")):
+            if path.is_file() or (path / "__init__.py").is_file():
+                found.append(path)
+    return found
 
 
 def check_command(command: Sequence[str]) -> None:
     """Raises UserError for a command that cannot work."""
     if not command:
-        raise UserError("no command: write `unicron-agent run -- python train.py ...`", 2)
-    hidden = hidden_packages(command, os.getcwd())
-    if hidden:
-        raise UserError(
-            f"{hidden[0]} hides unicron's package '{hidden[0].stem}': rename it, or run with --no-unicron", 2
-        )
-
-
-def run_unprotected(place: Place, command: Sequence[str], why: str) -> None:
-    """Become the user's command, in the plain world that Slurm's own view of the job gives. Never returns."""
-    from unicron_ctl.agent.static_world import static_environment
-
-    print(f"unicron: {place.label} on {place.node}: {why}; the job runs unprotected", file=sys.stderr, flush=True)
-    environment = {**os.environ, **static_environment(place)}
-    try:
-        os.execvpe(command[0], list(command), environment)
-    except OSError as error:
-        raise UserError(f"couldn't start {command[0]}: {error.strerror}", 1) from None
+        raise UserError("no command: write `unicron-agent run -- python train.py ...`", WRONG_USE)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]}: no such program on this node; check the path, or PATH", WRONG_USE)
+    for path in hidden_packages(import_folders(command, os.getcwd(), os.environ.get("PYTHONPATH", ""))):
+        hidden = f"{path} hides unicron's package '{path.stem}'"
+        raise UserError(f"{hidden}: rename it, or run with --no-unicron", WRONG_USE)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -60,39 +59,39 @@ def cli() -> None:
     """Supervise the ranks of one node."""
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--controller", metavar="ADDRESS", help="tcp://HOST:PORT; default UNICRON_CONTROLLER, then the configuration."
-)
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER].")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def run(controller: str | None, command: tuple[str, ...]) -> None:
-    """Run COMMAND once per rank of this node, protected."""
+def run(controller: str | None, command: tuple[str, ...]) -> int:
+    """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
     check_command(command)
-    place = read_place()
-    address = controller or os.environ.get("UNICRON_CONTROLLER")
+    address = controller or os.environ.get("UNICRON_CONTROLLER", "")
+    place = read_place(os.environ, address)
+    seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
+    from unicron_ctl.agent.unprotected import run_unprotected
+
     if not address:
-        run_unprotected(place, command, "no controller is configured (UNICRON_CONTROLLER)")
+        return run_unprotected(place, command, "no controller is configured (UNICRON_CONTROLLER)")
+    import zmq
+
     from unicron_ctl.agent.agent import Agent
 
-    agent = Agent(place, command, address)
-    if not agent.connect(float(os.environ.get("UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT))):
-        agent.close()
-        run_unprotected(place, command, f"no controller answers at {address}")
-    sys.exit(agent.run())
+    try:
+        agent = Agent(place, command, address)
+    except zmq.ZMQError:
+        return run_unprotected(place, command, f"{address} is no address of a controller (tcp://HOST:PORT)")
+    if agent.connect(seconds):
+        return agent.run()
+    agent.close()
+    if agent.exit_code is not None:
+        return agent.exit_code
+    refusal = f" ({agent.refusal})" if agent.refusal else ""
+    return run_unprotected(place, command, f"no controller answers at {address}{refusal}")
 
 
 def main() -> None:
-    """Entry point: errors are one line."""
-    try:
-        cli(standalone_mode=False)
-    except click.ClickException as error:
-        print(f"unicron-agent: {error.format_message()}", file=sys.stderr)
-        sys.exit(2)
-    except UserError as error:
-        print(f"unicron: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except click.Abort:
-        sys.exit(130)
+    """Entry point of the `unicron-agent` program."""
+    sys.exit(programs.run("unicron-agent", cli))
 
 
 if __name__ == "__main__":

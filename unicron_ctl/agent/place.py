@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unicron_ctl.errors import UserError
+from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.wire import Settings
 
 
@@ -35,7 +35,8 @@ class Place:
         return f"{self.job}_{self.element}"
 
 
-def _number(environment: Mapping[str, str], name: str, default: str, kind: type = int, least: float = 1) -> float:
+def number(environment: Mapping[str, str], name: str, default: str, kind: type = int, least: float = 1) -> float:
+    """A variable's value, `default` when it is not set. Raises UserError, one line, when it makes no sense."""
     text = environment.get(name, default)
     try:
         value = kind(text)
@@ -43,41 +44,54 @@ def _number(environment: Mapping[str, str], name: str, default: str, kind: type 
         raise UserError(
             f"{name}={text!r} is no {'number' if kind is float else 'whole number'}: unset it or give a value "
             f"like {default}",
-            2,
+            WRONG_USE,
         ) from None
     if not (least <= value < float("inf")):
-        raise UserError(f"{name}={text} must be at least {least:g}: unset it or give a value like {default}", 2)
+        raise UserError(f"{name}={text} must be at least {least:g}: unset it or give a value like {default}", WRONG_USE)
     return value
 
 
-def read_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """The agent's place. Raises UserError for a value that makes no sense."""
+def read_place(environment: Mapping[str, str] = os.environ, controller: str = "") -> Place:
+    """The agent's place; `controller` is the address of its controller. Raises UserError for what makes no sense."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
     if not job:
         raise UserError(
             "no SLURM_JOB_ID: start unicron-agent inside a Slurm job, for example `srun unicron-agent run -- "
             "python train.py`",
-            2,
+            WRONG_USE,
+        )
+    if not job.isascii() or not job.isdigit():
+        raise UserError(f"SLURM_JOB_ID={job!r} is no job id: start unicron-agent inside a Slurm job", WRONG_USE)
+    if _tasks_per_node(environment) > 1:
+        raise UserError(
+            "this step has several tasks on a node: give it one (--ntasks-per-node=1), the agent starts the node's "
+            "ranks itself (UNICRON_RANKS_PER_NODE), or run with --no-unicron",
+            WRONG_USE,
         )
     array = "SLURM_ARRAY_TASK_ID" in environment
-    element = environment["SLURM_ARRAY_TASK_ID"] if array else environment.get("SLURM_NODEID", "0")
-    ranks = environment.get("UNICRON_RANKS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE") or "1"
-    nodes = environment.get("SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     return Place(
         job=job,
-        element=int(element),
+        element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
         node=node,
-        address=environment.get("UNICRON_NODE_ADDRESS") or _address(environment.get("UNICRON_CONTROLLER", "")),
+        address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job),
             user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
-            weight=_number(environment, "UNICRON_WEIGHT", "1.0", float, 1e-6),
-            min_nodes=int(_number(environment, "UNICRON_MIN_NODES", "1")),
-            max_nodes=int(nodes),
-            ranks_per_node=int(_number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1")),
+            weight=number(environment, "UNICRON_WEIGHT", "1.0", float, 1e-6),
+            min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1")),
+            max_nodes=int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1")),
+            ranks_per_node=int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1")),
         ),
     )
+
+
+def _tasks_per_node(environment: Mapping[str, str]) -> int:
+    """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
+    return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
 
 
 def _address(controller: str) -> str:

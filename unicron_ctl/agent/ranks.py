@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,10 @@ from unicron_ctl.agent.place import Place
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
+
+CANNOT_START = 127  # as a shell says it
+RANK_STATES = ("waiting", "entering", "running", "stopped", "left", "finished")  # what a rank may say of itself
+AGENTS_OWN = ("pid", "incarnation", "exit", "changed")  # fields of its status that only the agent knows
 
 _rank_fields = set(wire.RankStatus.__struct_fields__)
 
@@ -35,8 +38,14 @@ class Rank:
         self.status = wire.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
-        """A new process in this slot; the old one must be gone."""
-        self.child = Child(self._command, self._environment(self.slot, self.local, incarnation))
+        """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        try:
+            self.child = Child(self._command, self._environment(self.slot, self.local, incarnation))
+        except OSError as error:
+            now, text = time.time(), f"couldn't start {self._command[0]}: {error.strerror}"
+            end = wire.Exit(code=CANNOT_START, at=now, lived=0.0, last_line=text)
+            self.status = wire.RankStatus(state="exited", incarnation=incarnation, exit=end, changed=now)
+            return
         self.status = wire.RankStatus(
             state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
         )
@@ -49,7 +58,7 @@ class Rank:
     def heard(self, message: dict[str, Any]) -> bool:
         """Take in a `rank` or `fault` message of the rank's process; True when the controller should know at once.
 
-        Raises msgspec.ValidationError for a message that does not fit.
+        Raises msgspec.ValidationError, KeyError or ValueError for a message that does not fit.
         """
         if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
             return False  # of a process that has been replaced
@@ -60,15 +69,17 @@ class Rank:
             self.status.changed = time.time()
             return True
         values = msgspec.to_builtins(self.status, str_keys=False) | {
-            name: value for name, value in message.items() if name in _rank_fields and name != "pid"
+            name: value for name, value in message.items() if name in _rank_fields and name not in AGENTS_OWN
         }
+        if message["kind"] != "rank" or values["state"] not in RANK_STATES:
+            raise ValueError(f"{message['kind']!r} with the state {values['state']!r}")
         before = self.status
         self.status = msgspec.convert(values, wire.RankStatus)
         self.status.changed = time.time()
         return before.state != self.status.state or self.status.state not in QUIET_STATES
 
     def collect(self) -> None:
-        """The process has ended: record how."""
+        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""
         assert self.child is not None
         code = self.child.reap(1.0)
         tail = self.child.tail()
@@ -76,7 +87,8 @@ class Rank:
         if code == 0:
             self.status.state = "finished"
         else:
-            self.status.state = "exited"
+            if self.status.state != "finished":
+                self.status.state = "exited"
             last = tail.splitlines()[-1] if tail else ""
             self.status.exit = wire.Exit(
                 code=-signal.SIGKILL if code is None else code,
@@ -94,19 +106,36 @@ class Rank:
             self.child.signal(signal.SIGKILL)
 
 
-def stop_all(ranks: Sequence[Rank]) -> None:
-    """End all processes: SIGTERM, a moment, SIGKILL. Returns when they are reaped, within about two seconds."""
-    for rank in ranks:
-        if rank.child is not None:
-            rank.child.signal(signal.SIGTERM)
-            rank.child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
-    deadline = time.monotonic() + STOP_SECONDS
-    for rank in ranks:
-        if rank.child is not None and rank.child.reap(max(0.0, deadline - time.monotonic())) is None:
-            rank.child.signal(signal.SIGKILL)
-    for rank in ranks:
-        if rank.child is not None:
-            rank.collect()
+def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
+    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Returns when they are reaped."""
+    running = [(rank, rank.child) for rank in ranks if rank.child is not None]
+    stop_children([child for _, child in running], seconds)
+    for rank, _ in running:
+        rank.collect()
+
+
+def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
+    """SIGTERM, `seconds` to act on it, SIGKILL; nothing is reaped yet."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+        child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(not child.ended() for child in children):
+        for child in children:
+            child.pass_stderr()  # a full pipe would keep it from ending
+        time.sleep(0.01)
+    for child in children:
+        if not child.ended():
+            child.signal(signal.SIGKILL)
+
+
+def package_path(base: Mapping[str, str]) -> str:
+    """PYTHONPATH with which a script finds `transition` where it is not installed."""
+    package_root = str(Path(transition.__file__).resolve().parent.parent)
+    path = base.get("PYTHONPATH", "")
+    if package_root.endswith("-packages"):
+        return path
+    return f"{path}{os.pathsep}{package_root}" if path else package_root
 
 
 def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Callable[[int, int, int], dict[str, str]]:
@@ -115,10 +144,7 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
     RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
     gives the real one.
     """
-    package_root = str(Path(transition.__file__).resolve().parent.parent)
-    path = base.get("PYTHONPATH", "")
-    if not package_root.endswith("-packages"):
-        path = f"{path}{os.pathsep}{package_root}" if path else package_root
+    path = package_path(base)
 
     def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
         return {
@@ -144,8 +170,3 @@ def stacks_file(endpoint: str, slot: int) -> str:
     """Where a rank writes its stacks when it is asked: beside its channel's socket."""
     folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
     return f"{folder}/stacks.{slot}" if folder else ""
-
-
-def python_of(command: Sequence[str]) -> str:
-    """The interpreter that has torch: the user's when the command names one, else this one."""
-    return command[0] if os.path.basename(command[0]).startswith("python") else sys.executable

@@ -26,6 +26,9 @@ _ELEMENT_FIELDS = (
 _WIDTH = 1024
 
 
+UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
+
+
 class CommandLineClient:
     """Runs Slurm's own programs.
 
@@ -76,6 +79,9 @@ class CommandLineClient:
     # --- elements ----------------------------------------------------------------------------------------------------
 
     def requeue(self, job: str, element: int) -> None:
+        # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
+        if self._dry_run is None and self._state(job, element) in UNDER_WAY:
+            return
         self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
@@ -110,6 +116,12 @@ class CommandLineClient:
             index = self._run(["squeue", "--noheader", "--states=all", "--jobs", job, "-o", "%K"]).split()
             self._is_array[job] = bool(index) and index[0] != "N/A"
         return f"{job}_{element}" if element or self._is_array[job] else job
+
+    def _state(self, job: str, element: int) -> str:
+        """The element's state, "" for one that Slurm does not list."""
+        command = ["squeue", "--noheader", "--states=all", "--jobs", self._id(job, element), "-o", "%T"]
+        found = self._run(command).split()
+        return found[0] if found else ""
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""What a recovery in the ranks costs, measured, and a soak that tries to break it."""

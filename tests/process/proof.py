@@ -1,0 +1,78 @@
+"""What must hold after any run of the rank harness, by the ledgers (`step` messages), the reports and the fetches."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from tests.process.rank_harness import Ranks
+
+MICRO_BATCHES = 8
+
+
+def fetched(out: Path) -> dict[int, dict[tuple[int, int], list[int]]]:
+    """iteration -> (slot, incarnation) -> micro-batches in the order in which they were fetched."""
+    found: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for path in out.glob("fetched.*"):
+        for line in path.read_text().splitlines():
+            incarnation, iteration, index = map(int, line.split())
+            found[iteration][int(path.suffix[1:]), incarnation].append(index)
+    return found
+
+
+def exactly_once(ranks: Ranks, iterations: int) -> None:
+    """Each micro-batch is in exactly one gradient per iteration, and none is computed twice by anyone who goes on.
+
+    Whoever is gone without a word after the reduce has its part in the sum all the same; then what the others lack is
+    exactly what it had fetched.
+    """
+    work = fetched(ranks.out)
+    for iteration in range(iterations):
+        steps = [step for step in ranks.steps if step["iteration"] == iteration]
+        assert steps, f"nobody reported iteration {iteration}"
+        slots = [step["slot"] for step in steps]
+        assert len(slots) == len(set(slots)), f"iteration {iteration} was stepped twice by one of {slots}"
+        counts = Counter(index for step in steps for index in step["micro_batches"])
+        silent = {index for (slot, _), has in work[iteration].items() if slot not in slots for index in has}
+        missing = set(range(MICRO_BATCHES)) - set(counts)
+        assert set(counts.values()) <= {1}, f"iteration {iteration} counts twice: {counts}"
+        assert missing <= silent, f"iteration {iteration} lacks {missing}, which nobody had"
+        for step in steps:
+            own = work[iteration][step["slot"], step["incarnation"]]
+            assert sorted(step["computed"]) == sorted(step["micro_batches"]) == sorted(own), (step, own)
+
+
+def nothing_thrown_away(ranks: Ranks) -> None:
+    """What a survivor had finished when a generation broke is in its own gradient when it steps."""
+    for reports in ranks.reports:
+        for slot, status in reports.items():
+            if status.phase == "stepped":
+                continue
+            steps = [s for s in ranks.steps if s["slot"] == slot and s["iteration"] == status.iteration]
+            for step in steps:
+                assert set(status.done) <= set(step["micro_batches"]), (slot, status, step)
+                others = [s for s in ranks.steps if s["iteration"] == status.iteration and s["slot"] != slot]
+                assert not any(set(status.done) & set(other["computed"]) for other in others), (slot, status, others)
+
+
+def losses(out: Path) -> dict[int, set[float]]:
+    """iteration -> the losses that ranks reported."""
+    found = defaultdict(set)
+    for path in out.glob("losses.*"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            found[entry["iteration"]].add(entry["loss"])
+    return found
+
+
+def gradient_differences(out: Path, reference: Path, iterations: int) -> dict[int, float]:
+    """iteration -> the largest absolute difference of any rank's reduced gradient to the reference's."""
+    import torch
+
+    found = {}
+    for iteration in range(iterations):
+        wanted = torch.load(next(iter(sorted(reference.glob(f"step.{iteration}.*")))))["gradient"]
+        mine = [torch.load(path)["gradient"] for path in out.glob(f"step.{iteration}.*")]
+        found[iteration] = max(float((gradient - wanted).abs().max()) for gradient in mine)
+    return found

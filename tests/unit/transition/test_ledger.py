@@ -1,0 +1,67 @@
+"""The ledger: each micro-batch in exactly one gradient, whatever is reassigned when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transition.ledger import Ledger, LedgerError, deal
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True))
+def test_dealing_is_a_partition_that_differs_by_one_at_most(total, members):
+    dealt = deal(total, members)
+    assert list(dealt) == members
+    assert sorted(index for indices in dealt.values() for index in indices) == list(range(total))
+    sizes = [len(indices) for indices in dealt.values()]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.data())
+def test_any_history_of_losses_counts_every_micro_batch_once(data):
+    """Ranks finish some of what they owe, one is lost, the rest is dealt anew; until somebody finishes everything."""
+    total = data.draw(st.integers(1, 20))
+    members = list(range(data.draw(st.integers(1, 5))))
+    ledgers = {slot: Ledger(0, total, indices) for slot, indices in deal(total, members).items()}
+    while True:
+        for ledger in ledgers.values():
+            for index in ledger.todo()[: data.draw(st.integers(0, total))]:
+                ledger.finish(index)
+        if len(ledgers) == 1:
+            break
+        del ledgers[data.draw(st.sampled_from(sorted(ledgers)))]
+        kept = {index for ledger in ledgers.values() for index in ledger.done}
+        rest = [index for index in range(total) if index not in kept]
+        for place, ledger in enumerate(ledgers.values()):
+            ledger.reassign([*ledger.done, *rest[place :: len(ledgers)]])
+    (last,) = ledgers.values()
+    for index in last.todo():
+        last.finish(index)
+    assert sorted(last.done) == list(range(total)) and last.computed == last.done and last.todo() == []
+    Ledger.check_counts(0, [last.done.count(index) for index in range(total)])
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_counts_other_than_one_stop_the_step(counts):
+    wrong = {index: count for index, count in enumerate(counts) if count != 1}
+    if not wrong:
+        Ledger.check_counts(7, counts)
+        return
+    with pytest.raises(LedgerError, match="iteration 7") as caught:
+        Ledger.check_counts(7, counts)
+    assert str(wrong) in str(caught.value)
+
+
+def test_what_is_finished_is_never_owed_again():
+    ledger = Ledger(3, 4, [0, 2])
+    ledger.finish(2)
+    assert ledger.todo() == [0]
+    for index in (2, 1):  # again, and somebody else's
+        with pytest.raises(LedgerError, match="not owed"):
+            ledger.finish(index)
+    with pytest.raises(LedgerError, match=r"drops finished micro-batches \[2\]"):
+        ledger.reassign([0, 1])
+    assert ledger.assigned == [0, 2] and ledger.done == [2]
+    ledger.reassign([2, 0, 1])
+    assert ledger.todo() == [0, 1]

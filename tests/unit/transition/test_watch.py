@@ -1,0 +1,235 @@
+"""What a rank knows of its generation: old messages, repeats, Breaks that cross plans, and the two threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transition.watch import Plan, PlanTimeout, Watch
+
+MESSAGE = {"kind": "plan", "v": 1, "generation": 3, "members": [0, 2], "store": "h:1", "prefix": "p/3"}
+
+
+def plan(generation: int, boundary: bool = False) -> dict:
+    return MESSAGE | {"generation": generation, "boundary": boundary}
+
+
+def broken(generation: int) -> dict:
+    return {"kind": "break", "v": 1, "generation": generation, "lost": [1], "reason": "test"}
+
+
+class Kicks:
+    """Counts how often the main thread was freed."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+
+
+@pytest.fixture
+def kicks():
+    return Kicks()
+
+
+@pytest.fixture
+def watch(kicks):
+    return Watch(0, kicks)
+
+
+def inside(watch: Watch, generation: int) -> None:
+    """The main thread is a member of `generation`."""
+    watch.on_message(plan(generation))
+    entered = watch.wait_plan(0.0)
+    assert entered is not None and entered.generation == generation
+    watch.enter(entered)
+
+
+# ---------------------------------------------------------------- plans from messages
+def test_a_plan_is_read_from_its_message():
+    read = Plan.from_message(MESSAGE | {"assignment": {"0": (1, 2), 2: [0]}, "source": 0, "tag": "unknown keys"})
+    assert read.assignment == {0: [1, 2], 2: [0]} and read.members == [0, 2] and read.source == 0
+    assert Plan.from_message(MESSAGE | {"assignment": None}).assignment == {}
+    for missing in ("generation", "members", "store", "prefix"):
+        with pytest.raises(TypeError):
+            Plan.from_message({key: value for key, value in MESSAGE.items() if key != missing})
+    with pytest.raises(ValueError):
+        Plan.from_message(MESSAGE | {"assignment": {"first": [0]}})
+
+
+def test_other_kinds_are_not_for_the_rank(watch):
+    watch.on_message({"kind": "welcome", "v": 1})
+    with pytest.raises(PlanTimeout):
+        watch.wait_plan(0.0)
+
+
+# ---------------------------------------------------------------- old, repeated, crossing
+def test_a_member_takes_a_boundary_plan_as_an_offer_and_a_newcomer_as_its_way_in(watch):
+    watch.on_message(plan(1, boundary=True))
+    first = watch.wait_plan(0.0)
+    assert first.generation == 1 and watch.offer is None
+    watch.enter(first)
+    watch.on_message(plan(2, boundary=True))
+    assert watch.offer.generation == 2
+    watch.enter(watch.offer)
+    assert watch.offer is None
+    watch.put_back()
+    watch.on_message(plan(3, boundary=True))
+    assert watch.wait_plan(0.0).generation == 3
+
+
+def test_messages_of_an_older_generation_are_ignored(watch):
+    inside(watch, 5)
+    for message in (broken(4), plan(5), plan(4), plan(5, boundary=True), plan(3, boundary=True)):
+        watch.on_message(message)
+    assert not watch.lost() and watch.offer is None and watch._plan is None
+    watch.on_message(plan(7, boundary=True))
+    watch.on_message(plan(6, boundary=True))
+    assert watch.offer.generation == 7, "an offer that was overtaken does not replace the newer one"
+
+
+def test_a_break_ends_everything_up_to_its_number(watch):
+    inside(watch, 1)
+    watch.on_message(plan(2, boundary=True))
+    watch.on_message(broken(2))
+    assert watch.lost() and watch.offer is None and watch.broken == 2
+    at = watch.broken_at
+    watch.on_message(broken(2))
+    watch.on_message(broken(1))
+    assert watch.broken == 2 and watch.broken_at == at
+    assert watch.give_up() == 2
+    watch.on_message(plan(2))
+    with pytest.raises(PlanTimeout):
+        watch.wait_plan(0.0)
+
+
+def test_an_offer_above_the_break_is_kept(watch):
+    inside(watch, 1)
+    watch.on_message(plan(3, boundary=True))
+    watch.on_message(broken(2))
+    assert watch.offer.generation == 3
+
+
+def test_a_break_that_overtakes_a_plan_is_told_to_the_waiting_rank(watch):
+    """Otherwise it would wait in silence for a plan that its silence holds up."""
+    inside(watch, 1)
+    watch.on_message(broken(1))
+    watch.give_up()
+    watch.on_message(plan(2))
+    watch.on_message(broken(2))
+    assert watch.wait_plan(1.0) is None
+    assert watch.give_up() == 2
+    watch.on_message(plan(3))
+    assert watch.wait_plan(0.0).generation == 3
+
+
+def test_entering_drops_only_what_is_not_newer(watch):
+    watch.on_message(plan(1))
+    first = watch.wait_plan(0.0)
+    watch.on_message(plan(2))
+    watch.enter(first)
+    assert watch.wait_plan(0.0).generation == 2
+
+
+def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
+    inside(watch, 4)
+    assert watch.give_up() == 4 and watch.lost()
+    watch.on_message(broken(4))
+    time.sleep(0.06)
+    assert kicks.count == 0, "it has left its collectives: there is nobody to free"
+    inside(watch, 5)
+    assert not watch.lost()
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(["break", "plan", "offer", "enter", "give_up", "put_back"]), st.integers(1, 6)))
+)
+def test_no_order_of_messages_leads_back(events):
+    """Whatever comes when: no plan of a broken generation, or of one that was entered before, is ever handed out."""
+    watch, entered = Watch(0, lambda: None), 0
+    for what, generation in events:
+        before = watch.broken
+        if what == "break":
+            watch.on_message(broken(generation))
+        elif what in ("plan", "offer"):
+            watch.on_message(plan(generation, boundary=what == "offer"))
+        elif what == "give_up":
+            assert watch.give_up() >= entered
+        elif what == "put_back":
+            watch.put_back()
+        elif watch.offer is not None or watch._plan is not None:
+            chosen = watch.offer if watch.offer is not None and generation % 2 else watch.wait_plan(0.0)
+            if chosen is not None:
+                assert chosen.generation > max(entered, watch.broken)
+                watch.enter(chosen)
+                entered = chosen.generation
+        assert watch.broken >= before
+        assert watch.lost() == (0 < entered <= watch.broken)
+        assert watch.offer is None or watch.offer.generation > max(entered, watch.broken)
+
+
+# ---------------------------------------------------------------- the threads
+def test_a_stuck_main_thread_is_freed_until_it_acknowledges(watch, kicks):
+    inside(watch, 1)
+    watch.on_message(broken(1))
+    deadline = time.monotonic() + 5
+    while kicks.count < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert kicks.count >= 3
+    watch.give_up()
+    after = kicks.count
+    time.sleep(0.06)
+    assert kicks.count == after
+
+
+def test_nobody_is_freed_while_the_next_generation_is_entered():
+    """The unblocking thread works under the lock: once `give_up` has returned, it touches no socket any more."""
+    acknowledged, touched = threading.Event(), []
+
+    def unblock():
+        time.sleep(0.002)
+        touched.append(acknowledged.is_set())
+
+    watch = Watch(0, unblock)
+    for generation in range(1, 30):
+        acknowledged.clear()
+        inside(watch, generation)
+        watch.on_message(broken(generation))
+        time.sleep(0.001 * (generation % 5))
+        watch.give_up()
+        acknowledged.set()
+        time.sleep(0.001)
+    assert touched and not any(touched)
+
+
+def test_messages_and_the_main_thread_at_the_same_time():
+    """A storm of Breaks and plans while the main thread enters and gives up: it always ends in the newest plan."""
+    watch, last = Watch(0, lambda: None), 300
+
+    def controller():
+        for generation in range(1, last):
+            watch.on_message(plan(generation, boundary=generation % 3 == 0))
+            watch.on_message(broken(generation))
+        watch.on_message(plan(last))
+
+    thread = threading.Thread(target=controller)
+    thread.start()
+    reached = 0
+    while reached != last:
+        got = watch.wait_plan(5.0)
+        if got is None:
+            watch.give_up()
+            continue
+        assert got.generation > reached
+        reached = got.generation
+        watch.enter(got)
+        if watch.lost():
+            watch.give_up()
+    thread.join()
+    assert not watch.lost() and watch.broken == last - 1

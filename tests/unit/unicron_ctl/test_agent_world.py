@@ -1,0 +1,125 @@
+"""The world of an unprotected job, as a fake squeue and scontrol show it; the files that would hide unicron's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.agent import static_world as module
+from unicron_ctl.agent.main import hidden_packages, import_folders
+from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent.static_world import static_world
+from unicron_ctl.errors import UserError
+
+SQUEUE = """#!/bin/sh
+printf '2 n7\\n0 n3\\n'
+"""
+SCONTROL = """#!/bin/sh
+case "$*" in
+    "show hostnames n[3,7]") printf 'n3\\nn7\\n' ;;
+    "-o show node n3") echo "NodeName=n3 Arch=x86_64 NodeAddr=10.0.0.3 NodeHostName=n3" ;;
+    *) exit 1 ;;
+esac
+"""
+JOB = {"SLURM_JOB_ID": "131", "UNICRON_NODE_ADDRESS": "10.0.0.9"}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Sets what `squeue` and `scontrol` are."""
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LIMIT_SECONDS", 0.6)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin:/usr/bin")
+
+    def write(squeue: str, scontrol: str = SCONTROL) -> None:
+        for name, text in (("squeue", squeue), ("scontrol", scontrol)):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+
+    return write
+
+
+def array(element: int, count: int = 3, ranks: int = 1) -> dict[str, str]:
+    own = {"SLURM_ARRAY_JOB_ID": "130", "SLURM_ARRAY_TASK_ID": str(element), "SLURM_ARRAY_TASK_COUNT": str(count)}
+    return JOB | own | {"UNICRON_RANKS_PER_NODE": str(ranks)}
+
+
+def test_elements_that_run_are_the_nodes_of_the_world(slurm):
+    slurm(SQUEUE)
+    world = static_world(read_place(array(2, ranks=4)), array(2, ranks=4))
+    assert [world.environment(local)["RANK"] for local in range(4)] == ["4", "5", "6", "7"]
+    assert world.environment(1) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.3",
+        "MASTER_PORT": "20130",
+    }
+    first = static_world(read_place(array(0, ranks=4)), array(0, ranks=4))
+    assert (first.node, first.nodes, first.master, first.port) == (0, 2, world.master, world.port)
+
+
+@pytest.mark.parametrize(
+    "squeue",
+    [
+        "#!/bin/sh\nexit 1\n",
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller'\n",
+        "#!/bin/sh\nprintf '0 n3\\n1 n4\\n'\n",  # answers, but does not know this element
+        "#!/bin/sh\nprintf '2 n7\\n'; exit 1\n",
+    ],
+)
+def test_without_slurms_answer_no_element_trains_alone(slurm, squeue):
+    slurm(squeue)
+    with pytest.raises(UserError, match="Slurm does not tell which nodes job 130 has, so 130_2 cannot") as caught:
+        static_world(read_place(array(2)), array(2))
+    assert caught.value.exit_code == 1
+
+
+def test_without_slurms_programs_no_element_trains_alone(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="Slurm does not tell"):
+        static_world(read_place(array(1)), array(1))
+
+
+def test_one_node_needs_no_answer(slurm):
+    slurm("#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 1\n")
+    for environment in (array(5, count=1, ranks=2), JOB | {"UNICRON_RANKS_PER_NODE": "2"}):
+        world = static_world(read_place(environment), environment)
+        assert (world.node, world.nodes, world.ranks_per_node, world.master) == (0, 1, 2, "10.0.0.9")
+
+
+def test_a_plain_job_of_several_nodes_meets_at_its_first_node(slurm):
+    slurm("#!/bin/sh\nexit 1\n")
+    environment = JOB | {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[3,7]"}
+    world = static_world(read_place(environment), environment)
+    assert (world.node, world.nodes, world.master) == (1, 2, "10.0.0.3")
+    lost = environment | {"SLURM_JOB_NODELIST": "n[3,8]"}
+    with pytest.raises(UserError, match="Slurm does not tell which nodes job 131 has"):
+        static_world(read_place(lost), lost)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [("8", 8), ("0", 1), ("", 1)])
+def test_a_node_has_a_rank_for_each_gpu(gpus, ranks):
+    place = read_place(JOB | {"SLURM_GPUS_ON_NODE": gpus})
+    assert place.slots == list(range(ranks))
+
+
+def test_the_address_is_that_of_the_interface_to_the_controller():
+    assert read_place({"SLURM_JOB_ID": "1"}, "tcp://127.0.0.1:7451").address == "127.0.0.1"
+
+
+def test_the_folders_that_lead_pythons_search(tmp_path):
+    (tmp_path / "lib" / "transition").mkdir(parents=True)
+    (tmp_path / "lib" / "transition" / "__init__.py").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "detector").mkdir()  # no package: unicron's own goes before it
+    here = str(tmp_path)
+    assert import_folders(["python", "bin/train.py", "--config", "lib/a.py"], here, "") == [tmp_path / "bin"]
+    assert import_folders(["python", "-m", "train", "bin/a.py"], here, "lib") == [tmp_path, tmp_path / "lib"]
+    assert hidden_packages([tmp_path / "bin"]) == []
+    assert hidden_packages([tmp_path / "bin", tmp_path / "lib"]) == [tmp_path / "lib" / "transition"]
+    own = Path(module.__file__).resolve().parents[2]
+    assert hidden_packages([tmp_path / "bin", own, tmp_path / "lib"]) == []

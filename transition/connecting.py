@@ -1,0 +1,60 @@
+"""Let go of a gloo group that cannot be connected any more.
+
+A rank that waits for the connection of a peer that died waits inside gloo for five times the group's time-out, and has
+no socket by which it could be freed (measured, torch 2.13). So the constructor runs in a thread of its own, which is
+left behind when the generation breaks: it holds nothing but a constructor that is bound to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+POLL_SECONDS = 0.005
+
+
+@contextlib.contextmanager
+def interruptible(lost: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a gloo group that is being connected is given up as soon as `lost()`: ConnectionError."""
+    from torch.distributed import distributed_c10d, is_gloo_available
+
+    if not is_gloo_available():
+        yield
+        return
+    original = distributed_c10d.ProcessGroupGloo
+
+    class Connecting(type):
+        def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+            return run_until(lambda: original(*arguments, **keywords), lost)
+
+        def __instancecheck__(cls, candidate: Any) -> bool:
+            return isinstance(candidate, original)
+
+    distributed_c10d.ProcessGroupGloo = Connecting("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = original
+
+
+def run_until(work: Callable[[], Any], lost: Callable[[], bool]) -> Any:
+    """What `work()` returns or raises; ConnectionError as soon as `lost()`, and what becomes of it then is dropped."""
+    outcome: dict[str, Any] = {}
+    over = threading.Event()
+
+    def target() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as error:
+            outcome["error"] = error
+        over.set()
+
+    threading.Thread(target=target, name="unicron-connect", daemon=True).start()
+    while not over.wait(POLL_SECONDS):
+        if lost():
+            raise ConnectionError("a member was lost while the groups were connected")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
