@@ -28,7 +28,8 @@ TEMPLATES = ROOT / "sbatch_templates"
 PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
 START_SECONDS = 60.0
 SCRIPT_SECONDS = 120.0
-# The virtual nodes share this machine's cores, so measured throughput would say that a node more is worth nothing.
+# The virtual nodes share this machine's cores: measured throughput would say that a node more is worth nothing, and an
+# iteration takes many times as long while another rank starts.
 CONFIGURATION = """[controller]
 listen = "tcp://127.0.0.1:0"
 auth = "none"
@@ -36,6 +37,7 @@ slurm = "command"
 slurm_poll_seconds = 0.5
 hang_floor_seconds = 5.0
 throughput = "linear"
+hang_floor_seconds = 60.0
 """
 # A model small enough that two cores train five ranks of it and two reference runs.
 MODEL_OPTIONS = (
