@@ -35,7 +35,6 @@ listen = "tcp://127.0.0.1:0"
 auth = "none"
 slurm = "command"
 slurm_poll_seconds = 0.5
-hang_floor_seconds = 5.0
 throughput = "linear"
 hang_floor_seconds = 60.0
 """
