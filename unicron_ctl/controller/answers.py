@@ -230,6 +230,7 @@ def scenario(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, An
                 "max_nodes": i.max_nodes,
                 "nodes": i.nodes,
                 "lost_worker": i.alive < i.nodes,
+                "node_names": sorted(view.node for view in engine.agents.values() if view.job == i.job and view.alive),
                 "flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()},
             }
             for i in inputs
