@@ -156,7 +156,7 @@ class Session:
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
-        self._half_received = False
+        self._half_received = self._came_new = False
         self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
@@ -326,7 +326,7 @@ class Session:
         plan = self._wait_plan()
         self._timing["planned"] = time.time()
         plan = self._enter_until_in(plan)
-        if self.slot in plan.joiners:
+        if self._came_new:
             raise _Rejoined
         if plan.step == self._ledger.iteration and self._phase == "synced":
             self._next_assignment = plan.assignment.get(self.slot)
@@ -393,6 +393,7 @@ class Session:
         groups.tear_down()
         self._process.unblocker.disarm()
         self._watch.put_back()
+        self._entered_first = False
         self._rest("left")
 
     def _enter(self, plan: Plan) -> None:
@@ -400,7 +401,7 @@ class Session:
             raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         self._watch.enter(plan)
         self._timing.setdefault("caught", time.time())
-        newcomer = not self._entered_first or self.slot in plan.joiners
+        newcomer = self._came_new = not self._entered_first or self.slot in plan.joiners
         self._publish("entering", entering=plan.generation)
         old = self._roles or groups.roles()
         self._roles = old  # what Megatron's objects point to until they are re-pointed, however often this is tried
@@ -473,7 +474,7 @@ class Session:
 
     def _reported_iteration(self) -> int:
         """The iteration that the ledger is about; before the first one, the iteration to start with."""
-        return self._ledger.iteration if self.generation else self.iteration
+        return self._ledger.iteration if self._entered_first else self.iteration
 
     def _finish(self) -> None:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
