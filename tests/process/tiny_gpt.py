@@ -7,7 +7,8 @@ whose gradients and parameters are saved.
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's
 groups are built; "world" its world is there, the other groups are not; "entered" the groups are there; "transfer" of
-the state to newcomers; "import". With `recovery` n in place of `count`: the first time after n recoveries.
+the state to newcomers; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
+"any" is any but the time before the first.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "gloo" (the peers'
 connections break, nobody dies); "error" (they break, and the operation at hand fails here); "raise" (a fault of the
@@ -39,6 +40,7 @@ SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "enter", "world", "entered", "transfer", "import")
+BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
 
@@ -46,7 +48,7 @@ def point(name: str) -> None:
     """A place where a fault may be wanted."""
     for fault in FAULTS:
         due = fault["recovery"] == now["entered"] if "recovery" in fault else fault.get("count", 0) == now[name]
-        if due and fault["at"] == name and fault["iteration"] == now["iteration"]:
+        if due and fault["at"] == name and fault["iteration"] in (now["iteration"], "any" if BEGUN else None):
             FAULTS.remove(fault)
             strike(fault)
             break
@@ -119,7 +121,7 @@ def build():
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=64,
+        hidden_size=int(os.environ.get("TINY_HIDDEN", "64")),
         num_attention_heads=4,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
@@ -153,6 +155,7 @@ MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
 def fetch(iteration: int, index: int):
     """Tokens of one micro-batch, shape (SIZE, SEQUENCE + 1)."""
     if iteration != now["iteration"]:
+        BEGUN.append(iteration)
         now.update({"iteration": iteration, **dict.fromkeys(COUNTED, 0)})
     point("fetch")
     with (OUT / f"fetched.{SLOT}").open("a") as file:

@@ -188,7 +188,7 @@ if __name__ == "__main__":
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(os.environ.get("TINY_SCRIPT", str(SCRIPT)), run_name="__main__")
         code = 0
     except Exception:
         sys.excepthook(*sys.exc_info())  # it is the channel's: the agent hears of the error

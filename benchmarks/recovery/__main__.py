@@ -1,0 +1,149 @@
+"""Kill to the next optimizer step with four ranks on this machine, and what the hooks cost while nothing fails.
+
+Real ranks, gloo and ZeroMQ under the test harness; Slurm and its messages are not in it. Each figure is of several
+runs; the machine's own load is in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.process import proof
+from tests.process.rank_harness import Ranks
+
+SIZE, VICTIM, AT = 4, 2, 2
+SLOW = "0.02"  # seconds of sleep per micro-batch, so that computed work can be told from the rest
+POINTS = {  # what is killed when, in an iteration of two micro-batches per rank
+    "before the first micro-batch": {"at": "fetch", "count": 0, "kind": "kill"},
+    "in the middle": {"at": "fetch", "count": 1, "kind": "kill"},
+    "before the reduce": {"at": "reduce", "count": 0, "kind": "kill"},
+    "in the reduce": {"at": "reduce", "count": 1, "kind": "late", "delay": 0.0003},
+    "between reduce and commit": {"at": "reduce", "count": 2, "kind": "kill"},
+    "just before the step": {"at": "step", "count": 0, "kind": "kill"},
+}
+
+
+@dataclass
+class Recovery:
+    """One run: seconds from the kill to the last survivor's next step, in parts, and what was kept."""
+
+    total: float
+    detected: float  # kill to readable pidfd
+    stopped: float  # to the plan: Break, and all survivors at a known point
+    grouped: float  # plan to entered: message, groups, re-pointing
+    worked: float  # entered to stepped: restored buckets, lost micro-batches, reduce, commit, step
+    gradient: float
+    recomputed: int
+    reused: int
+
+    @property
+    def overhead(self) -> float:
+        """Seconds without the recomputed work."""
+        return self.total - self.worked
+
+
+def recover(point: dict, reference: Path) -> Recovery:
+    """One run with one kill."""
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
+        out = Path(folder)
+        fault = {"slot": VICTIM, "iteration": AT, **point}
+        ranks = Ranks(out, SIZE, [fault], fork=True, TINY_SLOW=SLOW)
+        ranks.drive()
+        proof.exactly_once(ranks, 5)
+        proof.nothing_thrown_away(ranks)
+        killed = float((out / f"fault.{VICTIM}.0.{AT}").read_text())
+        parts = [timing["seconds"] for timing in ranks.timings if timing["generation"] == 2]
+        last = max(parts, key=lambda part: part["stepped"])
+        struck = ranks.plans[1].step if ranks.plans[1].step is not None else ranks.plans[1].iteration
+        work = [index for has in proof.fetched(out)[struck].values() for index in has]
+        done = sum(len(status.done) for status in ranks.reports[0].values() if status.iteration == struck)
+        broken = ranks.breaks[0][2]
+        return Recovery(
+            total=last["stepped"] - killed,
+            detected=ranks.ended[VICTIM] - killed,
+            stopped=broken + ranks.rests[0] - ranks.ended[VICTIM],
+            grouped=last["entered"] - broken - ranks.rests[0],
+            worked=last["stepped"] - last["entered"],
+            gradient=proof.gradient_differences(out, reference, 5)[struck],
+            recomputed=len(work) - len(set(work)),
+            reused=proof.MICRO_BATCHES if ranks.plans[1].step is not None else done,
+        )
+
+
+def asked(what: str, value: float, unit: str, most: float) -> None:
+    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
+    verdict = "" if value <= most else "   MISSED"
+    print(f"{what:<66}{value:>10.4g} {unit:<8}   asked: <= {most:g} {unit}{verdict}", flush=True)
+
+
+def recoveries(repeats: int) -> None:
+    """The table of failure points, and the marks."""
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
+        reference = Path(folder)
+        Ranks(reference, SIZE, [], fork=True, TINY_SLOW=SLOW).drive()
+        found: dict[str, list[Recovery]] = {name: [] for name in POINTS}
+        for _ in range(repeats):  # the points take turns: a slow minute of the machine strikes all of them
+            for name, point in POINTS.items():
+                found[name].append(recover(point, reference))
+    print(f"kill -> next optimizer step, {SIZE} ranks, {repeats} runs each; ms; medians of the parts; micro-batches")
+    heads = ("min", "median", "max", "detect", "stop", "groups", "work", "kept", "again")
+    print(f"{'killed':<29}" + "".join(f"{head:>8}" for head in heads))
+    for name, runs in found.items():
+        totals = [1e3 * run.total for run in runs]
+        figures = [min(totals), statistics.median(totals), max(totals)]
+        for part in ("detected", "stopped", "grouped", "worked"):
+            figures.append(1e3 * statistics.median(getattr(run, part) for run in runs))
+        for part in ("reused", "recomputed"):
+            figures.append(statistics.median(getattr(run, part) for run in runs))
+        print(f"{name:<29}" + "".join(f"{figure:>8.0f}" for figure in figures))
+    everything = [run for runs in found.values() for run in runs]
+    asked(
+        "kill -> next step less the recomputed work, median",
+        statistics.median(r.overhead for r in everything),
+        "s",
+        1.0,
+    )
+    asked("kill -> next step less the recomputed work, slowest", max(r.overhead for r in everything), "s", 1.0)
+    asked("process exit -> pidfd, slowest", max(r.detected for r in everything), "s", 0.1)
+    asked("gradient difference at the failed iteration, fp32, largest", max(r.gradient for r in everything), "", 1e-6)
+
+
+def overhead(iterations: int) -> None:
+    """Healthy iterations, hooked and plain by turns."""
+    script = str(Path(__file__).with_name("overhead.py"))
+    print(
+        f"\nhealthy iteration, {SIZE} ranks on {os.cpu_count()} cores, session and plain by turns, {iterations} of each"
+    )
+    print(f"{'hidden size':<14}{'session ms':>12}{'plain ms':>10}{'ratio':>8}{'quartiles of the ratio':>26}")
+    for hidden in (64, 512):
+        with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
+            settings = {"TINY_HIDDEN": str(hidden), "TINY_ITERATIONS": str(iterations + 5), "TINY_SCRIPT": script}
+            Ranks(Path(folder), SIZE, [], fork=True, TINY_SAVE="0", **settings).drive()
+            times = json.loads((Path(folder) / "overhead.json").read_text())[5:]
+        hooked, plain = ([1e3 * pair[place] for pair in times] for place in (0, 1))
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(hooked, plain, strict=True)], n=4)
+        print(
+            f"{hidden:<14}{statistics.median(hooked):>12.1f}{statistics.median(plain):>10.1f}{middle:>8.3f}"
+            f"{f'{low:.3f} .. {high:.3f}':>26}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="runs per failure point")
+    parser.add_argument("--iterations", type=int, default=60, help="healthy iterations of each kind")
+    options = parser.parse_args()
+    recoveries(options.repeats)
+    overhead(options.iterations)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
