@@ -28,7 +28,7 @@ def command(json_path: Path | None, keep: bool) -> None:
     from unicron_ctl.demo.stage import DemoJob, Stage
 
     jobs = (
-        DemoJob("gpt-large", elements=3, weight=2.0, min_nodes=1, seed=1234),
+        DemoJob("gpt-large", elements=3, weight=8.0, min_nodes=1, seed=1234),
         DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321),
     )
     if json_path is not None and not json_path.resolve().parent.is_dir():

@@ -131,10 +131,20 @@ class Story:
         injury.healed_at = time.time()
         self.tell(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
 
+    def _plan(self) -> str:
+        """Why each job has the nodes it has, as the controller says."""
+        reasons = (self.stage.status().get("plan") or {}).get("reasons", {})
+        return "; ".join(
+            f"{job.name} {reasons[id]}" for job in self.stage.jobs if (id := self.stage.ids.get(job.name)) in reasons
+        )
+
     def _wait(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:
-                raise UserError(f"{complaint} within {seconds:.0f} s; --keep leaves the logs in {self.stage.folder}")
+                raise UserError(
+                    f"{complaint} within {seconds:.0f} s; the controller's plan: {self._plan()}; "
+                    f"its logs are in {self.stage.folder}"
+                )
             self.show(self.stage.status())
             time.sleep(POLL_SECONDS)

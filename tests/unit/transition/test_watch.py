@@ -164,7 +164,8 @@ def test_no_order_of_messages_leads_back(events):
         elif what == "put_back":
             watch.put_back()
         elif watch.offer is not None or watch._plan is not None:
-            chosen = watch.offer if watch.offer is not None and generation % 2 else watch.wait_plan(0.0)
+            take_offer = watch.offer is not None and (generation % 2 or watch._plan is None)
+            chosen = watch.offer if take_offer else watch.wait_plan(0.0)
             if chosen is not None:
                 assert chosen.generation > max(entered, watch.broken)
                 watch.enter(chosen)
