@@ -2,8 +2,8 @@
 
 Two layers, both pure (the clock is an argument): a table of (state, event) -> (state, action) for one slot of a job,
 and ``decide``, which finds out from the history which event a verdict is. ``History`` is a fold over recorded faults
-and outcomes, so a restarted controller gets the same one back by replaying its event log.
-Severities and escalation: PAPER section 3.
+and outcomes, so a restarted controller gets the same one back by replaying its event log. Severities and escalation:
+PAPER section 3.
 """
 
 from __future__ import annotations
@@ -108,13 +108,12 @@ class Policy:
 
     window: the same fault within it escalates (30 min: PAPER's checkpoint interval, longer than any single repair).
     quick_seconds, quick_deaths: a rank that dies this early and often before an iteration has a bug or a bad node.
-    own_bug_nodes: on so many nodes the node cannot be the reason.
-    stuck_faults: so many faults of one slot without one iteration of the job in between are a bug too.
-    storage_patience: a file system that is away this long without an iteration ends the job; sooner it is waited for.
-    flap_window, flap_faults: a node with so many faults that are not the application's is put aside.
-    shared_seconds, shared_nodes: so many nodes with a network fault at once are the network's matter.
-    moment: faults closer together than this are one moment: a node's ranks fail together.
-    backoff, backoff_limit: waiting time before an action is repeated; doubles.
+    own_bug_nodes: on so many nodes the node cannot be the reason. stuck_faults: so many faults of one slot without one
+    iteration of the job in between are a bug too. storage_patience: a file system that is away this long without an
+    iteration ends the job; sooner it is waited for. flap_window, flap_faults: a node with so many faults that are not
+    the application's is put aside. shared_seconds, shared_nodes: so many nodes with a network fault at once are the
+    network's matter. moment: faults closer together than this are one moment: a node's ranks fail together. backoff,
+    backoff_limit: waiting time before an action is repeated; doubles.
     """
 
     window: float = 1800.0

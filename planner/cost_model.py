@@ -110,8 +110,9 @@ def memory(model: Gpt, how: Parallel) -> float:
     return state + activations + logits
 
 
-def ways(model: Gpt, hardware: Hardware, nodes: int, tp: int | None = None,
-         pp: int | None = None) -> Iterator[Parallel]:
+def ways(
+    model: Gpt, hardware: Hardware, nodes: int, tp: int | None = None, pp: int | None = None
+) -> Iterator[Parallel]:
     """All splits that fit into memory on `nodes` nodes; tp, pp: fixed by the job where given."""
     total = nodes * hardware.gpus
     tps = [tp] if tp else [t for t in (1, 2, 4, 8) if t <= hardware.gpus and model.heads % t == 0]

@@ -28,8 +28,12 @@ def single_events(scenario: Scenario, queue: Iterable[Job] = ()) -> list[Event]:
 def pairs_of_losses(scenario: Scenario) -> list[Event]:
     """Two nodes lost at once, of the same or of two jobs."""
     running = sorted((job for job in scenario.jobs if job.nodes > 0), key=lambda job: job.name)
-    return [("lost", first.name, second.name) for i, first in enumerate(running) for second in running[i:]
-            if first is not second or first.nodes > 1]
+    return [
+        ("lost", first.name, second.name)
+        for i, first in enumerate(running)
+        for second in running[i:]
+        if first is not second or first.nodes > 1
+    ]
 
 
 def normal(event: Event) -> Event:

@@ -39,8 +39,9 @@ def after_failure(scenario: Scenario, assignment: dict[str, int]) -> float:
     """Expected objective of the plan after the next failure, if `assignment` runs until then."""
     if scenario.nodes == 0:
         return 0.0
-    running = replace(scenario, jobs=tuple(replace(job, nodes=assignment[job.name], lost_worker=False)
-                                           for job in scenario.jobs))
+    running = replace(
+        scenario, jobs=tuple(replace(job, nodes=assignment[job.name], lost_worker=False) for job in scenario.jobs)
+    )
     table = Lookahead(running, pairs=False)
     parts = []
     for job in running.jobs:

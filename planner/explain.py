@@ -29,8 +29,14 @@ class Explanation:
 
     def to_dict(self) -> dict:
         """For --json."""
-        out = {"job": self.job, "nodes": self.nodes, "reason": self.reason, "margin": self.margin,
-               "seconds": self.seconds, "text": self.text}
+        out = {
+            "job": self.job,
+            "nodes": self.nodes,
+            "reason": self.reason,
+            "margin": self.margin,
+            "seconds": self.seconds,
+            "text": self.text,
+        }
         return out | {"second": None if self.second is None else self.second.to_dict()}
 
 
@@ -80,17 +86,29 @@ def explain(scenario: Scenario, name: str, plan: Plan | None = None) -> Explanat
     seconds = scenario.d_running
     lead = f"{name} gets {nodes_text(nodes)}: {plan.reasons[name]}."
     if second is None:
-        return Explanation(name, nodes, plan.reasons[name], None, 0.0, seconds,
-                           f"{lead} There is no other size that it could be given.")
+        return Explanation(
+            name,
+            nodes,
+            plan.reasons[name],
+            None,
+            0.0,
+            seconds,
+            f"{lead} There is no other size that it could be given.",
+        )
     margin = plan.objective - second.objective
-    changes = [f"{job} {plan.assignment[job]} to {count}" for job, count in second.assignment.items()
-               if count != plan.assignment[job] and job != name]
+    changes = [
+        f"{job} {plan.assignment[job]} to {count}"
+        for job, count in second.assignment.items()
+        if count != plan.assignment[job] and job != name
+    ]
     others = f" (and {', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''})" if changes else ""
     if margin <= 1e-9 * abs(plan.objective):
         verdict = "would do equally well, but disturb more jobs, move more nodes or come later by name"
     else:
         share = f", {100 * margin / abs(plan.objective):.2g} % less" if plan.objective > 0 else ""
-        verdict = (f"would do {flops_text(margin / seconds)} less on average over the {duration_text(seconds)} "
-                   f"expected until the next failure{share}")
+        verdict = (
+            f"would do {flops_text(margin / seconds)} less on average over the {duration_text(seconds)} "
+            f"expected until the next failure{share}"
+        )
     text = f"{lead} The second-best plan gives it {nodes_text(second.assignment[name])}{others} and {verdict}."
     return Explanation(name, nodes, plan.reasons[name], second, margin, seconds, text)

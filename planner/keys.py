@@ -107,16 +107,19 @@ def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarr
     factors = []
     for index, job in enumerate(jobs):
         weight, now = _decimal(job.weight), int(rates[len(tables) + index][0])
-        costs = [weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
-                 for k in _relations(job)]
+        costs = [
+            weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
+            for k in _relations(job)
+        ]
         factors.append((weight, costs))
     common = math.lcm(*(part.denominator for weight, costs in factors for part in (weight, *costs)))
-    worst = sum(common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in
-                enumerate(factors))
+    worst = sum(
+        common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in enumerate(factors)
+    )
     if worst >= 2**62:
         return None
     out = []
-    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates[:len(jobs)], jobs, tables, strict=True):
+    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates[: len(jobs)], jobs, tables, strict=True):
         cost = _by_relation(job, sizes, tuple(int(common * part) for part in costs))
         out.append(int(common * weight) * rate - cost)
     unit = max(int(np.gcd.reduce(np.abs(np.concatenate(out)))), 1)

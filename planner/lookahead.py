@@ -111,7 +111,7 @@ class _Class:
                 elif kind == "start":
                     variants[name] = waiting[name]
         made = keys.rows(scenario, [*self.jobs, *variants.values()])
-        self.rows, changed = made[: len(self.jobs)], dict(zip(variants, made[len(self.jobs):], strict=True))
+        self.rows, changed = made[: len(self.jobs)], dict(zip(variants, made[len(self.jobs) :], strict=True))
         self.cases = []
         for event in events:
             if event[0] == "start":
@@ -158,7 +158,7 @@ class _Class:
                 last, second = changed[1]
                 if first not in shared:  # P[first] + V(first) + the rows behind it, once for all pairs that start there
                     run = [tables.add(before[first], row)]
-                    for other in rows[first + 1:]:
+                    for other in rows[first + 1 :]:
                         run.append(tables.add(run[-1], other))
                     shared[first] = run
                 table, row = shared[first][last - first - 1], second
@@ -186,7 +186,6 @@ class _Class:
         order = sorted(range(len(names)), key=lambda i: names[i])
         sizes = _reach([rows[i] for i in order], self.nodes)
         return {names[i]: size for i, size in zip(order, sizes, strict=True)}
-
 
     def _walk(self, case: _Case) -> dict[str, int]:
         """An assignment that reaches `case.best`, read off the tables at hand. Equal in gain, jobs disturbed and total

@@ -55,8 +55,10 @@ def solve_typed(scenario: Scenario):
     kinds = sorted(scenario.types)
     shape = tuple(scenario.types[kind] + 1 for kind in kinds)
     if math.prod(shape) > LARGEST:
-        raise PlanError(f"{len(kinds)} node types of these sizes need a table of {math.prod(shape):,} entries (at most "
-                        f"{LARGEST:,}): merge types or plan the types apart")
+        raise PlanError(
+            f"{len(kinds)} node types of these sizes need a table of {math.prod(shape):,} entries (at most "
+            f"{LARGEST:,}): merge types or plan the types apart"
+        )
     jobs = sorted(scenario.jobs, key=lambda job: job.name)
     options = [_options(scenario, job) for job in jobs]
     keys = _keys(scenario, options)
@@ -72,9 +74,11 @@ def solve_typed(scenario: Scenario):
     tables.reverse()
     left, picked = [n - 1 for n in shape], {}
     for job, listed, values, rest in zip(jobs, options, keys, tables[1:], strict=True):
-        choices = [(key + int(rest[_without(left, o[0] and kinds.index(o[0]), o[1])]), o[1], -i, o)
-                   for i, (o, key) in enumerate(zip(listed, values, strict=True))
-                   if o[0] is None or o[1] <= left[kinds.index(o[0])]]
+        choices = [
+            (key + int(rest[_without(left, o[0] and kinds.index(o[0]), o[1])]), o[1], -i, o)
+            for i, (o, key) in enumerate(zip(listed, values, strict=True))
+            if o[0] is None or o[1] <= left[kinds.index(o[0])]
+        ]
         _, size, _, option = max(choices)
         picked[job.name] = option
         if option[0] is not None:
@@ -85,12 +89,19 @@ def solve_typed(scenario: Scenario):
         rate = _rate(job, (job.flops_by_type or {}).get(kind, job.flops), size) if kind else 0.0
         waf += rate
         verb = "moves to" if disturbed else "stays on"
-        reasons[job.name] = (f"{verb} {nodes_text(size)} of type {kind} ({flops_text(rate)})" if kind else
-                             "gets no nodes: they bring more weighted FLOP/s in other jobs")
-    return Plan(assignment={job.name: picked[job.name][1] for job in scenario.jobs},
-                objective=math.fsum(option[2] for option in picked.values()), waf=waf, reasons=reasons,
-                spares=sum(left),
-                types={job.name: picked[job.name][0] for job in scenario.jobs if picked[job.name][0]})
+        reasons[job.name] = (
+            f"{verb} {nodes_text(size)} of type {kind} ({flops_text(rate)})"
+            if kind
+            else "gets no nodes: they bring more weighted FLOP/s in other jobs"
+        )
+    return Plan(
+        assignment={job.name: picked[job.name][1] for job in scenario.jobs},
+        objective=math.fsum(option[2] for option in picked.values()),
+        waf=waf,
+        reasons=reasons,
+        spares=sum(left),
+        types={job.name: picked[job.name][0] for job in scenario.jobs if picked[job.name][0]},
+    )
 
 
 def _without(left: list[int], axis: int | None, size: int) -> tuple[int, ...]:
@@ -104,5 +115,10 @@ def _keys(scenario: Scenario, options: list[list[tuple]]) -> list[list[int]]:
     move_bits = moves.bit_length()
     shift = move_bits + (len(options) + 1).bit_length()
     scale = Fraction(2 ** (60 - shift - 2)) / total if total else Fraction(0)
-    return [[(round(Fraction(gain) * scale) << shift) - (disturbed << move_bits) - moved
-             for _, _, gain, disturbed, moved in listed] for listed in options]
+    return [
+        [
+            (round(Fraction(gain) * scale) << shift) - (disturbed << move_bits) - moved
+            for _, _, gain, disturbed, moved in listed
+        ]
+        for listed in options
+    ]

@@ -29,8 +29,21 @@ from pathlib import Path
 from planner.model import Job, PlanError, Scenario
 
 CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds", "types")
-JOB_KEYS = ("name", "weight", "min_nodes", "max_nodes", "nodes", "lost_worker", "transition_seconds", "transition",
-            "flops", "restart_only", "node_names", "flops_by_type", "node_type")
+JOB_KEYS = (
+    "name",
+    "weight",
+    "min_nodes",
+    "max_nodes",
+    "nodes",
+    "lost_worker",
+    "transition_seconds",
+    "transition",
+    "flops",
+    "restart_only",
+    "node_names",
+    "flops_by_type",
+    "node_type",
+)
 
 
 def load(path: str | Path) -> Scenario:
@@ -117,21 +130,30 @@ def from_dict(data: Mapping) -> Scenario:
 
 def to_dict(scenario: Scenario) -> dict:
     """The structure that `from_dict` reads, without what is at its default."""
-    cluster = {"nodes": scenario.nodes, "mtbf_node_hours": scenario.mtbf_node_hours,
-               "transition_seconds": scenario.transition_seconds}
+    cluster = {
+        "nodes": scenario.nodes,
+        "mtbf_node_hours": scenario.mtbf_node_hours,
+        "transition_seconds": scenario.transition_seconds,
+    }
     if scenario.types:
         cluster["types"] = dict(scenario.types)
     return {"cluster": cluster, "job": [_job_dict(job) for job in scenario.jobs]}
 
 
 def _job_dict(job: Job) -> dict:
-    out = {"name": job.name, "weight": job.weight, "min_nodes": job.min_nodes, "nodes": job.nodes,
-           "lost_worker": job.lost_worker}
+    out = {
+        "name": job.name,
+        "weight": job.weight,
+        "min_nodes": job.min_nodes,
+        "nodes": job.nodes,
+        "lost_worker": job.lost_worker,
+    }
     if job.flops:
         out["flops"] = {str(size): rate for size, rate in job.flops.items()}
     if job.flops_by_type:
-        out["flops_by_type"] = {kind: {str(size): rate for size, rate in flops.items()}
-                                for kind, flops in job.flops_by_type.items()}
+        out["flops_by_type"] = {
+            kind: {str(size): rate for size, rate in flops.items()} for kind, flops in job.flops_by_type.items()
+        }
     for key in ("max_nodes", "transition_seconds", "node_type"):
         if getattr(job, key) is not None:
             out[key] = getattr(job, key)
@@ -149,5 +171,7 @@ def check_minima(scenario: Scenario) -> None:
     than there is, is more often a mistake."""
     total = sum(job.min_nodes for job in scenario.jobs)
     if total > scenario.nodes:
-        raise PlanError(f"the jobs' min_nodes add up to {total}, but the cluster has {scenario.nodes} nodes: lower "
-                        "them, or pass --oversubscribed to let the plan stop jobs")
+        raise PlanError(
+            f"the jobs' min_nodes add up to {total}, but the cluster has {scenario.nodes} nodes: lower "
+            "them, or pass --oversubscribed to let the plan stop jobs"
+        )

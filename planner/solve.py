@@ -24,8 +24,13 @@ class Plan:
 
     def to_dict(self) -> dict:
         """The JSON of `unicronctl plan`."""
-        out = {"assignment": self.assignment, "objective": self.objective, "waf": self.waf, "reasons": self.reasons,
-               "spares": self.spares}
+        out = {
+            "assignment": self.assignment,
+            "objective": self.objective,
+            "waf": self.waf,
+            "reasons": self.reasons,
+            "spares": self.spares,
+        }
         return out | ({"types": self.types} if self.types else {})
 
 

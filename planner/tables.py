@@ -65,8 +65,10 @@ def _add_within(table: np.ndarray, row: Row, slack: np.ndarray, used: np.ndarray
     if len(row.sizes) < DENSE:
         return add(table, row)
     limits = np.sort(slack[:: max(len(slack) // 16, 1)]).tolist()
-    cost, limit = min((int(np.count_nonzero(slack <= limit))
-                       + STATE_COST * int(np.count_nonzero(used <= gap - limit)), limit) for limit in limits)
+    cost, limit = min(
+        (int(np.count_nonzero(slack <= limit)) + STATE_COST * int(np.count_nonzero(used <= gap - limit)), limit)
+        for limit in limits
+    )
     if cost > SPARSE * len(slack):
         return add(table, row)
     cheap = slack <= limit

@@ -176,16 +176,26 @@ class Throughput:
 
     def to_dict(self) -> dict:
         """JSON-able; `from_dict` reads it."""
-        return {"flops_per_iteration": self.flops_per_iteration, "model": self.model and asdict(self.model),
-                "hardware": asdict(self.hardware), "tp": self.tp, "pp": self.pp,
-                "samples": {str(nodes): seconds for nodes, seconds in self.samples.items()}}
+        return {
+            "flops_per_iteration": self.flops_per_iteration,
+            "model": self.model and asdict(self.model),
+            "hardware": asdict(self.hardware),
+            "tp": self.tp,
+            "pp": self.pp,
+            "samples": {str(nodes): seconds for nodes, seconds in self.samples.items()},
+        }
 
     @staticmethod
     def from_dict(data: Mapping) -> Throughput:
         """The Throughput in a dict; raises PlanError with one line where it is damaged."""
         try:
-            made = Throughput(data["flops_per_iteration"], Gpt(**data["model"]) if data["model"] else None,
-                              Hardware(**data["hardware"]), data["tp"], data["pp"])
+            made = Throughput(
+                data["flops_per_iteration"],
+                Gpt(**data["model"]) if data["model"] else None,
+                Hardware(**data["hardware"]),
+                data["tp"],
+                data["pp"],
+            )
             for nodes, seconds in data["samples"].items():
                 for value in seconds:
                     made.add(int(nodes), value)
@@ -199,5 +209,7 @@ def _repaired(raw: dict[int, Estimate]) -> dict[int, Estimate]:
     weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
     largest = max(weights, default=1.0)
     rates = isotonic([estimate.flops for estimate in raw.values()], [weight / largest for weight in weights])
-    return {nodes: Estimate(rate, estimate.sigma, estimate.measured, estimate.parallel)
-            for (nodes, estimate), rate in zip(raw.items(), rates, strict=True)}
+    return {
+        nodes: Estimate(rate, estimate.sigma, estimate.measured, estimate.parallel)
+        for (nodes, estimate), rate in zip(raw.items(), rates, strict=True)
+    }

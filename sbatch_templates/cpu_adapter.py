@@ -39,8 +39,8 @@ def install() -> bool:
     """Patch torch and megatron-core for CPU; call it before anything else of megatron-core is used.
 
     Returns True when the patches are in place, False when CUDA is available and nothing was done. Calling it again is
-    harmless.
-    Raises RuntimeError (one line) when megatron-core is absent or not the release that the patches were written for.
+    harmless. Raises RuntimeError (one line) when megatron-core is absent or not the release that the patches were
+    written for.
     """
     global _installed
     import torch

@@ -2,12 +2,9 @@
 restore.
 
 Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule
-and called here;
-`_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs 1/total whatever rank
-computes it: the
-schedule divides a loss by the number of micro-batches of its call, so the loss is multiplied by that number over the
-total, and the DDP
-scaling factor is 1 with a SUM reduce.
+and called here; `_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs
+1/total whatever rank computes it: the schedule divides a loss by the number of micro-batches of its call, so the loss
+is multiplied by that number over the total, and the DDP scaling factor is 1 with a SUM reduce.
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ class Gradients:
     """Owns the DDP model chunks of one rank. `lost()` tells whether the generation is over; it is asked between
     micro-batches.
 
-    forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`.
-    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any
-    of them.
+    forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
+    index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them.
     """
 
     def __init__(

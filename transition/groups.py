@@ -138,8 +138,7 @@ def repoint(holders: Iterable[Any], old: dict[str, Any], new: dict[str, Any]) ->
     attributes changed.
 
     `old` must have been taken before the tear-down. Raises :class:`UnsupportedLayout` for a group that has no role,
-    since a
-    collective on it would hang.
+    since a collective on it would hang.
     """
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection

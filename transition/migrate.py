@@ -2,8 +2,7 @@
 principle).
 
 One rank sends, the newcomers receive, and all members compare checksums, so that a replica that had silently diverged
-is found too.
-The header is MessagePack; nothing is ever unpickled.
+is found too. The header is MessagePack; nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 section 6).
 
 A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost
-every survivor
-stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the controller's
-plan. Newcomers
-and leavers change the membership at an iteration boundary, which all members reach in the same iteration because the
-commit
-all-reduce carries the offer that each holds.
+every survivor stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the
+controller's plan. Newcomers and leavers change the membership at an iteration boundary, which all members reach in the
+same iteration because the commit all-reduce carries the offer that each holds.
 """
 
 from __future__ import annotations
@@ -83,8 +80,7 @@ def init_process_group(backend: str) -> None:
     """In place of `torch.distributed.init_process_group`.
 
     Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's
-    generations.
-    Without an agent it is torch's own call with the usual environment variables.
+    generations. Without an agent it is torch's own call with the usual environment variables.
     """
     global _process
     _process = Process(backend)
@@ -97,10 +93,9 @@ def init_process_group(backend: str) -> None:
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks.
-    forward_step, fetch: see
-    :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it
-    cannot heal.
+    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step,
+    fetch: see :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout
+    that it cannot heal.
     """
 
     def __init__(

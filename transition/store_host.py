@@ -2,8 +2,7 @@
 transition.store_host ADDRESS`.
 
 Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the
-agent because
-it needs torch, whose import takes seconds.
+agent because it needs torch, whose import takes seconds.
 """
 
 from __future__ import annotations

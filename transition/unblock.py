@@ -1,9 +1,8 @@
 """Free a main thread that is stuck in a collective of a dead generation.
 
 gloo: `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its TCP
-sockets does, within
-50 ms. Only sockets that were opened while a generation's groups were built are touched, never the script's own.
-NCCL: the communicator abort.
+sockets does, within 50 ms. Only sockets that were opened while a generation's groups were built are touched, never the
+script's own. NCCL: the communicator abort.
 """
 
 from __future__ import annotations

@@ -26,23 +26,17 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """The section [controller]; all times are in seconds.
 
     heartbeat_period: between two messages of an agent without news. lease_periods: so many of them without a message
-    and the node
-    counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts. offer_delay:
-    newcomers are
-    taken in together when they come within it. fault_grace: how long a rank that stopped by itself waits for the
-    cause to show
-    (its peers die of its death). report_timeout, enter_timeout: how long a survivor may take to stop, a member
-    to enter.
-    hint_grace: how long an agent whose end Slurm reported may take to prove that it lives. restart_grace: how long
-    agents may take to come back after the controller was restarted. repeat_seconds: between two copies of an order
-    that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on
-    purpose. monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is
-    taken for hung sooner. hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an
-    evaluation) may take. stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped.
-    mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured"
-    fits
-    T(t,x) to all sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales
-    it.
+    and the node counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts.
+    offer_delay: newcomers are taken in together when they come within it. fault_grace: how long a rank that stopped by
+    itself waits for the cause to show (its peers die of its death). report_timeout, enter_timeout: how long a survivor
+    may take to stop, a member to enter. hint_grace: how long an agent whose end Slurm reported may take to prove that
+    it lives. restart_grace: how long agents may take to come back after the controller was restarted. repeat_seconds:
+    between two copies of an order that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on purpose.
+    monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is taken for hung sooner.
+    hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may take.
+    stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. mtbf_node_hours,
+    transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all sizes at which the job
+    (or an earlier one of its name) has run, "linear" trusts one size and scales it.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"

@@ -2,10 +2,9 @@
 at the edge.
 
 The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
-every change and
-at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were
-obeyed. So any message
-may be lost or repeated, and either side may be restarted, without harm (DESIGN section 6).
+every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show
+that they were obeyed. So any message may be lost or repeated, and either side may be restarted, without harm (DESIGN
+section 6).
 """
 
 from __future__ import annotations

@@ -48,11 +48,15 @@ def multi_task() -> bool:
         best_everywhere &= plan.waf >= top * (1 - 1e-12)
         cells = "".join(f"{waf / 1e15:>8.2f} {f'({100 * waf / top:.0f} %)':>7}" for waf in (plan.waf, *wafs.values()))
         print(f"{number:<6}{cells}   {' '.join(str(count) for count in plan.assignment.values())}")
-    print("recalled: Unicron is best or tied in every case. "
-          f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}.")
-    print("difference: the splits depend on T(t,x), which is from our cost model (A800, 8 x 200 Gbit/s), not from\n"
-          "the paper's calibration; where throughput per node hardly falls with size, the heaviest jobs get all and\n"
-          "others wait.\n")
+    print(
+        "recalled: Unicron is best or tied in every case. "
+        f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}."
+    )
+    print(
+        "difference: the splits depend on T(t,x), which is from our cost model (A800, 8 x 200 Gbit/s), not from\n"
+        "the paper's calibration; where throughput per node hardly falls with size, the heaviest jobs get all and\n"
+        "others wait.\n"
+    )
     return best_everywhere
 
 
@@ -72,18 +76,25 @@ def traces() -> bool:
     """Trace-a and trace-b. True: unicron is best on both."""
     best = True
     print(f"Traces, case 5, mean of {len(SEEDS)} seeds: efficiency, and unicron over X")
-    print(f"{'trace':<9}{'policy':<14}" + "".join(f"{f'repair {hours:g} h':>20}" for hours in REPAIRS)
-          + f"{'recalled':>12}   difference")
+    print(
+        f"{'trace':<9}{'policy':<14}"
+        + "".join(f"{f'repair {hours:g} h':>20}" for hours in REPAIRS)
+        + f"{'recalled':>12}   difference"
+    )
     for name, maker in (("trace-a", trace_a), ("trace-b", trace_b)):
         columns = [_efficiencies(name, maker, hours) for hours in REPAIRS]
         for policy in ("unicron", *OTHERS):
-            cells = "".join(f"{f'{100 * column[policy]:.1f} %':>12}{column['unicron'] / column[policy]:>7.2f}x"
-                            for column in columns)
+            cells = "".join(
+                f"{f'{100 * column[policy]:.1f} %':>12}{column['unicron'] / column[policy]:>7.2f}x"
+                for column in columns
+            )
             recalled, why = RECALLED.get((name, policy), ("1x", ""))
             best &= all(column["unicron"] >= column[policy] for column in columns)
             print(f"{name:<9}{policy:<14}{cells}{recalled:>12}   {why}")
-    print("recalled figures are from memory of the paper, not re-read; repair: median of log-normal times in 1 h..7 d\n"
-          "(our choice).")
+    print(
+        "recalled figures are from memory of the paper, not re-read; repair: median of log-normal times in 1 h..7 d\n"
+        "(our choice)."
+    )
     return best
 
 

@@ -38,8 +38,15 @@ def cluster(jobs: int, nodes: int, shape: str = "concave", seed: int = 0, runnin
             flops = {x: 1e15 * best * x**0.9 * draw.uniform(0.8, 1.0) for x in sizes}
         else:
             flops = {x: 1e15 * best * x / (1 + x / bend) for x in sizes}
-        made.append(Job(name=f"job{index:03}", weight=1.0 if shape == "linear" else weight,
-                        min_nodes=draw.randint(1, 8), nodes=nodes // jobs, flops=flops))
+        made.append(
+            Job(
+                name=f"job{index:03}",
+                weight=1.0 if shape == "linear" else weight,
+                min_nodes=draw.randint(1, 8),
+                nodes=nodes // jobs,
+                flops=flops,
+            )
+        )
     scenario = Scenario(nodes=nodes, jobs=tuple(made), mtbf_node_hours=30000.0)
     if not running:
         return scenario
@@ -155,16 +162,19 @@ def measure_ahead() -> None:
     """Where weighing the next failure pays: sizes with a cliff, long transitions, frequent failures."""
     print("\nplanning for the next failure too (unicron-ahead) beside the current state alone (unicron), efficiency")
     nodes = 26
-    for label, hours, seconds, rate in (("failures every 2 h, 20 min transitions", 60.0, 1200.0, 0.6),
-                                        ("failures every 2 h, 1 min transitions", 60.0, 60.0, 0.6),
-                                        ("failures every 2 weeks, 20 min transitions", 9000.0, 1200.0, 0.005)):
+    for label, hours, seconds, rate in (
+        ("failures every 2 h, 20 min transitions", 60.0, 1200.0, 0.6),
+        ("failures every 2 h, 1 min transitions", 60.0, 60.0, 0.6),
+        ("failures every 2 weeks, 20 min transitions", 9000.0, 1200.0, 0.005),
+    ):
         jobs = tuple(Job(name=f"job{i}", flops={4: 4e15, 8: 7.8e15, 9: 7.85e15, 10: 7.9e15}) for i in range(3))
         scenario = Scenario(nodes=nodes, jobs=jobs, mtbf_node_hours=hours, transition_seconds=seconds)
         pairs = []
         for seed in range(5):
             trace = unicron(nodes, 30 * DAY, seed, per_node_day=rate, repair=3.0)
-            pairs.append([simulate(scenario, trace, POLICIES[name]).efficiency
-                          for name in ("unicron-ahead", "unicron")])
+            pairs.append(
+                [simulate(scenario, trace, POLICIES[name]).efficiency for name in ("unicron-ahead", "unicron")]
+            )
         ahead, plain = (statistics.mean(values) for values in zip(*pairs, strict=True))
         print(f"  {label:<52}{ahead:.4f} beside {plain:.4f} ({100 * (ahead / plain - 1):+.2f} %)", flush=True)
 

@@ -12,8 +12,11 @@ from planner.cost_model import A800, Gpt
 from planner.model import Job, Scenario
 from planner.throughput import Throughput
 
-MODELS = {"1.3b": Gpt(24, 2048, 16, global_batch=512), "7b": Gpt(32, 4096, 32, global_batch=512),
-          "13b": Gpt(40, 5120, 40, global_batch=512)}
+MODELS = {
+    "1.3b": Gpt(24, 2048, 16, global_batch=512),
+    "7b": Gpt(32, 4096, 32, global_batch=512),
+    "13b": Gpt(40, 5120, 40, global_batch=512),
+}
 MIXED = ("1.3b", "1.3b", "1.3b", "7b", "7b", "13b")
 WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
 CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -36,6 +39,8 @@ def _flops(model: str, nodes: int) -> dict[int, float]:
 def case(number: int = 5, nodes: int = NODES) -> Scenario:
     """One of the five cases. Jobs are named after their place and size, for example task4-7b."""
     models, weights = CASES[number]
-    jobs = tuple(Job(name=f"task{i}-{model}", weight=weight, flops=_flops(model, nodes))
-                 for i, (model, weight) in enumerate(zip(models, weights, strict=True), 1))
+    jobs = tuple(
+        Job(name=f"task{i}-{model}", weight=weight, flops=_flops(model, nodes))
+        for i, (model, weight) in enumerate(zip(models, weights, strict=True), 1)
+    )
     return Scenario(nodes=nodes, jobs=jobs, mtbf_node_hours=MTBF_NODE_HOURS, transition_seconds=TRANSITION_SECONDS)

@@ -23,18 +23,45 @@ _TABLE = {
     "node_health": {1: ["lost_connection", "node_failed"]},
     "process": {2: ["exited_abnormally", "killed_from_outside"]},
     "exception": {
-        1: ["ecc_error", "invalid_dma_mapping", "nvlink_error", "gpu_driver_error", "gpu_lost", "host_hardware_error",
-            "kernel_error", "nic_error", "local_disk_error"],
-        2: ["illegal_memory_access", "cuda_error", "other_software_error", "others", "ecc_contained",
-            "cuda_out_of_memory", "host_out_of_memory", "device_assert", "collective_mismatch", "application_error",
-            "numerical_error", "configuration_error", "disk_full", "shared_memory_full", "file_system_error",
-            "checkpoint_corrupt"],
+        1: [
+            "ecc_error",
+            "invalid_dma_mapping",
+            "nvlink_error",
+            "gpu_driver_error",
+            "gpu_lost",
+            "host_hardware_error",
+            "kernel_error",
+            "nic_error",
+            "local_disk_error",
+        ],
+        2: [
+            "illegal_memory_access",
+            "cuda_error",
+            "other_software_error",
+            "others",
+            "ecc_contained",
+            "cuda_out_of_memory",
+            "host_out_of_memory",
+            "device_assert",
+            "collective_mismatch",
+            "application_error",
+            "numerical_error",
+            "configuration_error",
+            "disk_full",
+            "shared_memory_full",
+            "file_system_error",
+            "checkpoint_corrupt",
+        ],
         3: ["connection_refused", "connection_reset", "other_network_error", "hardware_warning", "finished"],
     },
     "statistical": {2: ["task_hang"], 3: ["nccl_timeout", "link_flapping"]},
 }
-CAUSES = {name: Cause(name, severity, method)
-          for method, by_severity in _TABLE.items() for severity, names in by_severity.items() for name in names}
+CAUSES = {
+    name: Cause(name, severity, method)
+    for method, by_severity in _TABLE.items()
+    for severity, names in by_severity.items()
+    for name in names
+}
 REPORTED = ("hardware_warning", "finished")  # only reported: they disturb nobody
 
 

@@ -1,9 +1,9 @@
 """Replays a trace under a policy: event-driven, deterministic, with the planner that the controller uses.
 
-Every job is in one phase, and the WAF of the cluster is split by phase at every moment:
-run (counts), detect (a failure that nobody has noticed yet), transition, recompute (work done before), idle. What is
-not at work because nodes are gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the
-ideal: the WAF of the best split of all nodes without failures.
+Every job is in one phase, and the WAF of the cluster is split by phase at every moment: run (counts), detect (a failure
+that nobody has noticed yet), transition, recompute (work done before), idle. What is not at work because nodes are
+gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the ideal: the WAF of the best
+split of all nodes without failures.
 """
 
 from __future__ import annotations
@@ -60,8 +60,15 @@ class Result:
 
     def to_dict(self) -> dict:
         """The JSON of `unicronctl simulate`."""
-        return {"policy": self.policy, "mean_waf": self.mean_waf, "ideal_waf": self.ideal_waf,
-                "efficiency": self.efficiency, "lost": self.lost, "failures": len(self.failures), "plans": self.plans}
+        return {
+            "policy": self.policy,
+            "mean_waf": self.mean_waf,
+            "ideal_waf": self.ideal_waf,
+            "efficiency": self.efficiency,
+            "lost": self.lost,
+            "failures": len(self.failures),
+            "plans": self.plans,
+        }
 
 
 def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, int]], set[int], int]:
@@ -91,8 +98,10 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
                 continue
         else:
             if number is None:
-                raise PlanError(f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
-                                "a scenario with more nodes")
+                raise PlanError(
+                    f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
+                    "a scenario with more nodes"
+                )
             if event.cause.severity == 1 and number in up:
                 up.remove(number)
                 gone.append(number)
@@ -141,8 +150,16 @@ class Simulation:
         lost["sub_healthy"] = 1.0 - efficiency - sum(value for name, value in lost.items() if name != "sub_healthy")
         if abs(lost["sub_healthy"]) < 1e-12:
             lost["sub_healthy"] = 0.0
-        return Result(self.policy.name, self.work / self.trace.until, self.ideal, efficiency, lost, tuple(self.series),
-                      tuple(self.failures), self.plans)
+        return Result(
+            self.policy.name,
+            self.work / self.trace.until,
+            self.ideal,
+            efficiency,
+            lost,
+            tuple(self.series),
+            tuple(self.failures),
+            self.plans,
+        )
 
     # ---------------------------------------------------------------- time
 
@@ -349,8 +366,9 @@ class Simulation:
             lost.add(event[1])
         plan = self._plan(self.policy.placement, lost)
         changed = [task for task in self.tasks if plan[task.job.name] != task.size or task.job.name in lost]
-        seconds = {task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost)
-                   for task in changed}
+        seconds = {
+            task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost) for task in changed
+        }
         shrinking_first = sorted(changed, key=lambda task: plan[task.job.name] - len(task.nodes))
         for task in shrinking_first:
             size = plan[task.job.name]

@@ -14,9 +14,13 @@ from planner.model import PlanError
 from planner.simulate.engine import Result
 
 # One colour per part, in one order everywhere; told apart by people with colour-blindness, and labelled besides.
-PARTS = (("efficiency", "useful work", "#2a78d6"), ("detection", "detection", "#eda100"),
-         ("transition", "transition", "#e34948"), ("recompute", "recompute", "#4a3aa7"),
-         ("sub_healthy", "sub-healthy", "#b7b5ae"))
+PARTS = (
+    ("efficiency", "useful work", "#2a78d6"),
+    ("detection", "detection", "#eda100"),
+    ("transition", "transition", "#e34948"),
+    ("recompute", "recompute", "#4a3aa7"),
+    ("sub_healthy", "sub-healthy", "#b7b5ae"),
+)
 INK, MUTED, GRID = "#0b0b0b", "#52514e", "#e1e0d9"
 DAY = 86400.0
 
@@ -58,8 +62,14 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
         times = [when / unit for when in times]
         axes.fill_between(times, values, step="post", color=PARTS[0][2], alpha=0.25, linewidth=0)
         axes.step(times, values, where="post", color=PARTS[0][2], linewidth=1.2)
-        axes.plot([when / unit for when in result.failures], [1.12] * len(result.failures), "|", color=PARTS[2][2],
-                  markersize=5, clip_on=False)
+        axes.plot(
+            [when / unit for when in result.failures],
+            [1.12] * len(result.failures),
+            "|",
+            color=PARTS[2][2],
+            markersize=5,
+            clip_on=False,
+        )
         axes.set_ylim(0, 1.2)
         axes.set_yticks([0, 0.5, 1])
         axes.set_xlim(0, until / unit)
@@ -69,8 +79,9 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
         axes.spines[["top", "right"]].set_visible(False)
     first.figure.axes[count - 1].set_xlabel(f"{name}; red ticks: failures that hit a job", fontsize=8, color=MUTED)
     _bars(figure.add_subplot(grid[:, 1]), results)
-    figure.suptitle(title or "WAF over time, as a share of the failure-free ideal", fontsize=11, color=INK, x=0.01,
-                    ha="left")
+    figure.suptitle(
+        title or "WAF over time, as a share of the failure-free ideal", fontsize=11, color=INK, x=0.01, ha="left"
+    )
     try:
         figure.savefig(path)
     except OSError as error:
@@ -87,16 +98,24 @@ def _bars(axes, results: Sequence[Result]) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, result in zip(places, results, strict=True):
         inside = result.efficiency > 0.2
-        axes.text(result.efficiency - 0.01 if inside else left[place] + 0.01, place, f"{100 * result.efficiency:.1f} %",
-                  va="center", ha="right" if inside else "left", fontsize=8, color="white" if inside else INK)
+        axes.text(
+            result.efficiency - 0.01 if inside else left[place] + 0.01,
+            place,
+            f"{100 * result.efficiency:.1f} %",
+            va="center",
+            ha="right" if inside else "left",
+            fontsize=8,
+            color="white" if inside else INK,
+        )
     axes.set_yticks(places, [result.policy for result in results], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the ideal", fontsize=8, color=MUTED)
     axes.tick_params(labelsize=8, colors=MUTED)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(PARTS), fontsize=8,
-                       frameon=False)
+    axes.figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(PARTS), fontsize=8, frameon=False
+    )
 
 
 _STYLE = """
@@ -130,15 +149,23 @@ def _plot(result: Result, until: float) -> str:
     line = "".join(path)
     area = f"{line}V{y(0):.1f}H{x(times[0]):.1f}Z"
     marks = "".join(f'<path d="M{x(when):.1f},2v8" stroke="{PARTS[2][2]}"/>' for when in result.failures)
-    grid = "".join(f'<path d="M{left},{y(v):.1f}H{width - 6}" stroke="var(--grid)"/>'
-                   f'<text x="{left - 4}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>' for v in (0, 0.5, 1))
+    grid = "".join(
+        f'<path d="M{left},{y(v):.1f}H{width - 6}" stroke="var(--grid)"/>'
+        f'<text x="{left - 4}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>'
+        for v in (0, 0.5, 1)
+    )
     anchors = ("start", "middle", "middle", "middle", "end")
-    ticks = "".join(f'<text x="{x(until * i / 4):.1f}" y="{height - 3}" text-anchor="{anchor}">'
-                    f'{until * i / 4 / unit:.3g} {name}</text>' for i, anchor in enumerate(anchors))
+    ticks = "".join(
+        f'<text x="{x(until * i / 4):.1f}" y="{height - 3}" text-anchor="{anchor}">'
+        f"{until * i / 4 / unit:.3g} {name}</text>"
+        for i, anchor in enumerate(anchors)
+    )
     label = f"WAF of {html.escape(result.policy)} over time"
-    return (f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">'
-            f'{grid}{ticks}<path d="{area}" fill="{PARTS[0][2]}" fill-opacity=".25"/>'
-            f'<path d="{line}" fill="none" stroke="{PARTS[0][2]}" stroke-width="1.4"/>{marks}</svg>')
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">'
+        f'{grid}{ticks}<path d="{area}" fill="{PARTS[0][2]}" fill-opacity=".25"/>'
+        f'<path d="{line}" fill="none" stroke="{PARTS[0][2]}" stroke-width="1.4"/>{marks}</svg>'
+    )
 
 
 def page(results: Sequence[Result], until: float, title: str = "Simulation") -> str:
@@ -146,17 +173,25 @@ def page(results: Sequence[Result], until: float, title: str = "Simulation") -> 
     rows, plots = [], []
     for result in results:
         name, shares = html.escape(result.policy), _shares(result)
-        bar = "".join(f'<span title="{label}: {100 * share:.2f} %" style="width:{100 * max(share, 0):.3f}%;'
-                      f'background:{colour}"></span>' for share, (_, label, colour) in zip(shares, PARTS, strict=True))
+        bar = "".join(
+            f'<span title="{label}: {100 * share:.2f} %" style="width:{100 * max(share, 0):.3f}%;'
+            f'background:{colour}"></span>'
+            for share, (_, label, colour) in zip(shares, PARTS, strict=True)
+        )
         cells = "".join(f"<td>{100 * share:.2f} %</td>" for share in shares)
-        rows.append(f"<tr><td>{name}</td>{cells}<td>{result.mean_waf:.4g}</td></tr>"
-                    f'<tr><td colspan="{len(PARTS) + 2}"><div class="bar">{bar}</div></td></tr>')
+        rows.append(
+            f"<tr><td>{name}</td>{cells}<td>{result.mean_waf:.4g}</td></tr>"
+            f'<tr><td colspan="{len(PARTS) + 2}"><div class="bar">{bar}</div></td></tr>'
+        )
         plots.append(f"<h2>{name}</h2>{_plot(result, until)}")
-    heads = "".join(f'<th><span class="key" style="background:{colour}"></span>{label}</th>'
-                    for _, label, colour in PARTS)
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>"
-            f'<p class="muted">Shares of the failure-free ideal of {results[0].ideal_waf:.4g} weighted FLOP/s.</p>'
-            f'<div class="wide"><table><tr><th>policy</th>{heads}<th>mean WAF</th></tr>{"".join(rows)}</table></div>'
-            f'<p class="muted">WAF over time as a share of the ideal; red marks are failures that hit a job.</p>'
-            f'{"".join(plots)}</html>\n')
+    heads = "".join(
+        f'<th><span class="key" style="background:{colour}"></span>{label}</th>' for _, label, colour in PARTS
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>"
+        f'<p class="muted">Shares of the failure-free ideal of {results[0].ideal_waf:.4g} weighted FLOP/s.</p>'
+        f'<div class="wide"><table><tr><th>policy</th>{heads}<th>mean WAF</th></tr>{"".join(rows)}</table></div>'
+        f'<p class="muted">WAF over time as a share of the ideal; red marks are failures that hit a job.</p>'
+        f"{''.join(plots)}</html>\n"
+    )

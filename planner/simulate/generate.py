@@ -12,15 +12,32 @@ from planner.simulate.trace import DAY, Trace, TraceEvent, make
 
 # Unicron, section 1: share of tasks by outcome in percent, without those that finished.
 UNICRON_MIX = {
-    "nccl_timeout": 10.1, "link_flapping": 3.9, "task_hang": 3.1, "cuda_error": 1.6, "nvlink_error": 4.5,
-    "gpu_driver_error": 0.6, "connection_refused": 2.1, "connection_reset": 1.0, "other_network_error": 4.0,
-    "illegal_memory_access": 2.1, "ecc_error": 5.0, "invalid_dma_mapping": 2.1, "others": 3.3,
+    "nccl_timeout": 10.1,
+    "link_flapping": 3.9,
+    "task_hang": 3.1,
+    "cuda_error": 1.6,
+    "nvlink_error": 4.5,
+    "gpu_driver_error": 0.6,
+    "connection_refused": 2.1,
+    "connection_reset": 1.0,
+    "other_network_error": 4.0,
+    "illegal_memory_access": 2.1,
+    "ecc_error": 5.0,
+    "invalid_dma_mapping": 2.1,
+    "others": 3.3,
 }
 # Llama 3 (arXiv 2407.21783, table 5): 419 unexpected interruptions in 54 days on 16,384 GPUs, as causes of our table.
 LLAMA3_COUNTS = {
-    "gpu_lost": 148 + 17, "ecc_error": 72 + 19, "other_software_error": 54 + 2, "other_network_error": 35,
-    "node_failed": 32 + 2 + 3 + 2, "nic_error": 7, "nccl_timeout": 7, "numerical_error": 6,
-    "host_hardware_error": 6 + 2 + 2, "local_disk_error": 3,
+    "gpu_lost": 148 + 17,
+    "ecc_error": 72 + 19,
+    "other_software_error": 54 + 2,
+    "other_network_error": 35,
+    "node_failed": 32 + 2 + 3 + 2,
+    "nic_error": 7,
+    "nccl_timeout": 7,
+    "numerical_error": 6,
+    "host_hardware_error": 6 + 2 + 2,
+    "local_disk_error": 3,
 }
 LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
@@ -33,8 +50,9 @@ def repair_seconds(draw: random.Random, median_hours: float = REPAIR_HOURS) -> f
     return 3600.0 * min(max(median_hours * draw.lognormvariate(0.0, 1.0), 1.0), 168.0)
 
 
-def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str],
-            repair: float = REPAIR_HOURS) -> list[TraceEvent]:
+def _events(
+    draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str], repair: float = REPAIR_HOURS
+) -> list[TraceEvent]:
     """Failures at `times` on nodes that are up, each lost node joining again after its repair."""
     back = [0.0] * nodes
     out = []
@@ -50,8 +68,15 @@ def _events(draw: random.Random, times: list[float], nodes: int, pick: Callable[
     return out
 
 
-def poisson(nodes: int, seconds: float, per_node_day: float, mix: dict[str, float], seed: int, name: str,
-            repair: float = REPAIR_HOURS) -> Trace:
+def poisson(
+    nodes: int,
+    seconds: float,
+    per_node_day: float,
+    mix: dict[str, float],
+    seed: int,
+    name: str,
+    repair: float = REPAIR_HOURS,
+) -> Trace:
     """Failures at a constant rate per node and day, causes drawn by weight."""
     if nodes < 1 or seconds <= 0:
         raise PlanError("a trace needs at least one node and a time above 0")
@@ -73,14 +98,16 @@ def rsc1(nodes: int, seconds: float, seed: int = 0) -> Trace:
     return poisson(nodes, seconds, RSC1_PER_NODE_DAY, UNICRON_MIX, seed, "rsc1")
 
 
-def unicron(nodes: int, seconds: float, seed: int = 0, per_node_day: float = 43 / 56 / 16,
-            repair: float = REPAIR_HOURS) -> Trace:
+def unicron(
+    nodes: int, seconds: float, seed: int = 0, per_node_day: float = 43 / 56 / 16, repair: float = REPAIR_HOURS
+) -> Trace:
     """Unicron's mix of causes; by default at the rate of trace-a."""
     return poisson(nodes, seconds, per_node_day, UNICRON_MIX, seed, "unicron", repair)
 
 
-def counted(nodes: int, seconds: float, severe: int, other: int, seed: int, name: str,
-            repair: float = REPAIR_HOURS) -> Trace:
+def counted(
+    nodes: int, seconds: float, severe: int, other: int, seed: int, name: str, repair: float = REPAIR_HOURS
+) -> Trace:
     """Exactly `severe` failures of severity 1 and `other` others, at uniform times, causes by Unicron's mix."""
     draw = random.Random(f"{name}/{seed}")
     kinds = [True] * severe + [False] * other
@@ -106,8 +133,10 @@ def trace_b(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Tra
     return counted(nodes, 7 * DAY, 26, 80, seed, "trace-b", repair)
 
 
-GENERATORS = {"trace-a": lambda nodes, days, seed: trace_a(seed, nodes),
-              "trace-b": lambda nodes, days, seed: trace_b(seed, nodes),
-              "unicron": lambda nodes, days, seed: unicron(nodes, days * DAY, seed),
-              "llama3": lambda nodes, days, seed: llama3(nodes, days * DAY, seed),
-              "rsc1": lambda nodes, days, seed: rsc1(nodes, days * DAY, seed)}
+GENERATORS = {
+    "trace-a": lambda nodes, days, seed: trace_a(seed, nodes),
+    "trace-b": lambda nodes, days, seed: trace_b(seed, nodes),
+    "unicron": lambda nodes, days, seed: unicron(nodes, days * DAY, seed),
+    "llama3": lambda nodes, days, seed: llama3(nodes, days * DAY, seed),
+    "rsc1": lambda nodes, days, seed: rsc1(nodes, days * DAY, seed),
+}

@@ -57,48 +57,101 @@ _UNICRON_TRANSITION = {1: None, 2: None, 3: 5.0}
 
 def _unicron(name: str, placement: str, ahead: bool = False) -> Policy:
     return Policy(
-        name, placement, _UNICRON_DETECT, _UNICRON_TRANSITION, redo=0.5, ahead=ahead,
-        sources=("detection: Unicron, section 3 [R]", "D_transition: the scenario's", "SEV3 reattempt 5 s [choice]",
-                 "at most half an iteration of the lost rank is computed again (Unicron, section 5)"))
+        name,
+        placement,
+        _UNICRON_DETECT,
+        _UNICRON_TRANSITION,
+        redo=0.5,
+        ahead=ahead,
+        sources=(
+            "detection: Unicron, section 3 [R]",
+            "D_transition: the scenario's",
+            "SEV3 reattempt 5 s [choice]",
+            "at most half an iteration of the lost rank is computed again (Unicron, section 5)",
+        ),
+    )
 
 
-POLICIES = {policy.name: policy for policy in (
-    _unicron("unicron", "optimal"),
-    _unicron("unicron-ahead", "optimal", ahead=True),
-    _unicron("equally", "equally"),
-    _unicron("by_weight", "by_weight"),
-    _unicron("by_size", "by_size"),
-    Policy("megatron", "fixed", {**_all(D_TIMEOUT), "node_health": 5.7}, dict.fromkeys((1, 2, 3), REQUEUE + SETUP),
-           checkpoint=CHECKPOINT,
-           sources=("detection: D_timeout 30 min, node health 5.7 s (Unicron, sections 1 and 3)",
-                    "restart: 9 + 14 min (Unicron, section 1) [S]", "checkpoint every 30 min (Unicron, section 6) [R]",
-                    "waits for repair, or takes a hot spare where there is one")),
-    Policy("oobleck", "own", {**_all(5.0), "statistical": D_TIMEOUT}, dict.fromkeys((1, 2, 3)), redo=0.5,
-           sources=("detection: a closed connection, at the latest its 5 s time-out (elastic/message_util.py) [S]",
-                    "hangs: nothing in its code looks for them, so D_timeout",
-                    "regrouping: the scenario's D_transition [choice: none published for these sizes]",
-                    "the iteration under way is lost (no reuse in its engine)",
-                    "healthy 1.0: an upper bound, its own sources give none beside Megatron [choice]")),
-    Policy("varuna", "own", {**_all(60.0), "statistical": 900.0}, dict.fromkeys((1, 2, 3), SETUP),
-           checkpoint=CHECKPOINT, healthy=0.75,
-           sources=("detection: 60 s wait for transient errors to pass (varuna/morph_server.py) [S]",
-                    "hangs: progress is looked at every 30 min, 15 min on average (varuna/catch_all.py) [S]",
-                    "morphing restarts all processes (docs/morphing.rst) [S]: set-up 14 min as Megatron's",
-                    "healthy 0.75: activations are always recomputed, 3 of 4 FLOP are useful [R]",
-                    "planned changes checkpoint first (docs/morphing.rst) [S]")),
-    Policy("bamboo", "own", {**_all(20.0), "statistical": D_TIMEOUT}, dict.fromkeys((1, 2, 3), 30.0), redo=1.0,
-           healthy=(264 / 1.45 / 48) / (264 / 2.51 / 20),
-           sources=("detection: local rendezvous 20 s; then a global one, 30 s (simulation/simulator.py) [S]",
-                    "healthy 0.72: BERT samples per instance, 48 redundant (1.45 s a step) against 20 plain (2.51 s), "
-                    "same file [S]",
-                    "hangs: D_timeout")),
-    Policy("torchelastic", "own", {**_all(0.1), "node_health": 15.0, "statistical": 600.0},
-           dict.fromkeys((1, 2, 3), 30.0 + SETUP), checkpoint=CHECKPOINT, graceful=False,
-           sources=("monitor interval 0.1 s; keep-alive 5 s x 3; last call 30 s (torch/distributed) [S]",
-                    "hangs: NCCL time-out of process groups, 10 min [R]",
-                    "every change of membership restarts all workers",
-                    "set-up 14 min and a checkpoint every 30 min as Megatron's")),
-)}
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        _unicron("unicron", "optimal"),
+        _unicron("unicron-ahead", "optimal", ahead=True),
+        _unicron("equally", "equally"),
+        _unicron("by_weight", "by_weight"),
+        _unicron("by_size", "by_size"),
+        Policy(
+            "megatron",
+            "fixed",
+            {**_all(D_TIMEOUT), "node_health": 5.7},
+            dict.fromkeys((1, 2, 3), REQUEUE + SETUP),
+            checkpoint=CHECKPOINT,
+            sources=(
+                "detection: D_timeout 30 min, node health 5.7 s (Unicron, sections 1 and 3)",
+                "restart: 9 + 14 min (Unicron, section 1) [S]",
+                "checkpoint every 30 min (Unicron, section 6) [R]",
+                "waits for repair, or takes a hot spare where there is one",
+            ),
+        ),
+        Policy(
+            "oobleck",
+            "own",
+            {**_all(5.0), "statistical": D_TIMEOUT},
+            dict.fromkeys((1, 2, 3)),
+            redo=0.5,
+            sources=(
+                "detection: a closed connection, at the latest its 5 s time-out (elastic/message_util.py) [S]",
+                "hangs: nothing in its code looks for them, so D_timeout",
+                "regrouping: the scenario's D_transition [choice: none published for these sizes]",
+                "the iteration under way is lost (no reuse in its engine)",
+                "healthy 1.0: an upper bound, its own sources give none beside Megatron [choice]",
+            ),
+        ),
+        Policy(
+            "varuna",
+            "own",
+            {**_all(60.0), "statistical": 900.0},
+            dict.fromkeys((1, 2, 3), SETUP),
+            checkpoint=CHECKPOINT,
+            healthy=0.75,
+            sources=(
+                "detection: 60 s wait for transient errors to pass (varuna/morph_server.py) [S]",
+                "hangs: progress is looked at every 30 min, 15 min on average (varuna/catch_all.py) [S]",
+                "morphing restarts all processes (docs/morphing.rst) [S]: set-up 14 min as Megatron's",
+                "healthy 0.75: activations are always recomputed, 3 of 4 FLOP are useful [R]",
+                "planned changes checkpoint first (docs/morphing.rst) [S]",
+            ),
+        ),
+        Policy(
+            "bamboo",
+            "own",
+            {**_all(20.0), "statistical": D_TIMEOUT},
+            dict.fromkeys((1, 2, 3), 30.0),
+            redo=1.0,
+            healthy=(264 / 1.45 / 48) / (264 / 2.51 / 20),
+            sources=(
+                "detection: local rendezvous 20 s; then a global one, 30 s (simulation/simulator.py) [S]",
+                "healthy 0.72: BERT samples per instance, 48 redundant (1.45 s a step) against 20 plain (2.51 s), "
+                "same file [S]",
+                "hangs: D_timeout",
+            ),
+        ),
+        Policy(
+            "torchelastic",
+            "own",
+            {**_all(0.1), "node_health": 15.0, "statistical": 600.0},
+            dict.fromkeys((1, 2, 3), 30.0 + SETUP),
+            checkpoint=CHECKPOINT,
+            graceful=False,
+            sources=(
+                "monitor interval 0.1 s; keep-alive 5 s x 3; last call 30 s (torch/distributed) [S]",
+                "hangs: NCCL time-out of process groups, 10 min [R]",
+                "every change of membership restarts all workers",
+                "set-up 14 min and a checkpoint every 30 min as Megatron's",
+            ),
+        ),
+    )
+}
 
 
 def policy(name: str) -> Policy:

@@ -129,5 +129,7 @@ def write(trace: Trace, path: str | Path) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(HEADER)
-        writer.writerows([f"{event.seconds:.3f}", event.event, event.node, event.cause.name if event.cause else ""]
-                         for event in trace.events)
+        writer.writerows(
+            [f"{event.seconds:.3f}", event.event, event.node, event.cause.name if event.cause else ""]
+            for event in trace.events
+        )

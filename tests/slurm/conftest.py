@@ -51,8 +51,18 @@ def submit(cluster: LocalCluster, tmp_path) -> Callable[..., str]:
     )
 
     def call(*options: str) -> str:
-        command = ["sbatch", "--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--requeue", "--open-mode=append",
-                   f"--output={tmp_path}/%A_%a.out", *options, str(script)]
+        command = [
+            "sbatch",
+            "--parsable",
+            "-N1",
+            "--exclusive",
+            "--gres=gpu:1",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={tmp_path}/%A_%a.out",
+            *options,
+            str(script),
+        ]
         done = subprocess.run(command, env=os.environ | cluster.env(), capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

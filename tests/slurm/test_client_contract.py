@@ -28,8 +28,9 @@ _BACKENDS = ["command_line"] + (["pyslurm"] if _PYSLURM is not None else [])
 
 
 @pytest.fixture(params=_BACKENDS)
-def make_client(request: pytest.FixtureRequest, cluster: LocalCluster,
-                monkeypatch: pytest.MonkeyPatch) -> Callable[..., SlurmClient]:
+def make_client(
+    request: pytest.FixtureRequest, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SlurmClient]:
     if request.param == "command_line":
         return lambda **options: CommandLineClient(env=cluster.env(), **options)
     monkeypatch.setenv("SLURM_CONF", cluster.env()["SLURM_CONF"])
@@ -89,8 +90,9 @@ def test_elements_of_arrays_and_plain_jobs_are_told_apart(client: SlurmClient, s
     assert wait_for(client, plain, 0, "CANCELLED").job == plain
 
 
-def test_a_node_moves_from_one_job_to_another(client: SlurmClient, submit: Submit, wait_for: Wait,
-                                              tmp_path: Path) -> None:
+def test_a_node_moves_from_one_job_to_another(
+    client: SlurmClient, submit: Submit, wait_for: Wait, tmp_path: Path
+) -> None:
     giver, taker = submit("--array=0-1"), submit("--array=0-2", "--hold")
     moved = wait_for(client, giver, 1, "RUNNING").node
     _notes(tmp_path, 2)
@@ -106,8 +108,9 @@ def test_a_node_moves_from_one_job_to_another(client: SlurmClient, submit: Submi
     assert others[0].held and others[1].held, "only the pinned element was released"
 
 
-def test_the_element_of_a_lost_node_restarts_on_a_chosen_one(client: SlurmClient, cluster: LocalCluster, submit: Submit,
-                                                             wait_for: Wait, tmp_path: Path) -> None:
+def test_the_element_of_a_lost_node_restarts_on_a_chosen_one(
+    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_for: Wait, tmp_path: Path
+) -> None:
     job = submit("--array=0-1")
     before = wait_for(client, job, 0, "RUNNING")
     wait_for(client, job, 1, "RUNNING")
@@ -122,8 +125,9 @@ def test_the_element_of_a_lost_node_restarts_on_a_chosen_one(client: SlurmClient
     assert "0 n6 1" in _notes(tmp_path, 3), "its job step works there too"
 
 
-def test_a_repaired_node_goes_to_a_held_element(client: SlurmClient, submit: Submit, wait_for: Wait,
-                                                tmp_path: Path) -> None:
+def test_a_repaired_node_goes_to_a_held_element(
+    client: SlurmClient, submit: Submit, wait_for: Wait, tmp_path: Path
+) -> None:
     job = submit("--array=0-1")
     lost = wait_for(client, job, 1, "RUNNING").node
     _notes(tmp_path, 2)
@@ -196,8 +200,9 @@ def test_what_slurm_refuses_is_one_line_with_its_reason(client: SlurmClient) -> 
         client.down("n77", "unicron[node_problem]: no such node")
 
 
-def test_a_dry_run_says_everything_and_changes_nothing(make_client: Callable[..., SlurmClient], client: SlurmClient,
-                                                       submit: Submit, wait_for: Wait) -> None:
+def test_a_dry_run_says_everything_and_changes_nothing(
+    make_client: Callable[..., SlurmClient], client: SlurmClient, submit: Submit, wait_for: Wait
+) -> None:
     job = submit("--array=0-1")
     for element in (0, 1):
         wait_for(client, job, element, "RUNNING")

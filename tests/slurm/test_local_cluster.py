@@ -128,8 +128,9 @@ def test_a_port_in_use_is_avoided(small: LocalCluster) -> None:
         assert small.status()["state"] == "up"
 
 
-def test_a_port_taken_between_choice_and_start_leads_to_another(small: LocalCluster,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_taken_between_choice_and_start_leads_to_another(
+    small: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         real, calls = ports.choose, []
 
@@ -211,8 +212,9 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     _until(lambda: any(e.job == job and (e.state, e.node, e.restarts) == again for e in client.elements()))
 
 
-def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(cluster: LocalCluster, submit: Callable[..., str],
-                                                                    wait_for: Callable[..., object]) -> None:
+def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(
+    cluster: LocalCluster, submit: Callable[..., str], wait_for: Callable[..., object]
+) -> None:
     client = cluster.client()
     job = submit("-w", "n4")
     wait_for(client, job, 0, "RUNNING")

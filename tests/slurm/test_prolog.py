@@ -30,8 +30,14 @@ class Hook:
         self.log.unlink(missing_ok=True)
         name = "UNICRON_PROLOG_CONF" if self.path == PROLOG else "UNICRON_EPILOG_CONF"
         began = time.monotonic()
-        done = subprocess.run([self.path], env={name: str(self.conf)} | environment, capture_output=True, text=True,
-                              timeout=10, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [self.path],
+            env={name: str(self.conf)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+        )
         assert time.monotonic() - began < limit
         assert done.stdout == "" and done.stderr == ""
         return done.returncode
@@ -164,17 +170,17 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
         sleeper(**JOB, UNICRON="1", ignores_term=True),
     ]
     others = [
-        sleeper(**JOB),                                                     # a job without Unicron
+        sleeper(**JOB),  # a job without Unicron
         sleeper(**JOB, UNICRON="0"),
-        sleeper(**JOB | {"SLURM_JOB_ID": "8150"}, UNICRON="1"),             # another job, with an id that begins alike
+        sleeper(**JOB | {"SLURM_JOB_ID": "8150"}, UNICRON="1"),  # another job, with an id that begins alike
         sleeper(**JOB | {"SLURM_JOB_ID": "81"}, UNICRON="1"),
-        sleeper(**JOB | {"SLURMD_NODENAME": "n11"}, UNICRON="1"),           # another node on the same machine
-        sleeper(X_SLURM_JOB_ID="815", SLURMD_NODENAME="n1", UNICRON="1"),   # a name that ends alike
+        sleeper(**JOB | {"SLURMD_NODENAME": "n11"}, UNICRON="1"),  # another node on the same machine
+        sleeper(X_SLURM_JOB_ID="815", SLURMD_NODENAME="n1", UNICRON="1"),  # a name that ends alike
         sleeper(SLURM_JOB_ID="815", UNICRON="1"),
         sleeper(**JOB, UNICRON="1", SLURM_SCRIPT_CONTEXT="epilog_slurmd"),  # an administrator's epilog
     ]
     if os.getuid() == 0:
-        others.append(sleeper(**JOB, UNICRON="1", user=65534))              # another user who imitates the job
+        others.append(sleeper(**JOB, UNICRON="1", user=65534))  # another user who imitates the job
     assert epilog(**ENDED_JOB) == 0
     assert [ended(process) for process in mine] == [True] * len(mine)
     assert [process.poll() for process in others] == [None] * len(others)
@@ -226,25 +232,41 @@ def test_prolog_and_epilog_under_slurm(tmp_path_factory: pytest.TempPathFactory)
     """A job leaves a detached process and shared memory; slurmd's epilog clears them. A lost GPU drains the node."""
     folder = tmp_path_factory.mktemp("hooks")
     (folder / "shm").mkdir()
-    cluster = LocalCluster(folder / "cluster", nodes=1, gpus_per_node=1, auth="none", config_lines=[
-        f"Prolog={folder}/prolog", f"Epilog={folder}/epilog"])
+    cluster = LocalCluster(
+        folder / "cluster",
+        nodes=1,
+        gpus_per_node=1,
+        auth="none",
+        config_lines=[f"Prolog={folder}/prolog", f"Epilog={folder}/epilog"],
+    )
     # slurmd gives its hooks no variable of ours, so wrappers name the configuration.
     for hook, path in (("prolog", PROLOG), ("epilog", EPILOG)):
         conf = folder / f"{hook}.conf"
-        conf.write_text(f"UNICRON_LOG={folder}/{hook}.log\nUNICRON_CLEAN_DIRS={folder}/shm\n"
-                        f"UNICRON_CHECK_GPU=on\nUNICRON_GPU_DEVICE={cluster.layout.gpu_dir}/gpu%s\n")
+        conf.write_text(
+            f"UNICRON_LOG={folder}/{hook}.log\nUNICRON_CLEAN_DIRS={folder}/shm\n"
+            f"UNICRON_CHECK_GPU=on\nUNICRON_GPU_DEVICE={cluster.layout.gpu_dir}/gpu%s\n"
+        )
         # Slurm fills in SLURM_JOB_GPUS for real devices only, and this cluster's are ordinary files.
         (folder / hook).write_text(f"#!/bin/sh\nSLURM_JOB_GPUS=0 UNICRON_{hook.upper()}_CONF={conf} exec {path}\n")
         (folder / hook).chmod(0o755)
 
     def call(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, env=os.environ | cluster.env(), capture_output=True, text=True, timeout=20,
-                              cwd=folder, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            command,
+            env=os.environ | cluster.env(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+        )
 
     cluster.up()
     try:
-        script = (f"export UNICRON=1; setsid sh -c 'sleep 300 & echo $! > left' <&- >&- 2>&-; "
-                  f": > {folder}/shm/unicron-$SLURM_JOB_ID-0")
+        script = (
+            f"export UNICRON=1; setsid sh -c 'sleep 300 & echo $! > left' <&- >&- 2>&-; "
+            f": > {folder}/shm/unicron-$SLURM_JOB_ID-0"
+        )
         done = call("srun", "--gres=gpu:1", "sh", "-c", script)
         assert done.returncode == 0, done.stderr
         left = Path("/proc") / (folder / "left").read_text().strip() / "environ"

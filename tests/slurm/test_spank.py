@@ -94,8 +94,15 @@ class Bench:
 
     def call(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("UNICRON", "SLURM", "SBATCH"))}
-        return subprocess.run(command, env=clean | self.cluster.env() | environment, capture_output=True, text=True,
-                              timeout=CALL_LIMIT, cwd=self.folder, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            command,
+            env=clean | self.cluster.env() | environment,
+            capture_output=True,
+            text=True,
+            timeout=CALL_LIMIT,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+        )
 
     def batch(self, script: str, *options: str, elements: tuple[int, ...] = ()) -> tuple[int, dict[int, str]]:
         """Submits a script and waits for its end: job id, and the output by element (0 without an array)."""
@@ -124,8 +131,9 @@ def wait_for(condition: Callable[[], bool], limit: float = 15.0) -> None:
 
 
 def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-s", "-C", str(SOURCE), f"O={folder}", *targets], capture_output=True, text=True,
-                          timeout=100)
+    return subprocess.run(
+        ["make", "-s", "-C", str(SOURCE), f"O={folder}", *targets], capture_output=True, text=True, timeout=100
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +151,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
     listener = Listener()
     bench = Bench(LocalCluster(folder / "cluster"), listener, folder, folder / "build" / "unicron.so", agent)
-    bench.cluster = LocalCluster(folder / "cluster", nodes=2, auth="none", plugstack_lines=[bench.line()],
-                                 config_lines=[f"TaskProlog={task_prolog}"])
+    bench.cluster = LocalCluster(
+        folder / "cluster",
+        nodes=2,
+        auth="none",
+        plugstack_lines=[bench.line()],
+        config_lines=[f"TaskProlog={task_prolog}"],
+    )
     bench.cluster.up()
     try:
         yield bench
@@ -256,8 +269,15 @@ def test_exit_codes_come_through(bench: Bench) -> None:
         done = bench.call("srun", "--unicron", "sh", "-c", f"echo $SLURM_JOB_ID > job; {command}")
         assert done.returncode == code
         (message,) = bench.listener.wait("task_exit", job := int((bench.folder / "job").read_text()))
-        assert message == {"v": 1, "kind": "task_exit", "job": str(job), "element": 0, "slurm_id": job,
-                           "node": message["node"], "status": status}
+        assert message == {
+            "v": 1,
+            "kind": "task_exit",
+            "job": str(job),
+            "element": 0,
+            "slurm_id": job,
+            "node": message["node"],
+            "status": status,
+        }
         assert message["node"] in ("n1", "n2")
 
 
@@ -385,8 +405,15 @@ def test_unit_tests_under_sanitizers(tmp_path: Path) -> None:
         elif kind == "text":
             assert value == "x" * int(argument[0])
         elif kind == "notice":
-            assert value == {"v": 1, "kind": "task_exit", "job": "4294967294", "element": 4000000,
-                             "slurm_id": 4294967294, "node": "n" * 255, "status": 9}
+            assert value == {
+                "v": 1,
+                "kind": "task_exit",
+                "job": "4294967294",
+                "element": 4000000,
+                "slurm_id": 4294967294,
+                "node": "n" * 255,
+                "status": 9,
+            }
         elif kind == "step":
             assert (value["job"], value["element"], value["node"], value["status"]) == ("42", 7, "node7", 9)
         else:

@@ -252,8 +252,15 @@ class LocalCluster:
         script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'
         out = self.layout.log_dir / f"{name}.out"
         env = {"PATH": binaries.SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.layout.slurm_conf)}
-        done = subprocess.run(["/bin/sh", "-c", script, "sh", str(out), *command], env=env, cwd="/", check=True,
-                              capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["/bin/sh", "-c", script, "sh", str(out), *command],
+            env=env,
+            cwd="/",
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
         return int(done.stdout)
 
     def _wait(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:

@@ -2,8 +2,7 @@
 
 JSON (`--json`): job, name, state, generation, ended, planned_nodes, plan_reason, plan_trigger, decisions (time, kind,
 generation, reason; oldest first), failures (as in `unicronctl status --json`) and alternative (the planner's choice of
-this
-moment, the second-best plan and by how much it lost; null where there is nothing to choose).
+this moment, the second-best plan and by how much it lost; null where there is nothing to choose).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`unicronctl status`: jobs, nodes and the last failures.
 
 JSON (`--json`) is `{"controller", "jobs", "nodes", "failures", "waf", "plan"}`; its keys are stable, see
-`unicron_ctl.controller.answers`.
-Times are in seconds since the epoch, durations in seconds, rates in FLOP/s.
+`unicron_ctl.controller.answers`. Times are in seconds since the epoch, durations in seconds, rates in FLOP/s.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def scenario(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, An
     """The planner's input of this moment, in the structure of a scenario file (DESIGN section 7)."""
     cluster, config = engine.cluster, engine.config
     running = [state for state in engine.state.jobs.values() if not state.ended]
-    inputs = cluster.inputs(running)
-    count = len(cluster.usable_nodes(running)) if cluster.seen else sum(i.nodes for i in inputs)
+    inputs = cluster.replanning.inputs(running)
+    count = len(cluster.replanning.usable_nodes(running)) if cluster.seen else sum(i.nodes for i in inputs)
     rates = [i.rate / i.measured_nodes for i in inputs if i.rate and i.measured_nodes]
     usual = sum(rates) / len(rates) if rates else planning.UNMEASURED
     return {

@@ -1,9 +1,7 @@
-"""The controller's side of Slurm: what it last showed, which nodes are lost or come back, when to plan anew, what to
-ask of it.
+"""The controller's side of Slurm: what it last showed, which nodes are lost or come back, what to ask of it.
 
 Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
-calls.
-"No answer" is never read as "clean": without a fresh listing nothing is decided.
+calls. "No answer" is never read as "clean": without a fresh listing nothing is decided.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from detector.severity import Severity
-from unicron_ctl.controller import planning
-from unicron_ctl.controller.ahead import Ahead
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
     OCCUPIES,
@@ -24,8 +20,8 @@ from unicron_ctl.controller.placement import (
     Placement,
     held_by_others,
     place,
-    usable,
 )
+from unicron_ctl.controller.replanning import Replanning
 from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import AgentRecord, JobState
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
@@ -76,7 +72,7 @@ class Cluster:
         self._aside: dict[str, str] = {}  # nodes to be set down as soon as Slurm has done it, with the reason
         self._missing_since: dict[str, float] = {}
         self._expected: dict[str, list[int]] = {}
-        self.ahead = Ahead()
+        self.replanning = Replanning(engine, self)
 
     # ------------------------------------------------------------ questions of the engine
     def put_aside(self) -> set[str]:
@@ -206,7 +202,7 @@ class Cluster:
         actions = [*self._nodes_back(), *self._ended_jobs()]
         jobs = self._managed()
         if jobs:
-            self._replan(jobs)
+            self.replanning.replan(jobs)
             actions += self._place(jobs)
         self._run(actions)
 
@@ -293,7 +289,8 @@ class Cluster:
     def _managed(self) -> list[JobState]:
         return [job for _, job in sorted(self._engine.state.jobs.items()) if not job.ended]
 
-    def _elements(self, job: str) -> dict[int, ElementInfo]:
+    def elements(self, job: str) -> dict[int, ElementInfo]:
+        """What Slurm last showed of the job; there must have been a listing."""
         assert self.seen is not None
         return {e.element: e for e in self.seen.elements if e.job == job}
 
@@ -301,7 +298,7 @@ class Cluster:
         """Elements that still wait for a job that is over; and jobs that Slurm no longer runs."""
         engine, actions = self._engine, []
         for job in list(engine.state.jobs.values()):
-            elements = self._elements(job.job).values()
+            elements = self.elements(job.job).values()
             if job.ended:
                 actions += [
                     Action("cancel", e.job, e.element, "", f"job {job.job} has ended: {job.ended['reason']}"[:200])
@@ -310,7 +307,7 @@ class Cluster:
                 ]
                 continue
             here = any(view.job == job.job and view.alive for view in engine.agents.values())
-            dead = self._dead(job)
+            dead = self.dead(job)
             coming = any(
                 e.state in OCCUPIES or e.state == "PENDING" or (e.element in dead and e.state in ENDED_BADLY)
                 for e in elements
@@ -324,99 +321,11 @@ class Cluster:
         return actions
 
     @staticmethod
-    def _dead(job: JobState) -> frozenset[int]:
+    def dead(job: JobState) -> frozenset[int]:
+        """Elements whose agent died."""
         return frozenset(element for element, agent in job.agents.items() if agent.gone == "agent died")
 
-    # ------------------------------------------------------------ planning
-    def _replan(self, jobs: Sequence[JobState]) -> None:
-        """A new plan when what it depends on has changed: the nodes that are there, the jobs, what they can take."""
-        assert self.seen is not None
-        engine, state = self._engine, self._engine.state
-        nodes, inputs = self.usable_nodes(jobs), self.inputs(jobs)
-        key = f"{len(nodes)} nodes: " + ", ".join(
-            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{' measured' if i.rate else ''}" for i in inputs
-        )
-        reckoning = (len(nodes), engine.config.mtbf_node_hours, engine.config.transition_seconds)
-        if key == state.plan_inputs:
-            self.ahead.settle(inputs, state.assignment, *reckoning)
-            return
-        plan, looked_up = self.ahead.plan(inputs, *reckoning)
-        trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
-        engine.emit(
-            "replanned",
-            assignment=plan.assignment,
-            reasons=plan.reasons,
-            objective=plan.objective,
-            waf=plan.waf,
-            inputs=key,
-            trigger=trigger,
-            spares=plan.spares,
-            looked_up=looked_up,
-            reason=trigger,
-        )
-        self.ahead.settle(inputs, plan.assignment, *reckoning)
-
-    def usable_nodes(self, jobs: Sequence[JobState]) -> list[str]:
-        """The nodes that can be given to these jobs; none while Slurm has not answered."""
-        return (
-            usable(self.seen.nodes, self.seen.elements, [job.job for job in jobs], self.put_aside())
-            if self.seen
-            else []
-        )
-
-    def inputs(self, jobs: Sequence[JobState]) -> list[planning.JobInput]:
-        """The jobs as the planner sees them."""
-        if self.seen is None:
-            return [self._without_slurm(job) for job in jobs]
-        nodes = set(self.usable_nodes(jobs))
-        return [self._input(job, nodes) for job in jobs]
-
-    @staticmethod
-    def _without_slurm(job: JobState) -> planning.JobInput:
-        count = len(job.elements(job.members))
-        s = job.settings
-        return planning.JobInput(
-            job.job, s.weight, s.min_nodes, s.max_nodes, count, count, job.measured.get(count, 0.0), count
-        )
-
-    def _input(self, job: JobState, nodes: set[str]) -> planning.JobInput:
-        """The job as the planner sees it: never more nodes than it has elements that could run."""
-        elements = self._elements(job.job)
-        possible = sum(
-            1
-            for e in elements.values()
-            if e.state in OCCUPIES or (e.state == "PENDING" and not held_by_others(e)) or e.element in self._dead(job)
-        )
-        alive = sum(1 for e in elements.values() if e.state == "RUNNING" and e.node in nodes)
-        most = max(1, min(job.settings.max_nodes, possible))
-        before = min(self._engine.state.assignment.get(job.job, alive), most)
-        measured_nodes = len(job.elements(job.members))
-        rate = job.measured.get(measured_nodes, 0.0)
-        if not rate and job.measured:  # not yet at this size: the last size that was measured
-            measured_nodes, rate = list(job.measured.items())[-1]
-        return planning.JobInput(
-            job.job,
-            job.settings.weight,
-            min(job.settings.min_nodes, most),
-            most,
-            max(before, alive),
-            alive,
-            rate,
-            measured_nodes,
-            self._rates(job),
-        )
-
-    def _rates(self, job: JobState) -> dict[int, float]:
-        """Measured rates by node count; sizes at which only an earlier run of the same name has been seen count too."""
-        if self._engine.config.throughput != "measured":
-            return {}
-        rates: dict[int, float] = {}
-        for known in self._engine.state.jobs.values():
-            same = (known.settings.name, known.settings.user) == (job.settings.name, job.settings.user)
-            if same and known is not job:
-                rates |= known.measured
-        return {count: rate for count, rate in {**rates, **job.measured}.items() if rate > 0}
-
+    # ------------------------------------------------------------ placing
     def _place(self, jobs: Sequence[JobState]) -> list[Action]:
         assert self.seen is not None
         engine, state = self._engine, self._engine.state
@@ -428,7 +337,7 @@ class Cluster:
                     job=job.job,
                     desired=state.assignment.get(job.job, 0),
                     members=frozenset(inside),
-                    dead=self._dead(job),
+                    dead=self.dead(job),
                     leaving=tuple(job.leaving),
                     home={element: agent.node for element, agent in job.agents.items()},
                     why=state.plan_report.get("reasons", {}).get(job.job, ""),

@@ -1,8 +1,7 @@
 """The controller without its sockets: messages and ticks in; events, messages and requests for slow work out.
 
-Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a
-restart would
-not know of. The engine itself blocks on nothing.
+Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
+would not know of. The engine itself blocks on nothing.
 """
 
 from __future__ import annotations

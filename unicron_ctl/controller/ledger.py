@@ -16,9 +16,8 @@ OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones
 
 @dataclass(frozen=True)
 class Account:
-    """One iteration. `problems` break the exactly-once rule. `unreported` micro-batches were in gradients of ranks
-    that did
-    not live to report; their reduce was complete, else nobody would have stepped."""
+    """One iteration. `problems` break the exactly-once rule. `unreported` micro-batches were in gradients of ranks that
+    did not live to report; their reduce was complete, else nobody would have stepped."""
 
     iteration: int
     generation: int

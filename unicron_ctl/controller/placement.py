@@ -2,8 +2,7 @@
 idempotent.
 
 Nothing is remembered but the pins, which Slurm's listing does not show: every poll compares what is wanted with what
-is.
-The calls and their order are those measured in a private cluster: pin and release first, then take the node away.
+is. The calls and their order are those measured in a private cluster: pin and release first, then take the node away.
 """
 
 from __future__ import annotations

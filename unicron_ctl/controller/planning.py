@@ -16,8 +16,7 @@ UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measur
 class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
     measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
-    for
-    every size that is to be trusted."""
+    for every size that is to be trusted."""
 
     job: str
     weight: float
@@ -32,8 +31,7 @@ class JobInput:
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
     """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
-    where at
-    least two are known; linear in x through one; `per_node` where nothing is.
+    where at least two are known; linear in x through one; `per_node` where nothing is.
     """
     sizes = range(1, job.max_nodes + 1)
     if len(job.rates) >= 2:
@@ -74,9 +72,8 @@ def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, trans
 def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Plan:
     """The assignment of at most `nodes` nodes.
 
-    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job
-    keeps what
-    lives, at most its minimum, and the others share the rest.
+    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps
+    what lives, at most its minimum, and the others share the rest.
     """
     fixed: dict[str, int] = {}
     free = list(jobs)

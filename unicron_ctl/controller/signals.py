@@ -40,8 +40,7 @@ class Surroundings:
     """What a job's next event depends on beside its own ranks.
 
     expected: elements that Slurm shows running or that the plan still wants to start; None while Slurm has not
-    answered.
-    restarted_at: when this controller started. put_aside: nodes that must not get work of this job now.
+    answered. restarted_at: when this controller started. put_aside: nodes that must not get work of this job now.
     """
 
     config: ControllerConfig
@@ -120,9 +119,8 @@ def lost_because(job: JobView, around: Surroundings, slot: int, identity: Identi
 def faults(job: JobView, around: Surroundings, now: float) -> Signal | None:
     """A member stopped by itself, all agents have spoken since, and still nobody is gone: it has to be tried again.
 
-    A rank's connections also break because a peer's node died, which only the lease shows: until every agent has
-    been heard
-    again (they are pinged) this is no fault yet.
+    A rank's connections also break because a peer's node died, which only the lease shows: until every agent has been
+    heard again (they are pinged) this is no fault yet.
     """
     stopped = self_stopped(job)
     found: dict[int, str] = {}

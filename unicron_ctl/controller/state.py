@@ -27,9 +27,8 @@ class Identity:
 @dataclass
 class SlotState:
     """wanted: the incarnation that is to be alive, not started before `not_before`. ready, worked: the last identity
-    that could
-    enter, and that finished an iteration. quick_deaths: in a row, without ever being ready.
-    exit_seen: the last one handled."""
+    that could enter, and that finished an iteration. quick_deaths: in a row, without ever being ready. exit_seen: the
+    last one handled."""
 
     wanted: int = 0
     not_before: float = 0.0
@@ -54,9 +53,8 @@ class AgentRecord:
 
 @dataclass
 class JobState:
-    """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or
-    enter, `offer`
-    the boundary plan that is outstanding. `lost` are the members that the present Break goes on without."""
+    """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or enter,
+    `offer` the boundary plan that is outstanding. `lost` are the members that the present Break goes on without."""
 
     job: str
     settings: Settings

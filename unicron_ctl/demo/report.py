@@ -22,8 +22,7 @@ def collect(story: Story) -> dict[str, Any]:
     """The demo's result in the structure of DESIGN section 7, with a few keys more.
 
     max_gradient_difference: over the first iterations of all generations, the recovered ones among them, between the
-    gradient that the
-    optimizer got and one computed without any disturbance from the same parameters (`verify.py`).
+    gradient that the optimizer got and one computed without any disturbance from the same parameters (`verify.py`).
     """
     return {
         "failures": [_failure(story, injury) for injury in story.injuries if injury.kind != "join"],

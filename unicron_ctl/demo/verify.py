@@ -1,10 +1,9 @@
 """Was the gradient of a recovered iteration right? `python -m unicron_ctl.demo.verify FOLDER TRAIN_GPT_OPTIONS...`
 
 For every file that `train_gpt.py --save-gradients FOLDER` wrote: one undisturbed process computes the iteration's
-gradient from the same
-parameters, over all micro-batches, by Megatron's own schedule and without a Session. Prints {"ITERATION": largest
-absolute
-difference of any element, ...} as JSON. Runs in a process of its own because it needs torch.
+gradient from the same parameters, over all micro-batches, by Megatron's own schedule and without a Session. Prints
+{"ITERATION": largest absolute difference of any element, ...} as JSON. Runs in a process of its own because it needs
+torch.
 """
 
 from __future__ import annotations

@@ -16,11 +16,27 @@ from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 _SEPARATOR = "\x1f"
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
-    "*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "$": "MAINTENANCE",
-    "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED", "!": "POWER_DOWN", "-": "PLANNED",
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "!": "POWER_DOWN",
+    "-": "PLANNED",
 }
 _ELEMENT_FIELDS = (
-    "ArrayJobID", "ArrayTaskID", "JobID", "State", "NodeList", "Reason", "UserName", "RestartCnt", "Name", "Comment",
+    "ArrayJobID",
+    "ArrayTaskID",
+    "JobID",
+    "State",
+    "NodeList",
+    "Reason",
+    "UserName",
+    "RestartCnt",
+    "Name",
+    "Comment",
 )
 # Longer than any real name or comment: squeue cuts a field at its width.
 _WIDTH = 1024
@@ -36,8 +52,12 @@ class CommandLineClient:
     With `dry_run`, calls that would change something hand it their command, ready for a shell, and change nothing.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0,
-                 dry_run: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 10.0,
+        dry_run: Callable[[str], object] | None = None,
+    ) -> None:
         # Time zone and formats that people set for themselves must not change what is parsed here.
         hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
@@ -85,8 +105,9 @@ class CommandLineClient:
         self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        refused = self._change(["scontrol", "requeuehold", self._id(job, element)],
-                               harmless=("Job is pending execution",))
+        refused = self._change(
+            ["scontrol", "requeuehold", self._id(job, element)], harmless=("Job is pending execution",)
+        )
         if refused:
             self._change(["scontrol", "hold", self._id(job, element)])
         self._comment(job, element, comment)
@@ -177,7 +198,7 @@ def parse_node(line: str) -> NodeInfo:
 
 
 def parse_states(text: str) -> frozenset[str]:
-    """"DOWN*+DRAIN" -> {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
+    """ "DOWN*+DRAIN" -> {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
     states = set()
     for part in text.upper().split("+"):
         while part and part[-1] in _STATE_SYMBOLS:
@@ -197,7 +218,7 @@ def parse_time(text: str) -> float | None:
 
 
 def count_gpus(gres: str) -> int:
-    """"gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
+    """ "gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
     total = 0
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = item.strip().split(":")

@@ -24,8 +24,13 @@ class PyslurmClient(CommandLineClient):
     all, and only the command line takes JOB_INDEX. The same way is taken for anything that pyslurm cannot express.
     """
 
-    def __init__(self, pyslurm: ModuleType, env: Mapping[str, str] | None = None, timeout: float = 10.0,
-                 dry_run: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        pyslurm: ModuleType,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 10.0,
+        dry_run: Callable[[str], object] | None = None,
+    ) -> None:
         super().__init__(env, timeout, dry_run)
         self._pyslurm = pyslurm
         self._own_record: dict[tuple[str, int], int] = {}
@@ -138,7 +143,7 @@ def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
 
 
 def expand_indices(text: str) -> list[int]:
-    """"0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
+    """ "0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
     indices: list[int] = []
     for part in text.split("%")[0].split(","):
         span, _, step = part.partition(":")
@@ -180,8 +185,9 @@ def matching_pyslurm(
     return module if same and [int(part) for part in built_for] == [int(part) for part in wanted] else None
 
 
-def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0,
-                  dry_run: Callable[[str], object] | None = None) -> CommandLineClient:
+def choose_client(
+    env: Mapping[str, str] | None = None, timeout: float = 10.0, dry_run: Callable[[str], object] | None = None
+) -> CommandLineClient:
     """The pyslurm backend where it fits the cluster's release, else the command line's.
 
     The command line's too when `env` names another cluster than this process's own SLURM_CONF. Raises SlurmError when

@@ -64,8 +64,9 @@ def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
 
 
 def test_simulate_prints_the_contract(files, capsys):
-    status, out, err = call(capsys, "simulate", "--trace", "t.csv", "--policy", "unicron", "--policy", "megatron",
-                            "--json")
+    status, out, err = call(
+        capsys, "simulate", "--trace", "t.csv", "--policy", "unicron", "--policy", "megatron", "--json"
+    )
     results = json.loads(out)
     assert (status, err) == (0, "") and [result["policy"] for result in results] == ["unicron", "megatron"]
     for result in results:
@@ -78,8 +79,22 @@ def test_simulate_prints_the_contract(files, capsys):
 
 
 def test_simulate_generates_draws_and_saves(files, capsys):
-    status, _, _ = call(capsys, "simulate", "--generate", "unicron", "--days", "30", "--seed", "2", "--figure", "a.svg",
-                        "--html", "a.html", "--save-trace", "again.csv")
+    status, _, _ = call(
+        capsys,
+        "simulate",
+        "--generate",
+        "unicron",
+        "--days",
+        "30",
+        "--seed",
+        "2",
+        "--figure",
+        "a.svg",
+        "--html",
+        "a.html",
+        "--save-trace",
+        "again.csv",
+    )
     assert status == 0
     assert (files / "a.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     again = ("simulate", "--trace", "again.csv", "--until", str(30 * 86400), "--json")
@@ -88,13 +103,25 @@ def test_simulate_generates_draws_and_saves(files, capsys):
 
 
 WRONG = [
-    ["plan"], ["plan", "s.toml", "--live"], ["plan", "none.toml"], ["plan", "t.csv"], ["plan", "."],
-    ["plan", "s.toml", "--if", "pigs fly"], ["plan", "s.toml", "--explain", "nobody"], ["plan", "minima.toml"],
-    ["simulate"], ["simulate", "--trace", "none.csv"], ["simulate", "--trace", "s.toml"],
-    ["simulate", "--trace", "t.csv", "--policy", "magic"], ["simulate", "--trace", "t.csv", "--scenario", "t.csv"],
-    ["simulate", "--trace", "t.csv", "--until", "nan"], ["simulate", "--trace", "t.csv", "--until", "-5"],
-    ["simulate", "--trace", "t.csv", "--figure", "a.pdf"], ["simulate", "--trace", "t.csv", "--html", "no/such/a.html"],
-    ["simulate", "--generate", "nothing"], ["simulate", "--generate", "rsc1", "--days", "nan"],
+    ["plan"],
+    ["plan", "s.toml", "--live"],
+    ["plan", "none.toml"],
+    ["plan", "t.csv"],
+    ["plan", "."],
+    ["plan", "s.toml", "--if", "pigs fly"],
+    ["plan", "s.toml", "--explain", "nobody"],
+    ["plan", "minima.toml"],
+    ["simulate"],
+    ["simulate", "--trace", "none.csv"],
+    ["simulate", "--trace", "s.toml"],
+    ["simulate", "--trace", "t.csv", "--policy", "magic"],
+    ["simulate", "--trace", "t.csv", "--scenario", "t.csv"],
+    ["simulate", "--trace", "t.csv", "--until", "nan"],
+    ["simulate", "--trace", "t.csv", "--until", "-5"],
+    ["simulate", "--trace", "t.csv", "--figure", "a.pdf"],
+    ["simulate", "--trace", "t.csv", "--html", "no/such/a.html"],
+    ["simulate", "--generate", "nothing"],
+    ["simulate", "--generate", "rsc1", "--days", "nan"],
     ["simulate", "--trace", "t.csv", "--generate", "rsc1"],
 ]
 

@@ -28,9 +28,14 @@ def test_runner_up_is_the_best_of_all_others(scenario):
 
 def cluster() -> Scenario:
     flops = {k: 1e15 * k**0.9 for k in range(1, 9)}
-    return Scenario(nodes=9, mtbf_node_hours=500.0, jobs=(
-        Job("gpt-7b", flops, nodes=4, node_names=("n1", "n2", "n3", "n4")),
-        Job("big job", flops, weight=1.1, nodes=4, node_names=("n5", "n6", "n7", "n8"))))
+    return Scenario(
+        nodes=9,
+        mtbf_node_hours=500.0,
+        jobs=(
+            Job("gpt-7b", flops, nodes=4, node_names=("n1", "n2", "n3", "n4")),
+            Job("big job", flops, weight=1.1, nodes=4, node_names=("n5", "n6", "n7", "n8")),
+        ),
+    )
 
 
 def test_explanation_in_words():
@@ -46,17 +51,26 @@ def test_explanation_in_words():
 
 
 def test_explanation_with_node_types():
-    scenario = Scenario(nodes=4, types={"a": 2, "b": 2}, jobs=(
-        Job("x", flops_by_type={"a": {1: 1.0, 2: 2.0}}), Job("y", {1: 1.0, 2: 3.0})))
+    scenario = Scenario(
+        nodes=4,
+        types={"a": 2, "b": 2},
+        jobs=(Job("x", flops_by_type={"a": {1: 1.0, 2: 2.0}}), Job("y", {1: 1.0, 2: 3.0})),
+    )
     result = explain(scenario, "x")
     assert result.nodes == 2 and result.second.assignment["x"] == 1 and result.margin > 0
 
 
-@pytest.mark.parametrize("text, nodes, lost", [
-    ("node n3 fails", 8, {"gpt-7b"}), ("node n9 fails", 8, set()), ("a spare fails", 8, set()),
-    ("Node joins.", 10, set()),
-    ("job big job loses a node", 8, {"big job"}), ("the node n5 is lost", 8, {"big job"}),
-])
+@pytest.mark.parametrize(
+    "text, nodes, lost",
+    [
+        ("node n3 fails", 8, {"gpt-7b"}),
+        ("node n9 fails", 8, set()),
+        ("a spare fails", 8, set()),
+        ("Node joins.", 10, set()),
+        ("job big job loses a node", 8, {"big job"}),
+        ("the node n5 is lost", 8, {"big job"}),
+    ],
+)
 def test_suppositions(text, nodes, lost):
     then = suppose(cluster(), text)
     assert then.nodes == nodes

@@ -24,8 +24,11 @@ QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Healt
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("y"), jobs("z"))
 def test_equals_solving_anew_for_every_event(scenario, first, second):
     table = Lookahead(scenario, (first, second))
-    possible = [event for event in single_events(scenario, (first, second)) + pairs_of_losses(scenario)
-                if event[0] != "lost" or scenario.nodes >= len(event) - 1]
+    possible = [
+        event
+        for event in single_events(scenario, (first, second)) + pairs_of_losses(scenario)
+        if event[0] != "lost" or scenario.nodes >= len(event) - 1
+    ]
     assert set(table.entries) == set(possible)
     for event in possible:
         anew = solve(after(scenario, event, (first, second)))
@@ -47,9 +50,13 @@ def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
         anew = solve(then)
         assert entry.plan.objective == pytest.approx(anew.objective, rel=1e-9, abs=1e-11 * scale(then))
         assert sum(entry.assignment.values()) <= then.nodes
-        cost = [(sum(plan[job.name] != job.nodes for job in then.jobs if not job.lost_worker),
-                 sum(abs(plan[job.name] - job.nodes) for job in then.jobs))
-                for plan in (entry.assignment, anew.assignment)]
+        cost = [
+            (
+                sum(plan[job.name] != job.nodes for job in then.jobs if not job.lost_worker),
+                sum(abs(plan[job.name] - job.nodes) for job in then.jobs),
+            )
+            for plan in (entry.assignment, anew.assignment)
+        ]
         assert cost[0] == cost[1]
 
 
@@ -85,8 +92,9 @@ def test_many_jobs_have_no_pairs():
     assert max(len(event) for event in Lookahead(many).entries) == 2
 
 
-@pytest.mark.parametrize("event, words", [(("lost", "x"), "no job"), (("explode",), "unknown event"),
-                                          (("start", "x"), "no queued job")])
+@pytest.mark.parametrize(
+    "event, words", [(("lost", "x"), "no job"), (("explode",), "unknown event"), (("start", "x"), "no queued job")]
+)
 def test_impossible_events_are_refused(event, words):
     with pytest.raises(PlanError, match=words):
         after(cluster(), event)

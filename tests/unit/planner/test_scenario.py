@@ -51,46 +51,54 @@ def test_to_dict_and_back(scenario):
 
 
 def test_everything_optional_survives():
-    scenario = Scenario(nodes=3, types={"h100": 2, "a100": 1}, jobs=(
-        Job("x", {1: 1.0}, node_names=("n1", "n2"), restart_only=True, max_nodes=2, node_type="h100", nodes=1),
-        Job("y", flops_by_type={"a100": {1: 1.0}}, transition={"move": 3.0})))
+    scenario = Scenario(
+        nodes=3,
+        types={"h100": 2, "a100": 1},
+        jobs=(
+            Job("x", {1: 1.0}, node_names=("n1", "n2"), restart_only=True, max_nodes=2, node_type="h100", nodes=1),
+            Job("y", flops_by_type={"a100": {1: 1.0}}, transition={"move": 3.0}),
+        ),
+    )
     assert from_dict(to_dict(scenario)) == scenario
 
 
-@pytest.mark.parametrize("change, words", [
-    (("nodes = 16 ", "nodes = -1 "), "0 or more"),
-    (("nodes = 16 ", "nodes = 1.5 "), "whole number"),
-    (("nodes = 16 ", "nodes = 99999999999 "), "not supported"),
-    (("nodes = 16 ", "nods = 16 "), "did you mean nodes"),
-    (("nodes = 16 ", ""), "nodes is missing"),
-    (("1000.0", "nan"), "finite"),
-    (("1000.0", "0.0"), "above 0"),
-    (("1000.0", "inf"), "finite"),
-    (("weight = 1.0", "weight = nan"), "weight"),
-    (("weight = 1.0", "weight = -2"), "weight"),
-    (("weight = 1.0", "weight = true"), "weight"),
-    (("min_nodes = 2", "min_nodes = -2"), "min_nodes"),
-    (("lost_worker = false", "lost_worker = 3"), "lost_worker"),
-    (("2 = 1.0e15", "2 = nan"), "finite"),
-    (("2 = 1.0e15", "2 = -1.0"), "0 or more"),
-    (("2 = 1.0e15", "2 = inf"), "finite"),
-    (("2 = 1.0e15", "two = 1.0"), "not a node count"),
-    (("2 = 1.0e15", "-2 = 1.0"), "0 or more"),
-    (("2 = 1.0e15", "02 = 1.0, 2 = 2.0"), "twice"),
-    (("2 = 1.0e15", "2 = 1.7e308"), "too large"),
-    (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", "flops = {}"), "no throughput"),
-    (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", "flops = 3"), "must be a table"),
-    (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", ""), "no throughput"),
-    (("transition_seconds = 30.0", "transition = { fly = 3.0 }"), "unknown transition kind"),
-    (("transition_seconds = 30.0", "max_nodes = 1"), "max_nodes"),
-    (("transition_seconds = 30.0", "node_names = 3"), "node_names"),
-    (('name = "gpt-7b"', ""), "no name"),
-    (('name = "gpt-7b"', 'name = ""'), "printable"),
-    (('name = "gpt-7b"', 'name = "a\\nb"'), "printable"),
-    (("[[job]]", "[job]"), "array of tables"),
-    (("[cluster]", "[cluster"), "not valid TOML"),
-    (("[cluster]", "[clusters]"), "unknown key"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("nodes = 16 ", "nodes = -1 "), "0 or more"),
+        (("nodes = 16 ", "nodes = 1.5 "), "whole number"),
+        (("nodes = 16 ", "nodes = 99999999999 "), "not supported"),
+        (("nodes = 16 ", "nods = 16 "), "did you mean nodes"),
+        (("nodes = 16 ", ""), "nodes is missing"),
+        (("1000.0", "nan"), "finite"),
+        (("1000.0", "0.0"), "above 0"),
+        (("1000.0", "inf"), "finite"),
+        (("weight = 1.0", "weight = nan"), "weight"),
+        (("weight = 1.0", "weight = -2"), "weight"),
+        (("weight = 1.0", "weight = true"), "weight"),
+        (("min_nodes = 2", "min_nodes = -2"), "min_nodes"),
+        (("lost_worker = false", "lost_worker = 3"), "lost_worker"),
+        (("2 = 1.0e15", "2 = nan"), "finite"),
+        (("2 = 1.0e15", "2 = -1.0"), "0 or more"),
+        (("2 = 1.0e15", "2 = inf"), "finite"),
+        (("2 = 1.0e15", "two = 1.0"), "not a node count"),
+        (("2 = 1.0e15", "-2 = 1.0"), "0 or more"),
+        (("2 = 1.0e15", "02 = 1.0, 2 = 2.0"), "twice"),
+        (("2 = 1.0e15", "2 = 1.7e308"), "too large"),
+        (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", "flops = {}"), "no throughput"),
+        (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", "flops = 3"), "must be a table"),
+        (("flops = { 2 = 1.0e15, 4 = 1.9e15 }", ""), "no throughput"),
+        (("transition_seconds = 30.0", "transition = { fly = 3.0 }"), "unknown transition kind"),
+        (("transition_seconds = 30.0", "max_nodes = 1"), "max_nodes"),
+        (("transition_seconds = 30.0", "node_names = 3"), "node_names"),
+        (('name = "gpt-7b"', ""), "no name"),
+        (('name = "gpt-7b"', 'name = ""'), "printable"),
+        (('name = "gpt-7b"', 'name = "a\\nb"'), "printable"),
+        (("[[job]]", "[job]"), "array of tables"),
+        (("[cluster]", "[cluster"), "not valid TOML"),
+        (("[cluster]", "[clusters]"), "unknown key"),
+    ],
+)
 def test_hostile_scenarios_are_refused_in_one_line(tmp_path, change, words):
     assert change[0] in CONTRACT
     with pytest.raises(PlanError, match=words) as caught:
@@ -102,7 +110,7 @@ def test_no_jobs_and_double_names(tmp_path):
     with pytest.raises(PlanError, match="no jobs"):
         load(write(tmp_path, "[cluster]\nnodes = 4\n"))
     with pytest.raises(PlanError, match="two jobs are named gpt-7b"):
-        load(write(tmp_path, CONTRACT + CONTRACT[CONTRACT.index("[[job]]"):]))
+        load(write(tmp_path, CONTRACT + CONTRACT[CONTRACT.index("[[job]]") :]))
     with pytest.raises(PlanError, match="No such file"):
         load(tmp_path / "missing.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -111,10 +119,18 @@ def test_no_jobs_and_double_names(tmp_path):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-                        st.sampled_from(["cluster", "job", "nodes", "name", "flops", "2", "types"]), inner, max_size=4),
-                    max_leaves=12))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["cluster", "job", "nodes", "name", "flops", "2", "types"]), inner, max_size=4
+            )
+        ),
+        max_leaves=12,
+    )
+)
 def test_any_structure_is_planned_or_refused(data):
     try:
         plan = solve(from_dict(data))
@@ -133,17 +149,30 @@ def test_minima_beyond_the_cluster_are_refused_for_files_only():
 
 def test_node_types_equal_trying_everything():
     """Two types: every pair of choices tried."""
-    rates = {"a": {"fast": {1: 3.0, 2: 5.0}, "slow": {1: 1.0, 2: 2.0, 3: 2.5}},
-             "b": {"fast": {1: 2.0, 3: 7.0}, "slow": {2: 3.0}}}
+    rates = {
+        "a": {"fast": {1: 3.0, 2: 5.0}, "slow": {1: 1.0, 2: 2.0, 3: 2.5}},
+        "b": {"fast": {1: 2.0, 3: 7.0}, "slow": {2: 3.0}},
+    }
     for fast in range(4):
         for slow in range(4):
-            scenario = Scenario(nodes=fast + slow, types={"fast": fast, "slow": slow}, transition_seconds=0.0,
-                                jobs=tuple(Job(name, flops_by_type=flops) for name, flops in rates.items()))
-            options = {name: [(None, 0, 0.0)] + [(kind, k, rate) for kind, listed in flops.items()
-                                                 for k, rate in listed.items()] for name, flops in rates.items()}
+            scenario = Scenario(
+                nodes=fast + slow,
+                types={"fast": fast, "slow": slow},
+                transition_seconds=0.0,
+                jobs=tuple(Job(name, flops_by_type=flops) for name, flops in rates.items()),
+            )
+            options = {
+                name: [(None, 0, 0.0)]
+                + [(kind, k, rate) for kind, listed in flops.items() for k, rate in listed.items()]
+                for name, flops in rates.items()
+            }
             limits = scenario.types
-            best = max(x[2] + y[2] for x in options["a"] for y in options["b"]
-                       if all(sum(o[1] for o in (x, y) if o[0] == kind) <= limits[kind] for kind in limits))
+            best = max(
+                x[2] + y[2]
+                for x in options["a"]
+                for y in options["b"]
+                if all(sum(o[1] for o in (x, y) if o[0] == kind) <= limits[kind] for kind in limits)
+            )
             plan = solve(scenario)
             assert plan.waf == pytest.approx(best)
             for kind in limits:

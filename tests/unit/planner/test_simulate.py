@@ -26,8 +26,12 @@ FLOPS = {k: 1e15 * k for k in range(1, 5)}
 
 
 def small(**changes) -> Scenario:
-    values = {"nodes": 4, "jobs": (Job("a", FLOPS, max_nodes=3), Job("b", FLOPS, max_nodes=1)),
-              "mtbf_node_hours": 1000.0, "transition_seconds": 100.0} | changes
+    values = {
+        "nodes": 4,
+        "jobs": (Job("a", FLOPS, max_nodes=3), Job("b", FLOPS, max_nodes=1)),
+        "mtbf_node_hours": 1000.0,
+        "transition_seconds": 100.0,
+    } | changes
     return Scenario(**values)
 
 
@@ -40,11 +44,18 @@ def total(result) -> float:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(st.floats(0, 4e5), st.booleans(), st.integers(0, 5), st.sampled_from(sorted(CAUSES))),
-                max_size=25), st.sampled_from(sorted(POLICIES)), st.integers(3, 8))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 4e5), st.booleans(), st.integers(0, 5), st.sampled_from(sorted(CAUSES))), max_size=25
+    ),
+    st.sampled_from(sorted(POLICIES)),
+    st.integers(3, 8),
+)
 def test_shares_add_up_whatever_happens(rows, name, nodes):
-    events = [TraceEvent(when, "join", f"n{node}") if join else fail(when, f"n{node}", cause)
-              for when, join, node, cause in rows]
+    events = [
+        TraceEvent(when, "join", f"n{node}") if join else fail(when, f"n{node}", cause)
+        for when, join, node, cause in rows
+    ]
     scenario = small(nodes=nodes)
     trace = make(events, until=5e5)
     try:
@@ -127,8 +138,9 @@ def test_two_losses_at_once_are_planned_for_once():
     scenario = small(nodes=6, jobs=(Job("a", FLOPS, max_nodes=3), Job("b", FLOPS, max_nodes=3)))
     names = [fail(1, f"n{i}", "hardware_warning") for i in range(6)]  # gives the nodes their order
     losses = [fail(1000, "n0", "ecc_error"), fail(1000.1, "n3", "lost_connection")]
-    result = simulate(scenario, make([*names, *losses, fail(5000, "n4", "nccl_timeout")], until=9000),
-                      POLICIES["unicron"])
+    result = simulate(
+        scenario, make([*names, *losses, fail(5000, "n4", "nccl_timeout")], until=9000), POLICIES["unicron"]
+    )
     assert result.plans == 1 and result.failures == (1000, 1000.1, 5000)
     assert result.lost["detection"] == pytest.approx((3 * 0.3 + 3 * 0.2 + 1 * 90) / (6 * 9000))  # b has 1
 
@@ -194,7 +206,8 @@ def test_written_and_read_again(tmp_path):
     again = load_trace(tmp_path / "trace-b.csv", until=trace.until)
     assert [(e.event, e.node, e.cause) for e in again.events] == [(e.event, e.node, e.cause) for e in trace.events]
     assert simulate(case(5), again, POLICIES["unicron"]).efficiency == pytest.approx(
-        simulate(case(5), trace, POLICIES["unicron"]).efficiency, abs=1e-6)
+        simulate(case(5), trace, POLICIES["unicron"]).efficiency, abs=1e-6
+    )
 
 
 def test_public_churn_traces(tmp_path):
@@ -217,22 +230,31 @@ def test_more_nodes_than_the_cluster_has(tmp_path):
 
 def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text("seconds,event,node,cause\n10,fail,a,gremlins\n20,join,a,\n30,fail,a,gremlins\n"
-                    "40,fail,b,ECC errors\n50,fail,c,\n", encoding="utf-8")
+    path.write_text(
+        "seconds,event,node,cause\n10,fail,a,gremlins\n20,join,a,\n30,fail,a,gremlins\n"
+        "40,fail,b,ECC errors\n50,fail,c,\n",
+        encoding="utf-8",
+    )
     causes = [event.cause and event.cause.severity for event in load_trace(path).events]
     assert causes == [1, None, 2, 1, 1]
 
 
-@pytest.mark.parametrize("text, words", [
-    ("", "empty"), ("hello\n", "first line must be the header"),
-    ("seconds,event,node,cause\nx,fail,a,ecc\n", "line 2"),
-    ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"),
-    ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
-    ("seconds,event,node,cause\n1,melt,a,ecc\n", "fail or join"),
-    ("seconds,event,node,cause\n1,fail,,ecc\n", "name is missing"),
-    ("seconds,event,node,cause\n1,fail\n", "found 2 fields"), ("0,add,a\n1,explode,a\n", "add|remove"),
-    ("0,add,a\nx,remove,a\n", "line 2"), ("seconds,event,node,cause\ninf,join,a,\n", "0 or more"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "empty"),
+        ("hello\n", "first line must be the header"),
+        ("seconds,event,node,cause\nx,fail,a,ecc\n", "line 2"),
+        ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"),
+        ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
+        ("seconds,event,node,cause\n1,melt,a,ecc\n", "fail or join"),
+        ("seconds,event,node,cause\n1,fail,,ecc\n", "name is missing"),
+        ("seconds,event,node,cause\n1,fail\n", "found 2 fields"),
+        ("0,add,a\n1,explode,a\n", "add|remove"),
+        ("0,add,a\nx,remove,a\n", "line 2"),
+        ("seconds,event,node,cause\ninf,join,a,\n", "0 or more"),
+    ],
+)
 def test_malformed_traces_are_refused_in_one_line(tmp_path, text, words):
     path = tmp_path / "t.csv"
     path.write_text(text, encoding="utf-8")

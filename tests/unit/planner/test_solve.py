@@ -37,9 +37,13 @@ def test_equals_brute_force_with_ties(scenario):
 @given(scenarios(), st.randoms(use_true_random=False))
 def test_equals_brute_force_with_measured_rates(scenario, draw):
     """Rates with 17 digits: no exact ties, but the same optimum."""
-    noisy = replace(scenario, jobs=tuple(
-        replace(job, flops={k: rate * draw.uniform(0.9, 1.1) for k, rate in job.flops.items()})
-        for job in scenario.jobs))
+    noisy = replace(
+        scenario,
+        jobs=tuple(
+            replace(job, flops={k: rate * draw.uniform(0.9, 1.1) for k, rate in job.flops.items()})
+            for job in scenario.jobs
+        ),
+    )
     _, objective = brute_force(noisy)
     assert solve(noisy).objective == pytest.approx(float(objective), rel=1e-9, abs=1e-11 * scale(noisy))
 
@@ -52,9 +56,17 @@ def larger(seed: int) -> Scenario:
     for i in range(draw.randint(8, 12)):
         sizes = draw.sample(range(1, 17), draw.randint(2, 8))
         flops = {k: float(draw.randint(0, 900)) for k in sizes}
-        jobs.append(Job(name=f"j{i}", flops=flops, weight=float(draw.randint(1, 3)), min_nodes=draw.randint(1, 4),
-                        nodes=draw.choice([0, *sizes]), lost_worker=draw.random() < 0.2,
-                        transition_seconds=float(draw.choice([5, 60, 4000]))))
+        jobs.append(
+            Job(
+                name=f"j{i}",
+                flops=flops,
+                weight=float(draw.randint(1, 3)),
+                min_nodes=draw.randint(1, 4),
+                nodes=draw.choice([0, *sizes]),
+                lost_worker=draw.random() < 0.2,
+                transition_seconds=float(draw.choice([5, 60, 4000])),
+            )
+        )
     return Scenario(nodes=nodes, jobs=tuple(jobs), mtbf_node_hours=float(nodes * draw.choice([1, 10])) / 3.6)
 
 
@@ -90,8 +102,11 @@ def test_the_formula():
 
 def test_gain_can_be_negative():
     """The job lost a worker, and whatever is done costs more than the short period brings: the least bad is chosen."""
-    scenario = Scenario(nodes=4, jobs=(Job("a", {2: 1.0, 4: 1.5}, nodes=4, lost_worker=True, transition_seconds=1e6),),
-                        mtbf_node_hours=0.01)
+    scenario = Scenario(
+        nodes=4,
+        jobs=(Job("a", {2: 1.0, 4: 1.5}, nodes=4, lost_worker=True, transition_seconds=1e6),),
+        mtbf_node_hours=0.01,
+    )
     plan = solve(scenario)
     assert plan.assignment == {"a": 4}
     assert plan.objective < 0
@@ -110,16 +125,29 @@ def test_ties_disturb_fewest_then_move_least_then_by_name():
     assert solve(still).assignment == {"b": 4, "a": 4}
     grown = Scenario(nodes=10, jobs=two, transition_seconds=0.0)
     assert solve(grown).assignment == {"a": 6, "b": 4}  # one job disturbed, not two; the first by name
-    few = Scenario(nodes=7, transition_seconds=0.0, jobs=(  # one job moving by 4 rather than two moving by 1
-        Job("a", {1: 1.0, 5: 3.0}, nodes=1), Job("b", {1: 1.0, 2: 2.0}, nodes=1), Job("c", {1: 1.0, 2: 2.0}, nodes=1)))
+    few = Scenario(
+        nodes=7,
+        transition_seconds=0.0,
+        jobs=(  # one job moving by 4 rather than two moving by 1
+            Job("a", {1: 1.0, 5: 3.0}, nodes=1),
+            Job("b", {1: 1.0, 2: 2.0}, nodes=1),
+            Job("c", {1: 1.0, 2: 2.0}, nodes=1),
+        ),
+    )
     assert solve(few).assignment == {"a": 5, "b": 1, "c": 1}
     shrunk = Scenario(nodes=7, jobs=two, transition_seconds=0.0)
     assert solve(shrunk).assignment == {"a": 4, "b": 3}
 
 
 def test_transition_costs_by_kind():
-    job = Job("a", {2: 1e15, 3: 1.5e15, 4: 2e15}, nodes=3, lost_worker=True, transition_seconds=60.0,
-              transition={"move": 500.0, "continue": 5.0})
+    job = Job(
+        "a",
+        {2: 1e15, 3: 1.5e15, 4: 2e15},
+        nodes=3,
+        lost_worker=True,
+        transition_seconds=60.0,
+        transition={"move": 500.0, "continue": 5.0},
+    )
     assert [job.kind(k) for k in (0, 2, 3, 4)] == ["continue", "continue", "move", "grow"]
     scenario = Scenario(nodes=3, jobs=(job,), mtbf_node_hours=0.2)
     assert [scenario.d_transition(job, k) for k in (2, 3, 4)] == [5.0, 500.0, 60.0]
@@ -145,14 +173,18 @@ def test_every_job_has_a_reason(scenario):
 def test_block_kernel_equals_the_definition(nodes, values):
     row = Row(tables.np.arange(len(values)), tables.np.array(values) * 1000 + 7)
     table = tables.np.cumsum(tables.np.arange(nodes + 1) % 5)
-    want = [max(int(table[j - k]) + int(row.keys[k]) for k in range(min(j, len(values) - 1) + 1))
-            for j in range(nodes + 1)]
+    want = [
+        max(int(table[j - k]) + int(row.keys[k]) for k in range(min(j, len(values) - 1) + 1)) for j in range(nodes + 1)
+    ]
     assert tables.add(table, row).tolist() == want
 
 
 @settings(max_examples=300, **QUICK)
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=40), st.lists(st.integers(0, 60), min_size=2, max_size=40),
-       st.integers(0, 90))
+@given(
+    st.lists(st.integers(0, 60), min_size=2, max_size=40),
+    st.lists(st.integers(0, 60), min_size=2, max_size=40),
+    st.integers(0, 90),
+)
 def test_leaving_out_pairs_of_too_much_slack(entries, slacks, gap):
     """Where an entry and a size are within the gap together, their sum is in the table; nothing is invented."""
     table, slack = tables.np.array(entries) * -1000, tables.np.array(slacks)

@@ -114,8 +114,11 @@ def test_isotonic_is_the_closest_ordered_sequence(pairs):
         return sum(w * (a - b) ** 2 for a, b, w in zip(sequence, values, weights, strict=True))
 
     # A projection on a convex cone: no ordered sequence made of block means is closer.
-    best = min(error(candidate) for cuts in itertools.product([0, 1], repeat=len(values) - 1)
-               if (candidate := _means(values, weights, cuts)) is not None)
+    best = min(
+        error(candidate)
+        for cuts in itertools.product([0, 1], repeat=len(values) - 1)
+        if (candidate := _means(values, weights, cuts)) is not None
+    )
     assert error(ours) <= best + 1e-6
 
 

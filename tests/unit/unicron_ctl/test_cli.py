@@ -34,16 +34,22 @@ def fail(count: int, kind: str) -> None:
     raise errors[kind]
 
 
-@pytest.mark.parametrize(("arguments", "status", "text"), [
-    (["fail", "use"], 2, "unicronctl: no such thing; name another\n"),
-    (["fail", "plain"], 1, "unicronctl: two lines here\n"),
-    (["fail", "os"], 1, "unicronctl: [Errno 2] No such file or directory: '/x.toml'\n"),
-    (["fail", "interrupt"], 1, "\nunicronctl: interrupted\n"),  # click ends the line that shows ^C
-    (["fail", "--count", "x", "use"], 2,
-     "unicronctl: Invalid value for '--count': 'x' is not a valid integer. (see 'unicronctl fail --help')\n"),
-    (["fail"], 2, "unicronctl: Missing argument 'KIND'. (see 'unicronctl fail --help')\n"),
-    (["--nix"], 2, "unicronctl: No such option '--nix'. (see 'unicronctl --help')\n"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["fail", "use"], 2, "unicronctl: no such thing; name another\n"),
+        (["fail", "plain"], 1, "unicronctl: two lines here\n"),
+        (["fail", "os"], 1, "unicronctl: [Errno 2] No such file or directory: '/x.toml'\n"),
+        (["fail", "interrupt"], 1, "\nunicronctl: interrupted\n"),  # click ends the line that shows ^C
+        (
+            ["fail", "--count", "x", "use"],
+            2,
+            "unicronctl: Invalid value for '--count': 'x' is not a valid integer. (see 'unicronctl fail --help')\n",
+        ),
+        (["fail"], 2, "unicronctl: Missing argument 'KIND'. (see 'unicronctl fail --help')\n"),
+        (["--nix"], 2, "unicronctl: No such option '--nix'. (see 'unicronctl --help')\n"),
+    ],
+)
 def test_errors_are_one_line(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("unicronctl", program, arguments) == status
     out, err = capsys.readouterr()

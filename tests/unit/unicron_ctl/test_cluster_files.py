@@ -36,7 +36,8 @@ def test_slurm_conf_names_nodes_ports_and_what_recovery_relies_on(tmp_path: Path
     assert {"ReturnToService=1", "JobRequeue=1", "KillWait=2", "SlurmdTimeout=10", "GresTypes=gpu"} <= set(lines)
     assert any(line.startswith("NodeName=DEFAULT") and line.endswith("Gres=gpu:2") for line in lines)
     assert configuration.gres_conf(layout, SPEC).splitlines() == [
-        f"Name=gpu File={tmp_path}/dev/gpu0", f"Name=gpu File={tmp_path}/dev/gpu1",
+        f"Name=gpu File={tmp_path}/dev/gpu0",
+        f"Name=gpu File={tmp_path}/dev/gpu1",
     ]
 
 
@@ -54,10 +55,15 @@ def test_socket_paths_are_short_however_deep_the_state_folder_is(tmp_path: Path)
     assert layout.short_dir != Layout(tmp_path).short_dir
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"nodes": 0}, "1 to 256 nodes"), ({"nodes": 257}, "1 to 256 nodes"), ({"gpus_per_node": -1}, "0 to 64 GPUs"),
-    ({"auth": "kerberos"}, "munge or none"),
-])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nodes": 0}, "1 to 256 nodes"),
+        ({"nodes": 257}, "1 to 256 nodes"),
+        ({"gpus_per_node": -1}, "0 to 64 GPUs"),
+        ({"auth": "kerberos"}, "munge or none"),
+    ],
+)
 def test_impossible_clusters_are_wrong_use(tmp_path: Path, options: dict, text: str) -> None:
     with pytest.raises(UserError, match=text) as raised:
         LocalCluster(tmp_path, **options)
@@ -122,8 +128,11 @@ def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_programs_are_named_with_the_apt_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(binaries, "SEARCH_PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"^slurmctld, squeue, munged not found; install with: "
-                                        r"apt-get install munge slurm-client slurmctld$"):
+    with pytest.raises(
+        UserError,
+        match=r"^slurmctld, squeue, munged not found; install with: "
+        r"apt-get install munge slurm-client slurmctld$",
+    ):
         binaries.locate(["slurmctld", "squeue", "munged"])
 
 
@@ -138,8 +147,9 @@ def test_ports_in_use_are_passed_over() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(["sleep", "60"], env={"SLURM_CONF": "/x/slurm.conf", "SLURMD_NODENAME": "n2",
-                                                     "PATH": os.environ["PATH"]})
+    process = subprocess.Popen(
+        ["sleep", "60"], env={"SLURM_CONF": "/x/slurm.conf", "SLURMD_NODENAME": "n2", "PATH": os.environ["PATH"]}
+    )
     yield process
     process.kill()
     process.wait()
@@ -164,6 +174,7 @@ def test_a_child_that_hides_its_environment_is_found_through_its_parent() -> Non
     env = {"SLURM_CONF": MARKS.slurm_conf, "SLURMD_NODENAME": "n7", "PATH": os.environ["PATH"]}
     parent = subprocess.Popen([sys.executable, "-c", script], env=env)
     try:
+
         def victims() -> list[processes.Process]:
             return [process for process in processes.find(MARKS) if process.node == "n7"]
 

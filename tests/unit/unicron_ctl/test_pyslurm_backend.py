@@ -13,8 +13,16 @@ from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, mat
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
     base = {
-        "id": number, "array_id": None, "array_task_id": None, "array_tasks_waiting": None, "state": "RUNNING",
-        "state_reason": "None", "allocated_nodes": "n1", "name": "job", "user_name": "ann", "comment": None,
+        "id": number,
+        "array_id": None,
+        "array_task_id": None,
+        "array_tasks_waiting": None,
+        "state": "RUNNING",
+        "state_reason": "None",
+        "allocated_nodes": "n1",
+        "name": "job",
+        "user_name": "ann",
+        "comment": None,
         "requeue_count": 0,
     }
     return SimpleNamespace(**(base | fields))
@@ -86,9 +94,15 @@ def test_elements_without_a_record_of_their_own_are_found(fake: FakePyslurm) -> 
 
 
 def test_nodes_are_read(fake: FakePyslurm) -> None:
-    node = SimpleNamespace(name="n1", state="DOWN+DRAIN+NOT_RESPONDING", reason=None, address="10.0.0.1",
-                           slurmd_port=6820, slurmd_start_time=1795245907,
-                           configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9})
+    node = SimpleNamespace(
+        name="n1",
+        state="DOWN+DRAIN+NOT_RESPONDING",
+        reason=None,
+        address="10.0.0.1",
+        slurmd_port=6820,
+        slurmd_start_time=1795245907,
+        configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9},
+    )
     fake.Nodes = SimpleNamespace(load=lambda: {"n1": node})
     states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
     assert PyslurmClient(fake).nodes() == [NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6)]
@@ -103,8 +117,10 @@ def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
     client.pin("7", 0, "n4")
     client.start_now("9", 0)
     assert fake.notes == [
-        (10, "requeue", True), (10, "modify", {"comment": "why"}),
-        (8, "modify", {"required_nodes": ["n4"]}), (9, "modify", {"begin_time": "now"}),
+        (10, "requeue", True),
+        (10, "modify", {"comment": "why"}),
+        (8, "modify", {"required_nodes": ["n4"]}),
+        (9, "modify", {"begin_time": "now"}),
     ]
     assert by_command == []
     client.hold("7", 3, "why")
@@ -136,18 +152,31 @@ def test_a_dry_run_prints_commands(fake: FakePyslurm) -> None:
     assert said == ["scontrol requeue 7_2", "scontrol update NodeName=n1 State=RESUME"] and fake.notes == []
 
 
-@pytest.mark.parametrize(("text", "indices"), [
-    ("4", [4]), ("0-3", [0, 1, 2, 3]), ("0-6:2,9", [0, 2, 4, 6, 9]), ("1,3-4%2", [1, 3, 4]),
-])
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [
+        ("4", [4]),
+        ("0-3", [0, 1, 2, 3]),
+        ("0-6:2,9", [0, 2, 4, 6, 9]),
+        ("1,3-4%2", [1, 3, 4]),
+    ],
+)
 def test_index_lists(text: str, indices: list[int]) -> None:
     assert expand_indices(text) == indices
 
 
-@pytest.mark.parametrize(("version", "release", "fits"), [
-    ("25.11.2", "25.11.0", True), ("22.5.1", "22.05.8", True), ("25.11.2", "25.05.1", False),
-    ("25.11.2", "22.05.8", False),
-    ("18.8.0.1", "22.05.8", False), ("", "22.05.8", False), ("25", "25.11.1", False),
-])
+@pytest.mark.parametrize(
+    ("version", "release", "fits"),
+    [
+        ("25.11.2", "25.11.0", True),
+        ("22.5.1", "22.05.8", True),
+        ("25.11.2", "25.05.1", False),
+        ("25.11.2", "22.05.8", False),
+        ("18.8.0.1", "22.05.8", False),
+        ("", "22.05.8", False),
+        ("25", "25.11.1", False),
+    ],
+)
 def test_pyslurm_is_used_only_for_its_own_release(version: str, release: str, fits: bool) -> None:
     module = ModuleType("pyslurm")
     module.__version__ = version
@@ -169,8 +198,9 @@ def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monk
 
 def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm) -> None:
     monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
-    monkeypatch.setattr("unicron_ctl.slurm.pyslurm_backend.matching_pyslurm",
-                        lambda release: fake if release == "25.11.1" else None)
+    monkeypatch.setattr(
+        "unicron_ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake if release == "25.11.1" else None
+    )
     for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):
         monkeypatch.setattr(CommandLineClient, "version", lambda self, release=release: release)
         assert type(choose_client()) is backend

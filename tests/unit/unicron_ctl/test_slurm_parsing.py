@@ -33,8 +33,13 @@ NODE = (
 def test_a_node_line_is_read_with_flags_reason_and_start_time() -> None:
     line = NODE.replace("State=fake ", "") + "Reason=unicron[node_problem]: Port=3 odd [root@2026-11-21T07:26:02]  "
     assert parse_node(line) == NodeInfo(
-        name="n1", states=frozenset({"DOWN", "NOT_RESPONDING", "DRAIN"}), reason="unicron[node_problem]: Port=3 odd",
-        address="127.0.0.1", port=21824, slurmd_start=1795245907.0, gpus=8,
+        name="n1",
+        states=frozenset({"DOWN", "NOT_RESPONDING", "DRAIN"}),
+        reason="unicron[node_problem]: Port=3 odd",
+        address="127.0.0.1",
+        port=21824,
+        slurmd_start=1795245907.0,
+        gpus=8,
     )
 
 
@@ -43,21 +48,32 @@ def test_a_node_that_never_registered_has_no_start_time_and_is_not_healthy() -> 
     assert (info.slurmd_start, info.gpus, info.port, info.address, info.healthy) == (None, 0, 6818, "n2", False)
 
 
-@pytest.mark.parametrize(("text", "states"), [
-    ("IDLE", {"IDLE"}),
-    ("idle*", {"IDLE", "NOT_RESPONDING"}),
-    ("DOWN*+DRAIN", {"DOWN", "NOT_RESPONDING", "DRAIN"}),
-    ("IDLE~", {"IDLE", "POWERED_DOWN"}),
-    ("ALLOCATED+COMPLETING", {"ALLOCATED", "COMPLETING"}),
-    ("DOWN+DRAIN+INVALID_REG", {"DOWN", "DRAIN", "INVALID_REG"}),
-])
+@pytest.mark.parametrize(
+    ("text", "states"),
+    [
+        ("IDLE", {"IDLE"}),
+        ("idle*", {"IDLE", "NOT_RESPONDING"}),
+        ("DOWN*+DRAIN", {"DOWN", "NOT_RESPONDING", "DRAIN"}),
+        ("IDLE~", {"IDLE", "POWERED_DOWN"}),
+        ("ALLOCATED+COMPLETING", {"ALLOCATED", "COMPLETING"}),
+        ("DOWN+DRAIN+INVALID_REG", {"DOWN", "DRAIN", "INVALID_REG"}),
+    ],
+)
 def test_states_of_old_and_new_releases(text: str, states: set[str]) -> None:
     assert parse_states(text) == states
 
 
-@pytest.mark.parametrize(("gres", "count"), [
-    ("", 0), ("(null)", 0), ("gpu", 1), ("gpu:8", 8), ("gpu:a100:4(S:0-1)", 4), ("gpu:a100:4(S:0,1),gpu:2,shard:8", 6),
-])
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("", 0),
+        ("(null)", 0),
+        ("gpu", 1),
+        ("gpu:8", 8),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0,1),gpu:2,shard:8", 6),
+    ],
+)
 def test_gpus_are_counted(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
 
@@ -96,13 +112,16 @@ def test_whatever_users_write_comes_back(name: str, comment: str) -> None:
     assert (info.name, info.comment) == (name, comment)
 
 
-@pytest.mark.parametrize(("state", "reason", "held"), [
-    ("PENDING", "JobHeldAdmin", True),
-    ("PENDING", "JobHeldUser", True),
-    ("PENDING", "job requeued in held state", True),
-    ("PENDING", "Resources", False),
-    ("RUNNING", "JobHeldAdmin", False),
-])
+@pytest.mark.parametrize(
+    ("state", "reason", "held"),
+    [
+        ("PENDING", "JobHeldAdmin", True),
+        ("PENDING", "JobHeldUser", True),
+        ("PENDING", "job requeued in held state", True),
+        ("PENDING", "Resources", False),
+        ("RUNNING", "JobHeldAdmin", False),
+    ],
+)
 def test_held(state: str, reason: str, held: bool) -> None:
     assert ElementInfo("1", 0, "1", state, None, reason, "", "", "", 0).held is held
 
