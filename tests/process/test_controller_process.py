@@ -362,6 +362,11 @@ def test_the_commands_show_it(controller, agents):
     kinds = [json.loads(line)["kind"] for line in unicronctl("events", "--json", *where).stdout.splitlines()]
     assert kinds[0] == "started" and "plan" in kinds
     assert "3 nodes" in json.loads(unicronctl("explain", "gpt", "--json", *where).stdout)["decisions"][0]["reason"]
+    plan = json.loads(
+        unicronctl("plan", "--live", "--if", "job gpt loses a node", "--explain", "gpt", "--json", *where).stdout
+    )
+    assert plan["assignment"] == {"7": 2} and plan["explanation"]["job"] == "7"
+    assert "7 gpt" in unicronctl("plan", "--live", *where).stdout
     wrong = unicronctl("explain", "nobody", *where)
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1 and "no job is called 'nobody'" in wrong.stderr
 

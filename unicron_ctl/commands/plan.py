@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 
 import click
 
@@ -24,6 +26,11 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--ahead", is_flag=True, help="Also list the plan for every next event.")
 @click.option("--oversubscribed", is_flag=True, help="Allow minimum sizes that add up to more than the nodes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--controller",
+    metavar="ADDRESS",
+    help="With --live: tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
+)
 def command(
     scenario: str | None,
     live: bool,
@@ -32,6 +39,7 @@ def command(
     ahead: bool,
     oversubscribed: bool,
     as_json: bool,
+    controller: str | None,
 ) -> None:
     """Compute the best assignment of nodes to jobs.
 
@@ -41,8 +49,14 @@ def command(
     if bool(scenario) == live:
         raise click.UsageError("give either a SCENARIO.toml or --live")
     try:
-        before = _live() if live else _file(scenario, oversubscribed)
-        _run(before, suppositions, explained, ahead, as_json)
+        names: dict[str, str] = {}
+        if live:
+            before, names = _live(controller)
+            suppositions = tuple(by_id(text, names) for text in suppositions)
+            explained = explained and by_id(f"job {explained}", names).removeprefix("job ")
+        else:
+            before = _file(scenario, oversubscribed)
+        _run(before, suppositions, explained, ahead, as_json, names)
     except PlanError as error:
         raise UserError(str(error), WRONG_USE) from None
 
@@ -56,14 +70,36 @@ def _file(path: str, oversubscribed: bool) -> Scenario:
     return scenario
 
 
-def _live() -> Scenario:
+def _live(controller: str | None) -> tuple[Scenario, dict[str, str]]:
+    """The scenario, whose jobs go by their ids, and the jobs' names by id."""
     from planner.scenario import from_dict
     from unicron_ctl.query import ask
 
-    return from_dict(ask({"kind": "scenario"}))
+    scenario = from_dict(ask({"kind": "scenario"}, controller))
+    names = {job["job"]: job["name"] for job in ask({"kind": "jobs"}, controller)}
+    return scenario, {job.name: names[job.name] for job in scenario.jobs if job.name in names}
 
 
-def _run(before: Scenario, suppositions: tuple[str, ...], explained: str | None, ahead: bool, as_json: bool) -> None:
+def by_id(text: str, names: Mapping[str, str]) -> str:
+    """The text with "job NAME" said as "job ID". Raises PlanError where several jobs have the name."""
+    for name in sorted(set(names.values()) - names.keys(), key=len, reverse=True):
+        pattern = re.compile(rf"\bjob {re.escape(name)}(?!\S)", re.I)
+        if pattern.search(text):
+            ids = [job for job, its in names.items() if its == name]
+            if len(ids) > 1:
+                raise PlanError(f"{len(ids)} jobs are called {name}: say which by its id ({', '.join(ids)})")
+            return pattern.sub(f"job {ids[0]}", text)
+    return text
+
+
+def _run(
+    before: Scenario,
+    suppositions: tuple[str, ...],
+    explained: str | None,
+    ahead: bool,
+    as_json: bool,
+    names: Mapping[str, str],
+) -> None:
     from planner.solve import solve
     from planner.whatif import suppose_all
 
@@ -84,16 +120,17 @@ def _run(before: Scenario, suppositions: tuple[str, ...], explained: str | None,
     if as_json:
         click.echo(json.dumps(out, indent=2))
     else:
-        _show(scenario, out)
+        _show(scenario, out, names)
 
 
-def _show(scenario: Scenario, out: dict) -> None:
+def _show(scenario: Scenario, out: dict, names: Mapping[str, str]) -> None:
     from planner.solve import flops_text, nodes_text
 
-    width = max(len(name) for name in out["assignment"])
+    labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}
+    width = max(len(label) for label in labels.values())
     for job in scenario.jobs:
         count, reason = out["assignment"][job.name], out["reasons"][job.name]
-        click.echo(f"{job.name:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
+        click.echo(f"{labels[job.name]:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
     click.echo(f"{nodes_text(scenario.nodes)}, {out['spares']} spare; {flops_text(out['waf'])} weighted")
     if "explanation" in out:
         click.echo(out["explanation"]["text"])

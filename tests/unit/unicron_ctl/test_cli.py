@@ -11,7 +11,9 @@ import time
 import click
 import pytest
 
+from planner.model import PlanError
 from unicron_ctl import cli
+from unicron_ctl.commands.plan import by_id
 from unicron_ctl.errors import UserError
 
 
@@ -101,3 +103,13 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     with os.fdopen(writer, "w") as out:
         done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_jobs_of_a_live_plan_go_by_name_or_id():
+    names = {"7": "gpt", "8": "gpt", "9": "gpt-large", "10": "9"}
+    assert by_id("job gpt-large loses a node", names) == "job 9 loses a node"
+    assert by_id("job 7 finishes", names) == "job 7 finishes"
+    assert by_id("job 9 finishes", names) == "job 9 finishes", "an id goes before another job's name"
+    assert by_id("node gpt-large fails", names) == "node gpt-large fails"
+    with pytest.raises(PlanError, match=r"2 jobs are called gpt: say which by its id \(7, 8\)"):
+        by_id("job gpt finishes", names)
