@@ -19,6 +19,7 @@ from tests.process import proof
 from tests.process.rank_harness import Ranks
 
 SIZE, VICTIM, AT = 4, 2, 2
+WARM_UP = 3  # rounds
 SLOW = "0.02"  # seconds of sleep per micro-batch, so that computed work can be told from the rest
 POINTS = {  # what is killed when, in an iteration of two micro-batches per rank
     "before the first micro-batch": {"at": "fetch", "count": 0, "kind": "kill"},
@@ -115,33 +116,45 @@ def recoveries(repeats: int) -> None:
     asked("gradient difference at the failed iteration, fp32, largest", max(r.gradient for r in everything), "", 1e-6)
 
 
-def overhead(iterations: int) -> None:
-    """Healthy iterations, hooked and plain by turns."""
+def overhead(rounds: int) -> None:
+    """Healthy iterations: reporting, silent and plain by turns (see ``overhead.py``)."""
     script = str(Path(__file__).with_name("overhead.py"))
+    print(f"\nhealthy iteration, {SIZE} ranks on {os.cpu_count()} cores: a session that reports to its agent, one that")
+    print("does not, and plain Megatron, by turns; ms; ratios of neighbours: median and quartiles")
     print(
-        f"\nhealthy iteration, {SIZE} ranks on {os.cpu_count()} cores, session and plain by turns, {iterations} of each"
+        f"{'hidden, micro-batches':<23}{'rounds':>7}{'reports':>9}{'silent':>9}{'plain':>9}{'reports/silent':>23}",
+        end="",
     )
-    print(f"{'hidden size':<14}{'session ms':>12}{'plain ms':>10}{'ratio':>8}{'quartiles of the ratio':>26}")
-    for hidden in (64, 512):
+    print(f"{'reports/plain':>23}")
+    for hidden, micro_batches, share in ((64, 8, 1.0), (512, 8, 0.5), (512, 64, 0.2)):
         with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
-            settings = {"TINY_HIDDEN": str(hidden), "TINY_ITERATIONS": str(iterations + 5), "TINY_SCRIPT": script}
+            count = max(4, round(rounds * share))
+            settings = {
+                "TINY_HIDDEN": str(hidden),
+                "TINY_MICRO_BATCHES": str(micro_batches),
+                "TINY_ITERATIONS": str(2 * (count + WARM_UP)),
+                "TINY_SCRIPT": script,
+            }
             Ranks(Path(folder), SIZE, [], fork=True, TINY_SAVE="0", **settings).drive()
-            times = json.loads((Path(folder) / "overhead.json").read_text())[5:]
-        hooked, plain = ([1e3 * pair[place] for pair in times] for place in (0, 1))
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(hooked, plain, strict=True)], n=4)
+            times = json.loads((Path(folder) / "overhead.json").read_text())[WARM_UP:]
+        columns = [1e3 * statistics.median(turn[place] for turn in times) for place in range(3)]
+        ratios = [statistics.quantiles([turn[0] / turn[place] for turn in times], n=4) for place in (1, 2)]
         print(
-            f"{hidden:<14}{statistics.median(hooked):>12.1f}{statistics.median(plain):>10.1f}{middle:>8.3f}"
-            f"{f'{low:.3f} .. {high:.3f}':>26}"
+            f"{f'{hidden}, {micro_batches}':<23}{count:>7}"
+            + "".join(f"{column:>9.1f}" for column in columns)
+            + "".join(f"{f'{middle:.3f} ({low:.3f}..{high:.3f})':>23}" for low, middle, high in ratios),
+            flush=True,
         )
+    asked("iteration with hooks / without them, the longest iteration, median", ratios[0][1], "", 1.005)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="runs per failure point")
-    parser.add_argument("--iterations", type=int, default=60, help="healthy iterations of each kind")
+    parser.add_argument("--rounds", type=int, default=80, help="of healthy iterations of each kind")
     options = parser.parse_args()
     recoveries(options.repeats)
-    overhead(options.iterations)
+    overhead(options.rounds)
     return 0
 
 
