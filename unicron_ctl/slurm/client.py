@@ -90,6 +90,9 @@ class SlurmClient(Protocol):
         lose its GPU records (docs/local-cluster.md).
         """
 
+    def drain(self, node: str, reason: str) -> None:
+        """Gives a node no further work; what runs on it goes on."""
+
     def resume(self, node: str) -> None:
         """Gives a drained or downed node back to the scheduler. No error for one that is in service."""
 

@@ -92,6 +92,9 @@ class CommandLineClient:
     def down(self, node: str, reason: str) -> None:
         self._change(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={reason}"])
 
+    def drain(self, node: str, reason: str) -> None:
+        self._change(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
+
     def resume(self, node: str) -> None:
         # Slurm calls this an invalid state change for a node that is in service already.
         self._change(["scontrol", "update", f"NodeName={node}", "State=RESUME"], harmless=("Invalid node state",))

@@ -56,6 +56,12 @@ class PyslurmClient(CommandLineClient):
         changes = self._pyslurm.Node(state="DOWN", reason=reason)
         self._call(f"set node {node} down", lambda: self._pyslurm.Node(node).modify(changes))
 
+    def drain(self, node: str, reason: str) -> None:
+        if self._dry_run is not None:
+            return super().drain(node, reason)
+        changes = self._pyslurm.Node(state="DRAIN", reason=reason)
+        self._call(f"drain node {node}", lambda: self._pyslurm.Node(node).modify(changes))
+
     def resume(self, node: str) -> None:
         if self._dry_run is not None:
             return super().resume(node)
