@@ -1,0 +1,169 @@
+"""``python -m unicron_ctl.admission``: the admission test of this node, for Slurm's prolog and HealthCheckProgram.
+
+Runs the checks of :mod:`detector.health`, drains the node when its hardware is proven bad, and tells the controller.
+
+Exit status: 100 the node is proven bad, 0 it is not (nor is it when a check gave no answer), 2 wrong use. No other
+status says anything of the node: 1 is what Python itself ends with when this program cannot even be imported, and that
+must not drain a cluster. What is to be known goes to the log, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from detector.health import CHECKS, Report, load_settings, run
+from unicron_ctl.controller.placement import OURS
+from unicron_ctl.errors import UserError, one_line
+from unicron_ctl.query import ask
+from unicron_ctl.slurm.client import NodeInfo, SlurmClient
+
+PROVEN_BAD = 100
+LEADER = f"{OURS}[health]"
+BUDGET_SECONDS = 8.0
+REPORT_SECONDS = 1.0  # for the controller's answer; a node must not wait for a controller that is away
+REASON_LENGTH = 200
+# Out of service already. DOWN may be Slurm's own doing; its words give way to ours (slurmctld writes these reasons).
+_DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())
+_SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted", "Low ", "gres/")
+
+
+def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
+    """(reason to drain the node with, "") or ("", why it is left as it is). Another tool's reason is never lost."""
+    if node is None:
+        return "", "Slurm does not know this node"
+    said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
+    slurms = not node.reason or node.reason.startswith(_SLURMS_OWN)
+    if node.states & _DRAINED:
+        return "", f"it is drained already ({node.reason or 'no reason given'})"
+    if "DOWN" in node.states and not slurms:
+        return "", f"it is down already ({node.reason})"
+    if not slurms and not node.reason.startswith(f"{OURS}["):
+        return f"{node.reason}; {said}", ""
+    return said, ""
+
+
+def drain(client: SlurmClient, name: str, why: str) -> str:
+    """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError."""
+    reason, not_done = drain_text(next((node for node in client.nodes() if node.name == name), None), why)
+    if not reason:
+        return f"{name} is left as it is: {not_done}"
+    client.drain(name, reason)
+    return f"{name} is drained: {reason}"
+
+
+def report(where: str, node: str, source: str, found: Report, at: float) -> None:
+    """Tells the controller. `at`: this node's clock when the checks began. Raises UserError."""
+    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at}
+    ask({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks, drains, reports; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    log = _Log(options.log, f"unicron health: node {options.node}: ")
+    status = [0]
+    box = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
+    box.daemon = True
+    box.start()
+    began, mono = time.time(), time.monotonic()
+    found = _check(options, log)
+    if found.verdict == "bad":
+        status[0] = PROVEN_BAD
+        log(f"proven bad: {found.reason}")
+        if options.drain == "on":
+            _drain(options, found, log)
+    if options.controller:
+        try:
+            report(options.controller, options.node, options.at, found, began)
+        except UserError as error:
+            log(f"the controller was not told: {error}")
+    if options.print:
+        print(f"{found.verdict}: {found.reason} ({time.monotonic() - mono:.2f} s)")
+    return status[0]
+
+
+def _check(options: argparse.Namespace, log: _Log) -> Report:
+    share = options.seconds * 0.6  # the rest is for Slurm and the controller
+    try:
+        settings = load_settings(options.config)
+    except (OSError, ValueError) as error:
+        log(f"{error}; the defaults are used")
+        settings = load_settings(None)
+    skip = (*settings.skip, *(name.strip() for name in options.skip.split(",") if name.strip()))
+    for name in skip:
+        if name not in (*CHECKS, "all"):
+            log(f"no check {name!r} to skip: there are {', '.join(CHECKS)}, and all")
+    return run(dataclasses.replace(settings, skip=skip, timeout=min(settings.timeout, share)))
+
+
+def _drain(options: argparse.Namespace, found: Report, log: _Log) -> None:
+    from unicron_ctl.slurm.command_line import CommandLineClient
+
+    try:
+        log(drain(CommandLineClient(timeout=options.seconds * 0.25), options.node, found.reason))
+    except UserError as error:
+        log(f"could not drain: {error}")
+
+
+def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
+    """A thread that hangs in the kernel cannot be ended, so the process ends without it."""
+    log(f"gave up after {seconds:g} s; nothing more is concluded")
+    os._exit(status[0])
+
+
+class _Log:
+    """Lines to a file, to syslog or to stderr. A log that cannot be written is no reason to fail."""
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self._where, self._prefix = where, prefix
+
+    def __call__(self, text: str) -> None:
+        line = self._prefix + one_line(text)
+        try:
+            if self._where == "syslog":
+                import syslog
+
+                syslog.openlog("unicron", 0, syslog.LOG_DAEMON)
+                syslog.syslog(syslog.LOG_WARNING, line)
+            elif self._where:
+                with open(self._where, "a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+            else:
+                print(line, file=sys.stderr, flush=True)
+        except OSError:
+            pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m unicron_ctl.admission", description="Admission test of this node.")
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+    parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
+    parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")
+    parser.add_argument("--config", metavar="FILE", help="unicron.toml with a [health] table")
+    parser.add_argument("--skip", default="", metavar="NAMES", help="checks to leave out; all: every one")
+    parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
+    parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
+    parser.add_argument("--controller", metavar="ADDRESS", default=os.environ.get("UNICRON_CONTROLLER", ""))
+    parser.add_argument("--log", default="", metavar="FILE", help="a file or syslog; default stderr")
+    parser.add_argument("--print", action="store_true", help="print the verdict")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 50.0:  # slurmd ends a HealthCheckProgram after 60 s
+        raise argparse.ArgumentTypeError(f"{text}: 0.1 to 50")
+    return value
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
