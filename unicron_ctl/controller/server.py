@@ -30,6 +30,7 @@ MESSAGES_PER_TURN = 1000
 QUEUE = 10000
 HINT_BYTES = 2048
 NAMES_KEPT = 1000
+THIN_EVERY = 5000  # events: takes some 20 ms then
 Route = tuple[bytes, ...]
 
 
@@ -41,7 +42,9 @@ class Server:
     ) -> None:
         self.config, self.store = config, store
         self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
+        store.thin()
         state = replay(store.replay())
+        self._thinned = state.last_event
         self.engine = Engine(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self.background = Background(client, config.controller.probe_timeout)
         self.dropped: Counter[str] = Counter()
@@ -243,6 +246,9 @@ class Server:
         if engine.events:
             events, engine.events = engine.events, []
             self.store.append(events)
+            if events[-1].id - self._thinned >= THIN_EVERY:
+                self.store.thin(self._thinned)
+                self._thinned = events[-1].id
         outbox, engine.outbox = engine.outbox, []
         for route, message in outbox:
             self._send(route, message)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unicron_ctl.controller.thinning import redundant
 from unicron_ctl.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -95,6 +96,22 @@ class Store:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise _explained(self.path, error) from None
+
+    def thin(self, after: int = 0) -> int:
+        """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
+        but grows into the room.
+        """
+        try:
+            doomed = redundant(self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,)))
+            if doomed:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
+                self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _explained(self.path, error) from None
+        return len(doomed)
 
     def replay(self) -> Iterator[Event]:
         """All events, oldest first."""

@@ -9,6 +9,7 @@ from unicron_ctl.controller.engine import Engine, Probe
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.resume import deal
 from unicron_ctl.controller.state import ClusterState, JobState
+from unicron_ctl.controller.thinning import redundant
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 MICRO_BATCHES = 8
@@ -415,5 +416,7 @@ class World:
         return [event.kind for event in self.log if event.job == job and event.kind not in quiet]
 
     def check_replay(self) -> None:
-        """The log gives the live state back."""
+        """The log gives the live state back, and so does the thinned one."""
         assert replay(self.log) == self.engine.state
+        gone = set(redundant((event.id, event.job, event.kind) for event in self.log))
+        assert replay(event for event in self.log if event.id not in gone) == self.engine.state

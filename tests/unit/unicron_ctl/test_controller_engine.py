@@ -13,6 +13,7 @@ from unicron_ctl import wire
 from unicron_ctl.controller import machine
 from unicron_ctl.controller.engine import Engine
 from unicron_ctl.controller.fold import replay
+from unicron_ctl.controller.thinning import redundant
 
 
 def messages(world: World, kind: type) -> list:
@@ -49,6 +50,24 @@ def test_fewer_nodes_than_the_most_start_after_a_while():
     assert world.job().phase == "forming"
     world.run(1.0)
     assert world.job().phase == "running" and world.job().plan.members == [0]
+
+
+def test_a_restart_needs_few_of_the_steps():
+    """Healthy and disturbed stretches: the thinned log is short, and gives the same state."""
+    world = World()
+    agents = world.start_job(nodes=3)
+    for iteration in range(40):
+        world.run(0.1)
+        world.iterate("1", iteration)
+    world.check_replay()
+    agents[1].die(1, -9)
+    for iteration in range(40, 80):
+        world.run(0.1)
+        world.iterate("1", iteration)
+    world.check_replay()
+    steps = [event for event in world.log if event.kind == "step"]
+    gone = redundant((event.id, event.job, event.kind) for event in world.log)
+    assert len(steps) == 80 and len(gone) > 40
 
 
 def test_too_few_nodes_never_start():

@@ -14,6 +14,7 @@ from unicron_ctl.controller.ledger import JobLedger
 from unicron_ctl.controller.placement import Need, place, usable
 from unicron_ctl.controller.planning import JobInput, plan, scenario
 from unicron_ctl.controller.store import Event, Store, StoreError
+from unicron_ctl.controller.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 from unicron_ctl.wire import Step
@@ -64,6 +65,20 @@ def test_a_damaged_a_locked_and_a_foreign_log_give_one_clear_line(tmp_path):
     later.commit()
     with pytest.raises(StoreError, match="another release"):
         Store(tmp_path / "later.sqlite")
+
+
+def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path):
+    store = Store(tmp_path / "events.sqlite")
+    kinds = ["entered", *["step"] * 100, "break", *["step"] * 5, "", *["step"] * 5]
+    jobs = ["1" if kind else "2" for kind in kinds]
+    store.append(
+        Event(number, float(number), "1" if kind else "2", 1, kind or "plan", {})
+        for number, kind in enumerate(kinds, 1)
+    )
+    assert store.thin() == 100 - KEPT_FIRST - KEPT_LAST
+    left = [event.id for event in store.replay()]
+    assert left[:4] == [1, 2, 3, 92] and left[-12:] == list(range(102, 114)), "of a short run, or the last ones: all"
+    assert store.thin() == 0 and store.thin(50) == 0
 
 
 def test_an_event_of_a_later_release_changes_nothing():
