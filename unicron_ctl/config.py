@@ -19,7 +19,7 @@ AUTH = ("munge", "none")
 SLURM = ("auto", "command", "none")
 THROUGHPUT = ("measured", "linear")
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
-OTHER_SECTIONS = ("severity", "agent", "planner", "health")
+OTHER_SECTIONS = ("severity", "planner", "health")
 
 
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may take.
     stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. mtbf_node_hours,
     transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all sizes at which the job
-    (or an earlier one of its name) has run, "linear" trusts one size and scales it.
+    (or an earlier one of its name) has run, "linear" trusts one size and scales it. act_on_node_events: isolate a node
+    on the word of its kernel alone; false records it only.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
@@ -88,6 +89,7 @@ class Config(msgspec.Struct, kw_only=True):
             raise UserError(f"{self.path or 'configuration'}: [controller] {problem}", WRONG_USE)
         return self
 
+    act_on_node_events: bool = True
 
 _POSITIVE = (
     "slurm_poll_seconds",
@@ -95,10 +97,23 @@ _POSITIVE = (
     "heartbeat_period",
     "forming_settle_seconds",
     "report_timeout",
+class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [agent], read by the agents on their nodes.
+
+    node_events: watch the kernel log, memory cgroup and links at all. kmsg: where the kernel log is read (the variable
+    UNICRON_KMSG goes before). link_seconds: between two looks at the links' counters.
+    """
+
+    node_events: bool = True
+    kmsg: str = "/dev/kmsg"
+    link_seconds: float = 5.0
+
+
     "enter_timeout",
     "restart_grace",
     "repeat_seconds",
     "probe_timeout",
+    agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     "mtbf_node_hours",
     "quick_death_seconds",
     "hint_grace",
@@ -106,6 +121,9 @@ _POSITIVE = (
     "hang_outside_seconds",
 )
 _NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds")
+        if not 0.1 <= self.agent.link_seconds <= 3600:
+            seconds = f"link_seconds = {self.agent.link_seconds:g}"
+            raise UserError(f"{self.path or 'configuration'}: [agent] {seconds} must be 0.1 to 3600", WRONG_USE)
 
 
 def problems(c: ControllerConfig) -> list[str]:
@@ -189,10 +207,10 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
 def parse(raw: Mapping[str, Any], path: str = "") -> Config:
     """The configuration in a mapping that was read from TOML. Raises UserError."""
     for section in raw:
-        if section != "controller" and section not in OTHER_SECTIONS:
+        if section not in ("controller", "agent", *OTHER_SECTIONS):
             raise UserError(
                 f"{path or 'configuration'}: unknown section [{section}]: "
-                f"use [controller] or one of {', '.join(OTHER_SECTIONS)}",
+                f"use [controller], [agent] or one of {', '.join(OTHER_SECTIONS)}",
                 WRONG_USE,
             )
     try:
@@ -202,7 +220,7 @@ def parse(raw: Mapping[str, Any], path: str = "") -> Config:
         raise UserError(f"{path or 'configuration'}: [controller] {error}", WRONG_USE) from None
     severity = raw.get("severity", {})
     return Config(
-        controller=controller, severity=dict(severity) if isinstance(severity, Mapping) else {}, path=path
+        controller=controller, agent=agent, severity=dict(severity) if isinstance(severity, Mapping) else {}, path=path
     ).check()
 
 
@@ -232,3 +250,5 @@ def controller_address(
     except OSError:
         written = ""
     return written or config.controller.listen.replace("://0.0.0.0:", "://127.0.0.1:").replace("://*:", "://127.0.0.1:")
+        section = "agent"
+        agent = msgspec.convert(raw.get("agent", {}), AgentConfig)

@@ -50,6 +50,7 @@ class Exit(msgspec.Struct, kw_only=True):
 
 class Fault(msgspec.Struct, kw_only=True):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
+    oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
     seconds."""
 
     type: str
@@ -172,6 +173,39 @@ class Welcome(Message, tag="welcome"):
 
 class Ping(Message, tag="ping"):
     """Say at once that you live: an agent answers with its status."""
+class NodeEvent(Message, tag="node_event"):
+    """What the node itself says. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
+
+    code: "xid 79", the link's name, or the id of the rule that the agent found. number: counts the agent's events, so
+    that one that comes twice is known. count: so many of the kind since the last one.
+    """
+
+    job: str
+    element: int
+    agent: str
+    number: int
+    source: str
+    text: str
+    at: float
+    code: str = ""
+    count: int = 1
+
+
+class Metrics(Message, tag="metrics"):
+    """What an agent measured of its node and its ranks' processes, for the comparison with peers.
+
+    host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
+    second, as in :mod:`detector.metrics`. ranks: slot -> metric -> value.
+    """
+
+    job: str
+    element: int
+    agent: str
+    host: str = ""
+    node: dict[str, float] = {}
+    ranks: dict[int, dict[str, float]] = {}
+
+
 
 
 class Refused(Message, tag="refused"):
@@ -274,7 +308,7 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Step | Timing | StackTrace | Ask
+ToController = Register | Status | Step | Timing | StackTrace | Metrics | NodeEvent | Ask
 ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}

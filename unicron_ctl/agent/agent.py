@@ -26,6 +26,7 @@ from detector import inject
 from detector.stacks import Dump
 from detector.supervise import shell_status
 from unicron_ctl import wire
+from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
@@ -94,6 +95,7 @@ class Agent:
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
+        self._node: node_watch.NodeWatch | None = None
         """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
         while not self._welcomed and self.exit_code is None and time.monotonic() < deadline:
@@ -108,6 +110,8 @@ class Agent:
             self._start_store()
             for rank in self.ranks.values():
                 if not rank.alive:
+            self._node = node_watch.start(self._complain, os.environ)
+            self._watch(self._node.fileno(), "node", 0)
                     self._start(rank, 0)
             while self.exit_code is None:
                 self._turn()
@@ -128,6 +132,8 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
+        if self._node is not None:
+            self._node.close()
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
@@ -210,6 +216,8 @@ class Agent:
         self._unwatch(child.stderr)
         self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
+        elif what == "node":
+            self._send_node_events()
         self._send_status()
 
     def _inject(self, order: wire.Inject) -> None:
@@ -219,6 +227,9 @@ class Agent:
         except inject.InjectError as error:
             self._complain(f"cannot inject: {error}")
             return
+        if rank.status.exit is not None and self._node is not None:
+            self._node.explain(rank.status.exit)
+        self._send_node_events()  # what killed it comes before its end
         self._complain(f"injected on the controller's order: {order.fault} into slot {order.slot}")
         if name == "corrupt-message":
             for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
@@ -370,6 +381,17 @@ class Agent:
 
     def _from_controller(self) -> None:
         try:
+    def _send_node_events(self, again: bool = False) -> None:
+        for event in self._node.take(self.place.job, self.place.element, self.identity, again) if self._node else ():
+            self._send(event)
+
+    def _send_metrics(self, now: float) -> None:
+        sample = self._sampling.turn(now)
+        if sample is not None:
+            ranks = self._vitals.sample(self.ranks.values(), now)
+            own = {"job": self.place.job, "element": self.place.element, "agent": self.identity}
+            self._send(wire.Metrics(**own, host=sample.host, node=sample.node, ranks=ranks))
+
             message = wire.decode(self._controller.recv(), wire.ToAgent)
         except wire.BadMessage as error:
             self._drop("the controller", str(error))
@@ -394,6 +416,7 @@ class Agent:
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
                     self._start(rank, message.incarnation)
+                    self._send_node_events(again=True)
             case wire.StopRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and rank.status.incarnation == message.incarnation:

@@ -1,0 +1,92 @@
+"""Out-of-memory kills as the memory cgroup counts them: `oom_kill` in memory.oom_control (version 1) or memory.events
+(version 2). The kernel counts a kill in the cgroup of the process that it killed, whoever's limit was reached.
+
+Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CLAIM_SECONDS = 60.0  # a process with much memory needs long to end after it was killed
+REPORT_SECONDS = 3.0  # a kill that no rank's end has explained by then hit another process of the cgroup
+
+
+def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | None:
+    """The file with the oom_kill count of the process's own memory cgroup; None where there is none."""
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return None
+    paths = {}
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    for controller, kind, name in (("memory", "cgroup", "memory.oom_control"), ("", "cgroup2", "memory.events")):
+        if controller not in paths:
+            continue
+        for fields in mounts:
+            # ID PARENT MAJ:MIN ROOT MOUNTPOINT OPTIONS [TAGS] - TYPE SOURCE SUPER-OPTIONS, see proc(5)
+            rest = fields[fields.index("-") + 1 :] if "-" in fields else []
+            if len(rest) < 3 or rest[0] != kind or (controller and controller not in rest[2].split(",")):
+                continue
+            root, path = fields[3].rstrip("/"), paths[controller]
+            inside = path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+            file = Path(fields[4] + inside) / name
+            if read_count(file) is not None:
+                return file
+    return None
+
+
+def read_count(file: Path) -> int | None:
+    """How many processes of the cgroup were killed for want of memory; None when that cannot be read."""
+    try:
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+class OomKills:
+    """The kills of one cgroup, each of which explains one end by SIGKILL. May be used from several threads."""
+
+    def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.file, self._clock, self._lock = file, clock, threading.Lock()
+        self._count = read_count(file) if file else None
+        self._open: list[list] = []  # [when it was seen, whether it was reported]
+
+    def look(self) -> None:
+        """Read the count; kills that are new wait to be claimed."""
+        with self._lock:
+            self._look()
+
+    def claim(self) -> bool:
+        """A rank was killed: was it one of the kills that nobody has claimed yet?"""
+        with self._lock:
+            self._look()
+            return bool(self._open) and bool(self._open.pop())
+
+    def unclaimed(self) -> int:
+        """New kills that no rank's end explains: a process beside the ranks was hit. Each is told once."""
+        with self._lock:
+            self._look()
+            fresh = [kill for kill in self._open if not kill[1] and self._clock() - kill[0] > REPORT_SECONDS]
+            for kill in fresh:
+                kill[1] = True
+            return len(fresh)
+
+    def _look(self) -> None:
+        now, count = self._clock(), read_count(self.file) if self.file else None
+        if count is not None:
+            rise = count - (self._count if self._count is not None else count)
+            self._open += [[now, False] for _ in range(min(max(0, rise), 1000))]
+            self._count = count
+        self._open = [kill for kill in self._open if now - kill[0] <= CLAIM_SECONDS]
