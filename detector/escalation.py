@@ -293,12 +293,15 @@ def as_fault(
     return Fault(now, job, slot, node, verdict.cause, verdict.scope, verdict.severity, uptime, worked)
 
 
-def action_failed(history: History, now: float, *, job: str, slot: int, why: str) -> Decision:
+def action_failed(history: History, now: float, *, job: str, slot: int, why: str, moved: bool = False) -> Decision:
     """The action that ran for the slot timed out or failed: the next severity. ``why`` becomes part of the reason.
 
-    Pure, too: take it into the history with ``apply_failed``.
+    ``moved``: the slot is on another node already, where it has to come up: that node is new to the fault. Pure, too:
+    take it into the history with ``apply_failed``.
     """
     state = history.state(job, slot, now)
+    if moved and state is State.ISOLATING:
+        state = State.MOVED
     following, action = TABLE[state][Event.FAILED]
     reason = f"{state.value} failed ({why}): {action}"
     return Decision(SEVERITY_OF_ACTION[action], action, reason, "action_failed", Event.FAILED, following)
@@ -307,6 +310,12 @@ def action_failed(history: History, now: float, *, job: str, slot: int, why: str
 def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:
     """Takes an ``action_failed`` decision into the history."""
     history.states[(job, slot)] = decision.state
+    history.last[(job, slot)] = now
+
+
+def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> None:
+    """The slot's node was to be put aside and is not: the process is started again in place instead."""
+    history.states[(job, slot)] = State.RESTARTING
     history.last[(job, slot)] = now
 
 

@@ -34,8 +34,18 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     between two copies of an order that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on purpose.
     monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is taken for hung sooner.
     hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may take.
-    stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. mtbf_node_hours,
-    transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all sizes at which the job
+    hang_idle_seconds: the same for a process that does nothing meanwhile, where that code was short so far.
+    first_iteration_seconds: how long a job's first iteration may take (it compiles, opens its data).
+    metrics_seconds: between two rounds of metrics that nodes and ranks are compared by; 0 for none. metrics_directory:
+    whose latency is measured on each node, by default a local one.
+    stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. regroup_seconds,
+    restart_seconds, isolate_seconds: how long an action may take before it has failed and the next severity follows:
+    all train again; a started process takes part; a node is down in Slurm and its element runs elsewhere.
+    max_isolated_nodes, max_isolated_share, max_isolated_job_share, isolation_window_seconds: without an admin, living
+    nodes are set down only while those set down within the window are at most so many, or this share of the cluster if
+    that is more, and at most this share of the job's own nodes (one is always allowed). join_after_seconds,
+    checkpoint_seconds: in restart mode newcomers are taken in together when none has come for so long; how often
+    scripts save their state. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all sizes at which the job
     (or an earlier one of its name) has run, "linear" trusts one size and scales it. act_on_node_events: isolate a node
     on the word of its kernel alone; false records it only.
     """
@@ -63,12 +73,26 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     monitor_iterations: bool = True
     hang_floor_seconds: float = 1.0
     hang_outside_seconds: float = 600.0
+    hang_idle_seconds: float = 60.0
+    first_iteration_seconds: float = 600.0
+    metrics_seconds: float = 10.0
+    metrics_directory: str = ""
     stacks_seconds: float = 1.0
+    regroup_seconds: float = 300.0
+    restart_seconds: float = 600.0
+    isolate_seconds: float = 300.0
+    max_isolated_nodes: int = 2
+    max_isolated_share: float = 0.1
+    max_isolated_job_share: float = 0.5
+    isolation_window_seconds: float = 600.0
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
     throughput: str = "measured"
+    join_after_seconds: float = 5.0
+    checkpoint_seconds: float = 1800.0
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 5.0
+    act_on_node_events: bool = True
 
     @property
     def lease(self) -> float:
@@ -76,27 +100,6 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return self.heartbeat_period * self.lease_periods
 
 
-class Config(msgspec.Struct, kw_only=True):
-    """The whole file. `severity` is handed to the classifier as it is."""
-
-    controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
-    severity: dict[str, Any] = {}
-    path: str = ""
-
-    def check(self) -> Config:
-        """The configuration itself, or UserError with the first contradiction."""
-        for problem in problems(self.controller):
-            raise UserError(f"{self.path or 'configuration'}: [controller] {problem}", WRONG_USE)
-        return self
-
-    act_on_node_events: bool = True
-
-_POSITIVE = (
-    "slurm_poll_seconds",
-    "slurm_timeout",
-    "heartbeat_period",
-    "forming_settle_seconds",
-    "report_timeout",
 class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [agent], read by the agents on their nodes.
 
@@ -109,21 +112,47 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     link_seconds: float = 5.0
 
 
+class Config(msgspec.Struct, kw_only=True):
+    """The whole file. `severity` is handed to the classifier as it is."""
+
+    controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
+    agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
+    severity: dict[str, Any] = {}
+    path: str = ""
+
+    def check(self) -> Config:
+        """The configuration itself, or UserError with the first contradiction."""
+        for problem in problems(self.controller):
+            raise UserError(f"{self.path or 'configuration'}: [controller] {problem}", WRONG_USE)
+        if not 0.1 <= self.agent.link_seconds <= 3600:
+            seconds = f"link_seconds = {self.agent.link_seconds:g}"
+            raise UserError(f"{self.path or 'configuration'}: [agent] {seconds} must be 0.1 to 3600", WRONG_USE)
+        return self
+
+
+_POSITIVE = (
+    "slurm_poll_seconds",
+    "slurm_timeout",
+    "heartbeat_period",
+    "forming_settle_seconds",
+    "report_timeout",
     "enter_timeout",
     "restart_grace",
     "repeat_seconds",
     "probe_timeout",
-    agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     "mtbf_node_hours",
     "quick_death_seconds",
     "hint_grace",
     "hang_floor_seconds",
     "hang_outside_seconds",
+    "hang_idle_seconds",
+    "first_iteration_seconds",
+    "regroup_seconds",
+    "restart_seconds",
+    "isolate_seconds",
+    "isolation_window_seconds",
 )
-_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds")
-        if not 0.1 <= self.agent.link_seconds <= 3600:
-            seconds = f"link_seconds = {self.agent.link_seconds:g}"
-            raise UserError(f"{self.path or 'configuration'}: [agent] {seconds} must be 0.1 to 3600", WRONG_USE)
+_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds", "metrics_seconds", "join_after_seconds", "checkpoint_seconds")
 
 
 def problems(c: ControllerConfig) -> list[str]:
@@ -148,6 +177,13 @@ def problems(c: ControllerConfig) -> list[str]:
         found.append(f'listen = "{c.listen}": write tcp://ADDRESS:PORT')
     if c.quick_deaths < 1:
         found.append(f"quick_deaths = {c.quick_deaths} must be 1 or more")
+    if c.max_isolated_nodes < 0:
+        found.append(f"max_isolated_nodes = {c.max_isolated_nodes} must be 0 or more")
+    found += [
+        f"{name} = {getattr(c, name):g} must be 0 to 1"
+        for name in ("max_isolated_share", "max_isolated_job_share")
+        if not 0 <= getattr(c, name) <= 1
+    ]
     if found:
         return found
     if not 1.1 <= c.lease_periods <= 100:
@@ -173,6 +209,13 @@ def problems(c: ControllerConfig) -> list[str]:
             f"restart_grace = {c.restart_grace:g} must be at least heartbeat_period = {c.heartbeat_period:g}: "
             "agents come back at their next heartbeat"
         )
+    if c.regroup_seconds <= c.report_timeout:
+        found.append(
+            f"regroup_seconds = {c.regroup_seconds:g} must be above report_timeout = {c.report_timeout:g}: "
+            "survivors that do not stop are found by that first"
+        )
+    if 0 < c.metrics_seconds < 1:
+        found.append(f"metrics_seconds = {c.metrics_seconds:g} must be 1 or more, or 0 for none")
     if c.fault_grace >= c.report_timeout:
         found.append(f"fault_grace = {c.fault_grace:g} must be below report_timeout = {c.report_timeout:g}")
     return found
@@ -215,9 +258,12 @@ def parse(raw: Mapping[str, Any], path: str = "") -> Config:
             )
     try:
         # strict=False lets `1` stand for 1.0; TOML has typed everything else already.
+        section = "controller"
         controller = msgspec.convert(raw.get("controller", {}), ControllerConfig)
+        section = "agent"
+        agent = msgspec.convert(raw.get("agent", {}), AgentConfig)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path or 'configuration'}: [controller] {error}", WRONG_USE) from None
+        raise UserError(f"{path or 'configuration'}: [{section}] {error}", WRONG_USE) from None
     severity = raw.get("severity", {})
     return Config(
         controller=controller, agent=agent, severity=dict(severity) if isinstance(severity, Mapping) else {}, path=path
@@ -250,5 +296,3 @@ def controller_address(
     except OSError:
         written = ""
     return written or config.controller.listen.replace("://0.0.0.0:", "://127.0.0.1:").replace("://*:", "://127.0.0.1:")
-        section = "agent"
-        agent = msgspec.convert(raw.get("agent", {}), AgentConfig)

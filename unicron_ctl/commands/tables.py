@@ -30,6 +30,7 @@ def status(data: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [jobs(data["jobs"]), nodes(data["nodes"])]
     if data["failures"]:
         parts.append(failures(data["failures"][-8:]))
+    parts += [Text(f"needs an admin: {item['reason']}", style="red") for item in data.get("attention", ())]
     parts.append(Text(_foot(data), style="dim"))
     return Group(*parts)
 

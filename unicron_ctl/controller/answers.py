@@ -1,7 +1,8 @@
 """What `unicronctl` is told: views of the state as plain data with stable keys.
 
-status   {"controller", "jobs", "nodes", "failures", "waf"}: the keys of the single items are those of `job`, `node` and
-         `FAILURE_KEYS`; times are seconds since the epoch, durations seconds, rates FLOP/s.
+status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the keys of the single items are those of
+         `job`, `node` and `FAILURE_KEYS`; attention lists nodes that need an admin (node, since, job, reason); times
+         are seconds since the epoch, durations seconds, rates FLOP/s.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def status(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]
         "jobs": listed,
         "nodes": nodes(engine, store, args),
         "failures": [failure_record(f) for f in failures[-100:]],
+        "attention": engine.cluster.isolation.attention(),
         "waf": sum(item["waf"] for item in listed),
         "plan": engine.state.plan_report,
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from detector.severity import Severity
+from unicron_ctl.controller.isolation import Isolation
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
     OCCUPIES,
@@ -73,6 +74,7 @@ class Cluster:
         self._missing_since: dict[str, float] = {}
         self._expected: dict[str, list[int]] = {}
         self.replanning = Replanning(engine, self)
+        self.isolation = Isolation(engine)
 
     # ------------------------------------------------------------ questions of the engine
     def put_aside(self) -> set[str]:
@@ -126,9 +128,10 @@ class Cluster:
         self._engine.requests.append(Probe(job.job, element, agent.agent, agent.node, info.address, info.port, failure))
 
     def isolate(self, job: JobState, view: AgentView, failure: int, reason: str) -> bool:
-        """Puts a node aside whose own fault a rank reported. False when there is no Slurm to do it with."""
+        """Puts a living node aside whose own fault a rank reported. False when that cannot or must not be done: the
+        process is to be started again in place then."""
         info = self.node_info(view.node)
-        if not self._engine.has_slurm or info is None:
+        if not self._engine.has_slurm or info is None or not self.isolation.may(job, info, failure, reason):
             return False
         self._down(job, view.element, info, failure, f"{REASON}: {reason}"[:200])
         return True
@@ -199,7 +202,7 @@ class Cluster:
             engine.emit("slurm_back", reason="Slurm answers again")
             self.error = ""
         self.seen = Observation(self.asked_at, list(nodes), list(elements))
-        actions = [*self._nodes_back(), *self._ended_jobs()]
+        actions = [*self._nodes_back(), *self._down_again(), *self._ended_jobs()]
         jobs = self._managed()
         if jobs:
             self.replanning.replan(jobs)
@@ -221,13 +224,14 @@ class Cluster:
                 reason=f"{action.label}: {error}",
             )
             if action.action == "down":
-                self._aside.pop(action.node, None)
+                self.isolation.on_refused(action, error)
             if action.action == "pin":
                 engine.emit("unpinned", action.job, element=action.element)
             return
         self._refused.pop(key, None)
         if action.action == "down":
             self._aside.pop(action.node, None)
+            self.isolation.refused.pop(action.node, None)
             engine.emit("node_down", action.job, node=action.node, reason=action.text)
         elif action.action == "resume":
             engine.emit("node_resumed", node=action.node, reason=action.reason)
@@ -279,6 +283,19 @@ class Cluster:
                         "resume", "", -1, name, f"{name} was set down here, and its slurmd has been started again since"
                     )
                 )
+        return found
+
+    def _down_again(self) -> list[Action]:
+        """What Slurm refused to set down, until it is out of service by whatever means."""
+        found = []
+        for name, item in list(self.isolation.refused.items()):
+            node = self.node_info(name)
+            if node is not None and not node.healthy:
+                self._aside.pop(name, None)
+                del self.isolation.refused[name]
+            elif node is not None:
+                text = self._aside.get(name, REASON)
+                found.append(Action("down", item["job"], -1, name, "Slurm refused it before", text))
         return found
 
     @staticmethod

@@ -15,7 +15,7 @@ import msgspec
 from detector.classify import Classifier
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import actions, failures, machine, monitoring, orders
+from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
@@ -62,6 +62,7 @@ class Engine:
         self.requests: list[Any] = []
         self.now = self.last_tick = self.started_at
         self.cluster = Cluster(self)
+        self.clocks = deadlines.Clocks()
         for job in self.state.jobs.values():  # reports that the process before this one had read are lost with it
             self.ledgers[job.job] = JobLedger(closed=job.iteration)
             self.disturbed_until[job.job] = job.iteration + 3
@@ -260,6 +261,7 @@ class Engine:
                 self.update(job)
             elif self._of_job.get(job.job):
                 self._send_orders(job)
+        deadlines.look(self)
         self.cluster.tick()
 
     # ------------------------------------------------------------ one job

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from detector.escalation import Decision, Fault
+from detector.escalation import Decision, Fault, apply_failed, withhold_isolation
 from detector.escalation import Event as EscalationEvent
 from detector.escalation import State as EscalationState
 from detector.severity import Severity
@@ -61,6 +61,9 @@ _DECISIONS = {
     "allotted",
     "slurm_action",
     "slurm_error",
+    "action_failed",
+    "isolated",
+    "isolation_withheld",
     "rank_start",
     "job_ended",
     "ledger_violation",
@@ -98,6 +101,31 @@ def _node_resumed(state: ClusterState, event: Event) -> None:
     node = state.node(event.payload["node"])
     node.downed, node.reason, node.resumed_at = False, "", event.time
     state.history.readmitted(event.payload["node"])
+    state.isolated.pop(event.payload["node"], None)
+    state.withheld.pop(event.payload["node"], None)
+
+
+def _isolated(state: ClusterState, event: Event) -> None:
+    node = event.payload["node"]
+    state.isolated[node] = {"at": event.time, "job": event.job}
+    state.withheld.pop(node, None)
+
+
+def _isolation_withheld(state: ClusterState, event: Event) -> None:
+    p = event.payload
+    state.withheld[p["node"]] = {"since": event.time, "job": event.job, "reason": p["reason"]}
+    for slot in p["slots"]:
+        withhold_isolation(state.history, event.time, job=event.job, slot=slot)
+
+
+def _action_failed(state: ClusterState, event: Event) -> None:
+    p = event.payload
+    if p["slot"] < 0:
+        return  # Slurm refused to set a node down: the isolation goes on
+    decision = Decision(
+        Severity(p["severity"]), p["action"], p["reason"], "action_failed", state=EscalationState(p["state"])
+    )
+    apply_failed(state.history, decision, event.time, job=event.job, slot=p["slot"])
 
 
 def _replanned(state: ClusterState, event: Event) -> None:
@@ -158,6 +186,9 @@ _CLUSTER_RULES = {
     "unpinned": _unpinned,
     "node_lost": _node_lost,
     "node_resumed": _node_resumed,
+    "isolated": _isolated,
+    "isolation_withheld": _isolation_withheld,
+    "action_failed": _action_failed,
     "replanned": _replanned,
     "failure_detected": _history_fault,
     "step": _history_step,

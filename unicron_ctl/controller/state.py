@@ -121,6 +121,8 @@ class NodeState:
 class ClusterState:
     jobs: dict[str, JobState] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
+    isolated: dict[str, dict[str, Any]] = field(default_factory=dict)  # living nodes set down -> {"at", "job"}
+    withheld: dict[str, dict[str, Any]] = field(default_factory=dict)  # not set down -> {"since", "job", "reason"}
     pins: dict[str, dict[str, Any]] = field(default_factory=dict)  # "JOB_ELEMENT" -> {"node", "at"}
     assignment: dict[str, int] = field(default_factory=dict)
     plan_inputs: str = ""

@@ -10,7 +10,7 @@ from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.resume import deal
 from unicron_ctl.controller.state import ClusterState, JobState
 from unicron_ctl.controller.thinning import redundant
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
 MICRO_BATCHES = 8
 
@@ -198,6 +198,7 @@ class FakeSlurm:
         self.queue: dict[tuple[str, int], dict] = {}
         self.calls: list[tuple] = []
         self.refuse = ""
+        self.refuse_down = ""
 
     def submit(self, job: str, count: int) -> None:
         for element in range(count):
@@ -251,6 +252,8 @@ class FakeSlurm:
         ]
 
     def down(self, node: str, reason: str) -> None:
+        if self.refuse_down:
+            raise SlurmError(self.refuse_down)
         self.node_states[node], self.reasons[node] = {"DOWN"}, reason
         for entry in self.queue.values():
             if entry["node"] == node and entry["state"] == "RUNNING":
@@ -369,8 +372,12 @@ class World:
             case Run():
                 for action in request.actions:
                     self.slurm.calls.append((action.action, action.job, action.element, action.node))
-                    perform(self.slurm, action)
-                    cluster.on_done(action, "")
+                    try:
+                        perform(self.slurm, action)
+                    except SlurmError as error:
+                        cluster.on_done(action, str(error))
+                    else:
+                        cluster.on_done(action, "")
                 cluster.on_run_done()
         self.deliver()
 

@@ -1,0 +1,220 @@
+"""Actions that do not come to their end lead to the next severity; living nodes are set down only so many at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
+from tests.unit.unicron_ctl.test_controller_engine import follow
+from unicron_ctl import wire
+from unicron_ctl.config import ControllerConfig, problems
+from unicron_ctl.controller.isolation import allowed, withheld
+
+ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
+
+
+def failed(world: World) -> list[tuple[str, str]]:
+    """(action that failed, what follows) of all events."""
+    return [(e.payload["failed"], e.payload["action"]) for e in world.log if e.kind == "action_failed"]
+
+
+def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
+    slurm = FakeSlurm(nodes)
+    world = World(slurm, **settings)
+    slurm.submit("1", elements)
+    follow(world, "1", elements)
+    world.run(0.6)
+    for agent in world.agents:
+        agent.ready()
+    world.run(3.0)
+    world.iterate("1", 0)
+    return world, slurm
+
+
+# ---------------------------------------------------------------- time limits
+def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity_follows():
+    world = World(restart_seconds=60.0, isolate_seconds=40.0)
+    agents = world.start_job()
+    agents[1].die(1)
+    world.run(50)
+    assert failed(world) == [] and agents[1].ranks[1].state == "starting"
+    world.run(12)
+    assert failed(world) == [("restart", "isolate")]
+    event = next(e for e in world.log if e.kind == "action_failed")
+    assert "not done within 60 s: its process (incarnation 1) is not ready" in event.payload["reason"]
+    assert agents[1].ranks[1].incarnation == 2, "without Slurm no node can be put aside: it is started again"
+    assert world.job().failures[-1]["detected_by"] == "time limit"
+    world.run(41)
+    assert failed(world) == [("restart", "isolate"), ("isolate", "isolate")] and agents[1].ranks[1].incarnation == 3
+    agents[1].ready()
+    world.run(1)
+    for agent in agents:
+        agent.take_offer()
+    world.iterate("1", 5)
+    world.run(100)
+    assert len(failed(world)) == 2, "who takes part again is not asked any more"
+    world.check_replay()
+
+
+def test_a_restart_that_times_out_puts_the_node_aside_in_slurm():
+    world, slurm = on_slurm(4, 3, restart_seconds=60.0)
+    agent = next(a for a in world.agents if a.element == 1)
+    agent.die(1)
+    world.run(64)
+    assert failed(world) == [("restart", "isolate")]
+    assert slurm.node_states["n2"] == {"DOWN"} and "not done within 60 s" in slurm.reasons["n2"]
+    assert slurm.queue["1", 1]["node"] == "n4"
+    world.check_replay()
+
+
+def test_a_regroup_that_never_comes_about_becomes_a_restart():
+    world = World(regroup_seconds=40.0, enter_timeout=1000.0)
+    agents = world.start_job()
+    agents[1].obedient = False
+    stopped = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    agents[1].set(1, state="stopped", broken=agents[1].ranks[1].generation, fault=stopped)
+    world.run(1)
+    assert world.job().failures[-1]["action"] == "reattempt" and world.job().phase == "entering"
+    world.run(36)
+    assert failed(world) == []
+    world.run(8)
+    assert failed(world) == [("reattempt", "restart")]
+    assert any(isinstance(m, wire.StopRank) and m.slot == 1 for m in agents[1].heard)
+    assert sorted(world.job().members) == [0, 2], "nobody waits for it"
+    world.check_replay()
+
+
+def test_the_clock_stands_still_while_the_plan_has_no_node_for_the_element():
+    world, slurm = on_slurm(3, 3, restart_seconds=20.0, isolate_seconds=20.0)
+    agent = next(a for a in world.agents if a.element == 1)
+    agent.set(1, fault=ECC)
+    world.run(2)
+    assert slurm.node_states["n2"] == {"DOWN"} and slurm.queue["1", 1]["state"] == "PENDING"
+    follow(world, "1", 3)
+    world.run(120)
+    assert failed(world) == []
+
+
+def test_an_element_that_slurm_does_not_start_again_costs_its_node():
+    world, slurm = on_slurm(3, 3, restart_seconds=30.0)
+    slurm.requeue = lambda job, element: None  # accepted, and nothing comes of it
+    next(a for a in world.agents if a.element == 1).silent = True
+    world.run(25)
+    assert failed(world) == []
+    world.run(10)
+    assert failed(world) == [("restart", "isolate")]
+    assert any("no agent came back within 30 s" in f["reason"] for f in world.job().failures)
+
+
+def test_a_restarted_controller_begins_the_clock_anew():
+    world = World(restart_seconds=60.0)
+    agents = world.start_job()
+    agents[1].die(1)
+    world.run(50)
+    world.engine.clocks.excused.clear()
+    world.engine.started_at = world.now
+    world.run(50)
+    assert failed(world) == []
+    world.run(15)
+    assert failed(world) == [("restart", "isolate")]
+
+
+# ---------------------------------------------------------------- Slurm refuses
+def test_a_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
+    world, slurm = on_slurm(3, 3)
+    slurm.refuse_down = "slurm_update error: Invalid user id"
+    agent = next(a for a in world.agents if a.element == 1)
+    agent.set(1, fault=ECC)
+    world.run(20)
+    assert failed(world) == [("isolate", "isolate")]
+    assert "n2" in world.engine.cluster.put_aside() and sorted(world.job().members) == [0, 2]
+    item = world.engine.cluster.isolation.attention()[0]
+    assert item["node"] == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item["reason"]
+    assert len([c for c in slurm.calls if c[0] == "down"]) > 2, "Slurm is asked again"
+    slurm.refuse_down = ""
+    world.run(8)
+    assert slurm.node_states["n2"] == {"DOWN"} and world.engine.cluster.isolation.attention() == []
+    world.check_replay()
+
+
+# ---------------------------------------------------------------- many nodes at once
+def test_a_third_node_within_the_window_is_not_set_down_without_an_admin():
+    world, slurm = on_slurm(8, 6, max_isolated_job_share=1.0, isolation_window_seconds=600.0)
+    for element in (1, 2, 3):
+        next(a for a in world.agents if a.element == element and not a.silent).set(element, fault=ECC)
+        world.run(3)
+    down = [name for name, states in slurm.node_states.items() if states == {"DOWN"}]
+    assert down == ["n2", "n3"]
+    event = next(e for e in world.log if e.kind == "isolation_withheld")
+    assert event.payload["node"] == "n4" and "n2, n3 were set down within 600 s" in event.payload["reason"]
+    assert "scontrol update NodeName=n4 State=DRAIN" in event.payload["reason"]
+    assert world.engine.cluster.isolation.attention()[0]["node"] == "n4"
+    agent = next(a for a in world.agents if a.element == 3 and not a.silent)
+    assert agent.ranks[3].incarnation == 1, "its process is started again in place"
+    assert any("n4 is not set down" in text for text in world.job().failures[-1]["actions"])
+    world.check_replay()
+    world.engine.emit("node_resumed", node="n2", reason="an admin gave it back")
+    agent.ready()
+    agent.set(3, state="exited", exit=wire.Exit(code=1, at=world.now, lived=60.0), fault=ECC)
+    world.run(3)
+    assert slurm.node_states["n4"] == {"DOWN"}, "an admin has looked: there is room again"
+    assert not world.engine.cluster.isolation.attention()
+
+
+def test_nodes_that_are_dead_are_facts_and_do_not_count():
+    world, slurm = on_slurm(8, 6, max_isolated_job_share=1.0)
+    for node in ("n2", "n3", "n4"):
+        world.dead_nodes.add(node)
+        for agent in world.agents:
+            agent.silent = agent.silent or agent.node == node
+    world.run(4)
+    assert [slurm.node_states[node] for node in ("n2", "n3", "n4")] == [{"DOWN"}] * 3
+    assert world.engine.state.isolated == {}
+    next(a for a in world.agents if a.element == 4 and not a.silent).set(4, fault=ECC)
+    world.run(3)
+    assert slurm.node_states["n5"] == {"DOWN"}
+
+
+CONFIG = ControllerConfig()
+
+
+def test_the_limits_by_default():
+    assert [allowed(CONFIG, count) for count in (0, 5, 20, 39, 100)] == [2, 2, 2, 3, 10]
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 2000), max_size=8), st.integers(1, 200))
+def test_never_more_than_allowed_within_any_window(times, size):
+    """Whatever is asked for and when: no window ever holds more nodes than are allowed."""
+    isolated: dict[str, dict] = {}
+    for node, at in sorted(times.items(), key=lambda item: item[1]):
+        if not withheld(node, isolated, size, "1", [], CONFIG, at):
+            isolated[node] = {"at": at, "job": str(len(isolated))}
+    for item in isolated.values():
+        window = [other for other in isolated.values() if 0 <= item["at"] - other["at"] < 600]
+        assert len(window) <= allowed(CONFIG, size)
+
+
+def test_half_of_a_job_at_most():
+    isolated = {"a": {"at": 0.0, "job": "1"}, "x": {"at": 0.0, "job": "2"}}
+    config = ControllerConfig(max_isolated_nodes=9)
+    assert not withheld("b", isolated, 9, "1", ["b", "c", "d"], config, 1.0)
+    isolated["b"] = {"at": 1.0, "job": "1"}
+    why = withheld("c", isolated, 9, "1", ["c", "d"], config, 2.0)
+    assert "of job 1, a, b were set down" in why and "no more than 2 of its 4" in why
+    assert not withheld("c", isolated, 9, "1", ["c", "d"], config, 602.0)
+    assert not withheld("z", {}, 1, "1", ["z"], config, 0.0), "one is always allowed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"restart_seconds": 0.0}, "restart_seconds = 0"),
+        ({"regroup_seconds": 5.0}, "above report_timeout"),
+        ({"max_isolated_share": 1.5}, "max_isolated_share = 1.5 must be 0 to 1"),
+        ({"max_isolated_nodes": -1}, "max_isolated_nodes = -1"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(settings, text):
+    assert text in problems(ControllerConfig(**settings))[0]
