@@ -18,6 +18,7 @@ DEFAULT_PORT = 7451
 AUTH = ("munge", "none")
 SLURM = ("auto", "command", "none")
 THROUGHPUT = ("measured", "linear")
+ADMISSION = ("require", "prefer", "off")
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
 
@@ -38,6 +39,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     first_iteration_seconds: how long a job's first iteration may take (it compiles, opens its data).
     metrics_seconds: between two rounds of metrics that nodes and ranks are compared by; 0 for none. metrics_directory:
     whose latency is measured on each node, by default a local one.
+    admission: a node that was set down comes back after passing its health checks: "require" them, "prefer" them (after
+    admission_seconds without any it comes back unverified), "off".
     stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. regroup_seconds,
     restart_seconds, isolate_seconds: how long an action may take before it has failed and the next severity follows:
     all train again; a started process takes part; a node is down in Slurm and its element runs elsewhere.
@@ -85,6 +88,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_isolated_share: float = 0.1
     max_isolated_job_share: float = 0.5
     isolation_window_seconds: float = 600.0
+    admission: str = "prefer"
+    admission_seconds: float = 30.0
     quick_death_seconds: float = 20.0
     quick_deaths: int = 3
     throughput: str = "measured"
@@ -142,6 +147,7 @@ _POSITIVE = (
     "probe_timeout",
     "mtbf_node_hours",
     "quick_death_seconds",
+    "admission_seconds",
     "hint_grace",
     "hang_floor_seconds",
     "hang_outside_seconds",
@@ -171,6 +177,8 @@ def problems(c: ControllerConfig) -> list[str]:
         found.append(f'auth = "{c.auth}": use one of {", ".join(AUTH)}')
     if c.slurm not in SLURM:
         found.append(f'slurm = "{c.slurm}": use one of {", ".join(SLURM)}')
+    if c.admission not in ADMISSION:
+        found.append(f'admission = "{c.admission}": use one of {", ".join(ADMISSION)}')
     if c.throughput not in THROUGHPUT:
         found.append(f'throughput = "{c.throughput}": use one of {", ".join(THROUGHPUT)}')
     if not c.listen.startswith("tcp://") or not c.listen.rpartition(":")[2].isdigit():

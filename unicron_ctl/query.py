@@ -10,7 +10,7 @@ from unicron_ctl.config import controller_address
 from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import UserError
 
-ORDERS = ("inject",)  # need to know who asks; questions are free
+ORDERS = ("inject", "health")  # need to know who asks; questions are free
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:

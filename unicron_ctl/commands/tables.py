@@ -101,16 +101,36 @@ def _slow(job: dict[str, Any]) -> str:
 
 
 def nodes(listed: list[dict[str, Any]]) -> Table:
-    table = Table("node", "state", "used by", "reason", title="nodes", title_justify="left")
+    table = Table("node", "state", "used by", "health", "reason", title="nodes", title_justify="left")
     for node in listed:
         style = "" if node["healthy"] else "red"
         table.add_row(
             node["node"],
             Text("+".join(node["states"]).lower() or "-", style=style),
             " ".join(node["used_by"]) or "-",
+            health(node),
             Text(node["reason"]),
         )
     return table
+
+
+def health(node: dict[str, Any]) -> Text:
+    """What the admission checks and the paired test say, how old that is, and whether the node is a suspect."""
+    words, style, now = [], "", time.time()
+    for name, report in (("", node.get("health")), ("pair test ", node.get("pair_test"))):
+        if report is None:
+            continue
+        age = duration(max(0.0, now - report["at"]))
+        verdict = {"good": "ok", "warning": "ok", "bad": "bad: ", "unknown": "unknown: "}[report["verdict"]]
+        words.append(f"{name}{verdict}{'' if verdict == 'ok' else report['reason']} ({age})")
+        style = "red" if verdict == "bad: " else style
+    words = words or ["unknown"]
+    words += ["unverified"] if node.get("unverified") else []
+    words += [node["admission"]] if node.get("admission") else []
+    if node.get("suspect"):
+        words.append(f"suspect ({node['suspect']}): unicronctl pair-test --nodes {node['node']}")
+        style = style or "yellow"
+    return Text("; ".join(words), style=style)
 
 
 def failures(listed: list[dict[str, Any]]) -> Table:

@@ -7,11 +7,13 @@ status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the ke
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unicron_ctl.controller import injection, planning
+from unicron_ctl.controller.admission import checked
 from unicron_ctl.controller.placement import OCCUPIES
 from unicron_ctl.controller.state import JobState
 from unicron_ctl.controller.store import Store
@@ -177,6 +179,7 @@ def nodes(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, 
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
+                **engine.cluster.gate.view(name),
             }
         )
     return listed
@@ -244,8 +247,12 @@ def failure_record(failure: dict[str, Any]) -> dict[str, Any]:
     return {key: failure[key] for key in FAILURE_KEYS}
 
 
-def owner_of(engine: Engine, args: dict[str, Any]) -> str:
-    """Who owns the job that an order is about. Raises Unanswerable."""
+def owner_of(engine: Engine, args: dict[str, Any], what: str = "") -> str:
+    """Whose word counts beside root's and the admins': the owner of the job that an order is about; of nodes, the user
+    of this controller, who is a Slurm operator. Raises Unanswerable.
+    """
+    if what == "health":
+        return getpass.getuser()
     return engine.state.jobs[_job_id(engine, str(args.get("job", "")))].settings.user
 
 
@@ -276,6 +283,18 @@ def inject(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]
         raise Unanswerable(str(error)) from None
 
 
+def health(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+    """Takes a node's health report: args node, source, verdict, reason, at."""
+    report = checked(args)
+    if isinstance(report, str):
+        raise Unanswerable(report)
+    seen = engine.cluster.seen
+    if seen is not None and all(info.name != report[0] for info in seen.nodes):
+        raise Unanswerable(f"health: Slurm shows no node {report[0]!r}")
+    engine.cluster.gate.take(*report)
+    return {"taken": True}
+
+
 QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
     "status": status,
     "jobs": jobs,
@@ -284,4 +303,5 @@ QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
     "explain": explain,
     "scenario": scenario,
     "inject": inject,
+    "health": health,
 }

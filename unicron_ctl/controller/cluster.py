@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from detector.severity import Severity
 from unicron_ctl.controller.isolation import Isolation
+from unicron_ctl.controller.admission import Gate, pair_test_command
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
     OCCUPIES,
@@ -73,6 +74,7 @@ class Cluster:
         self._aside: dict[str, str] = {}  # nodes to be set down as soon as Slurm has done it, with the reason
         self._missing_since: dict[str, float] = {}
         self._expected: dict[str, list[int]] = {}
+        self.gate = Gate(engine)
         self.replanning = Replanning(engine, self)
         self.isolation = Isolation(engine)
 
@@ -202,7 +204,7 @@ class Cluster:
             engine.emit("slurm_back", reason="Slurm answers again")
             self.error = ""
         self.seen = Observation(self.asked_at, list(nodes), list(elements))
-        actions = [*self._nodes_back(), *self._down_again(), *self._ended_jobs()]
+        actions = [*self.gate.nodes_back(), *self._down_again(), *self._ended_jobs()]
         jobs = self._managed()
         if jobs:
             self.replanning.replan(jobs)
@@ -234,7 +236,8 @@ class Cluster:
             self.isolation.refused.pop(action.node, None)
             engine.emit("node_down", action.job, node=action.node, reason=action.text)
         elif action.action == "resume":
-            engine.emit("node_resumed", node=action.node, reason=action.reason)
+            verified = self.gate.verified(action.node)
+            engine.emit("node_resumed", node=action.node, reason=action.reason, verified=verified)
 
     def on_run_done(self) -> None:
         """All actions of a request are through: look at what became of them."""
@@ -255,35 +258,13 @@ class Cluster:
         if node.name in self.put_aside():
             engine.emit("failure_action", job.job, failure=failure, text=f"{node.name} is being set down already")
             return
-        engine.emit("failure_action", job.job, failure=failure, text=f"set {node.name} down in Slurm: {text}")
+        done = f"set {node.name} down in Slurm: {text}; once it is back, `{pair_test_command(node.name)}` tests it"
+        engine.emit("failure_action", job.job, failure=failure, text=done)
         self._aside[node.name] = text
         self._run(
             [Action("down", job.job, element, node.name, "a node that is out of order must get no work", text)],
             urgent=True,
         )
-
-    def _nodes_back(self) -> list[Action]:
-        """Nodes that we set down and whose slurmd has been started since; and those that somebody else gave back."""
-        assert self.seen is not None
-        found = []
-        for name, known in self._engine.state.nodes.items():
-            node = self.node_info(name)
-            if not known.downed or node is None:
-                continue
-            if node.healthy and name not in self._aside:
-                self._engine.emit("node_resumed", node=name, reason=f"{name} was given back to Slurm by somebody else")
-            elif (
-                self._ours(node)
-                and "NOT_RESPONDING" not in node.states
-                and node.slurmd_start is not None
-                and node.slurmd_start > known.lost_at > 0
-            ):
-                found.append(
-                    Action(
-                        "resume", "", -1, name, f"{name} was set down here, and its slurmd has been started again since"
-                    )
-                )
-        return found
 
     def _down_again(self) -> list[Action]:
         """What Slurm refused to set down, until it is out of service by whatever means."""
@@ -298,9 +279,9 @@ class Cluster:
                 found.append(Action("down", item["job"], -1, name, "Slurm refused it before", text))
         return found
 
-    @staticmethod
-    def _ours(node: NodeInfo) -> bool:
-        return "DOWN" in node.states and "DRAIN" not in node.states and node.reason.startswith(f"{OURS}[")
+    def being_set_down(self, node: str) -> bool:
+        """Asked of Slurm, and not yet to be seen there."""
+        return node in self._aside
 
     # ------------------------------------------------------------ jobs
     def _managed(self) -> list[JobState]:

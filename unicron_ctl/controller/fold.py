@@ -15,7 +15,7 @@ from detector.escalation import Decision, Fault, apply_failed, withhold_isolatio
 from detector.escalation import Event as EscalationEvent
 from detector.escalation import State as EscalationState
 from detector.severity import Severity
-from unicron_ctl.controller.state import AgentRecord, ClusterState, Identity, JobState, SlotState
+from unicron_ctl.controller.state import AgentRecord, ClusterState, HealthReport, Identity, JobState, SlotState
 from unicron_ctl.controller.store import Event
 from unicron_ctl.wire import Plan, Settings
 
@@ -87,6 +87,7 @@ def _slurm_action(state: ClusterState, event: Event) -> None:
     elif action == "down":
         record = state.node(node)
         record.downed, record.reason = True, event.payload.get("slurm_reason", "")
+        record.suspicion, record.suspected_at = record.reason, event.time
 
 
 def _unpinned(state: ClusterState, event: Event) -> None:
@@ -100,6 +101,7 @@ def _node_lost(state: ClusterState, event: Event) -> None:
 def _node_resumed(state: ClusterState, event: Event) -> None:
     node = state.node(event.payload["node"])
     node.downed, node.reason, node.resumed_at = False, "", event.time
+    node.unverified = not event.payload.get("verified", True)
     state.history.readmitted(event.payload["node"])
     state.isolated.pop(event.payload["node"], None)
     state.withheld.pop(event.payload["node"], None)
@@ -126,6 +128,18 @@ def _action_failed(state: ClusterState, event: Event) -> None:
         Severity(p["severity"]), p["action"], p["reason"], "action_failed", state=EscalationState(p["state"])
     )
     apply_failed(state.history, decision, event.time, job=event.job, slot=p["slot"])
+
+
+def _node_health(state: ClusterState, event: Event) -> None:
+    p = event.payload
+    node = state.node(p["node"])
+    report = HealthReport(p["verdict"], p["reason"], p["source"], event.time, p["checked_at"])
+    if p["source"] == "pair-test":
+        node.paired = report
+    else:
+        node.health = report
+        if p["verdict"] in ("good", "warning"):
+            node.unverified = False
 
 
 def _replanned(state: ClusterState, event: Event) -> None:
@@ -189,6 +203,7 @@ _CLUSTER_RULES = {
     "isolated": _isolated,
     "isolation_withheld": _isolation_withheld,
     "action_failed": _action_failed,
+    "node_health": _node_health,
     "replanned": _replanned,
     "failure_detected": _history_fault,
     "step": _history_step,

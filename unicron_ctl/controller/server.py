@@ -218,7 +218,7 @@ class Server:
 
         def then(user: str | None) -> None:
             try:
-                allowed = {answers.owner_of(self.engine, ask.args), "root", *self.config.controller.admins}
+                allowed = {answers.owner_of(self.engine, ask.args, ask.what), "root", *self.config.controller.admins}
             except answers.Unanswerable as error:
                 self._send(route, wire.Answer(ok=False, error=str(error)))
                 return
@@ -226,7 +226,8 @@ class Server:
                 self._answer(route, ask)
             else:
                 who = user or "nobody that munge knows"
-                error = f"{who} may not {ask.what} here: only the job's owner and admins"
+                whose = "root" if ask.what == "health" else "the job's owner"
+                error = f"{who} may not {ask.what} here: only {whose} and admins"
                 self._send(route, wire.Answer(ok=False, error=error))
 
         self.background.call(lambda: unmunge(ask.credential), then)

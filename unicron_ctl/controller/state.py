@@ -107,14 +107,33 @@ class JobState:
         return statistics.median(times) if times else None
 
 
+@dataclass(frozen=True)
+class HealthReport:
+    """at: when the controller heard of it; checked_at: the node's own clock when the checks began."""
+
+    verdict: str
+    reason: str
+    source: str
+    at: float
+    checked_at: float
+
+
 @dataclass
 class NodeState:
-    """lost_at: when the controller last took it for lost. downed: by us, with this reason."""
+    """lost_at: when the controller last took it for lost. downed: by us, with this reason. health, paired: the last
+    admission checks and the last paired test. unverified: it came back without passing checks. suspicion: why it was
+    last set down.
+    """
 
     lost_at: float = 0.0
     downed: bool = False
     reason: str = ""
     resumed_at: float = 0.0
+    health: HealthReport | None = None
+    paired: HealthReport | None = None
+    unverified: bool = False
+    suspicion: str = ""
+    suspected_at: float = 0.0
 
 
 @dataclass

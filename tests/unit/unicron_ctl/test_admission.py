@@ -1,0 +1,258 @@
+"""The admission program's decisions, and the controller's: who is drained, and which node may come back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
+from unicron_ctl import admission
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.admission import Admission, checked, decide
+from unicron_ctl.controller.state import HealthReport
+from unicron_ctl.errors import UserError
+from unicron_ctl.slurm.client import NodeInfo
+
+START = 1000.0
+
+
+def info(*states: str, reason: str = "") -> NodeInfo:
+    return NodeInfo("n1", frozenset(states), reason, "127.0.0.1", 1, START, 0)
+
+
+# ---------------------------------------------------------------- the node's side
+@pytest.mark.parametrize("states", [["IDLE"], ["ALLOCATED"], ["MIXED"]])
+def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None:
+    assert admission.drain_text(info(*states), "gpu:\n 7 of  8") == ("unicron[health]: gpu: 7 of 8", "")
+
+
+def test_a_node_that_slurm_itself_set_down_is_drained() -> None:
+    for reason in ("", "Not responding", "Node unexpectedly rebooted"):
+        assert admission.drain_text(info("DOWN", reason=reason), "x") == ("unicron[health]: x", "")
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (info("IDLE", "DRAIN", reason="NHC: fan"), "drained already (NHC: fan)"),
+        (info("IDLE", "DRAIN", reason="unicron[health]: old"), "drained already (unicron[health]: old)"),
+        (info("DOWN", reason="bad board, ticket 7"), "down already (bad board, ticket 7)"),
+        (info("DOWN", reason="unicron[node_problem]: lost"), "down already"),
+        (None, "does not know"),
+    ],
+)
+def test_a_node_that_is_out_of_service_is_left_as_it_is(node: NodeInfo | None, words: str) -> None:
+    reason, why = admission.drain_text(node, "x")
+    assert reason == "" and words in why
+
+
+def test_another_tools_note_on_a_node_in_service_is_kept() -> None:
+    assert admission.drain_text(info("IDLE", reason="do not use after 6"), "x")[0] == (
+        "do not use after 6; unicron[health]: x"
+    )
+
+
+def run(tmp_path, *words: str, config: str = "") -> tuple[int, str]:
+    file, log = tmp_path / "unicron.toml", tmp_path / "log"
+    file.write_text(config)
+    log.unlink(missing_ok=True)
+    status = admission.main(["--config", str(file), "--log", str(log), "--node", "n1", "--drain", "off", *words])
+    return status, log.read_text() if log.exists() else ""
+
+
+def test_only_proof_gives_the_status_that_drains(tmp_path) -> None:
+    assert run(tmp_path, "--skip", "clock") == (0, "")
+    status, log = run(tmp_path, config="[health]\nmemory_mb = 999999999\n")
+    assert status == admission.PROVEN_BAD == 100 and "proven bad: memory:" in log and "node n1" in log
+    assert run(tmp_path, "--skip", "memory", config="[health]\nmemory_mb = 999999999\n") == (0, "")
+    off = run(tmp_path, config='[health]\nmemory_mb = 999999999\nskip = ["all"]\n')
+    assert off == (0, "")
+
+
+def test_mistakes_in_the_configuration_are_said_and_drain_nobody(tmp_path) -> None:
+    status, log = run(tmp_path, config="[health]\nmemory = 1\n")
+    assert status == 0 and "has no key 'memory'" in log
+    status, log = run(tmp_path, "--skip", "fans")
+    assert status == 0 and "no check 'fans'" in log
+    assert admission.main(["--config", str(tmp_path / "none"), "--log", str(tmp_path / "log2")]) == 0
+    assert "the defaults are used" in (tmp_path / "log2").read_text()
+
+
+def test_a_controller_that_does_not_answer_is_only_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(admission, "REPORT_SECONDS", 0.2)
+    status, log = run(tmp_path, "--skip", "clock", "--controller", "tcp://127.0.0.1:1")
+    assert status == 0 and "the controller was not told" in log
+
+
+def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
+    told: list[dict] = []
+    monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(question))
+    run(tmp_path, "--controller", "tcp://h:1", "--at", "prolog", config="[health]\ngpus = 99\n")
+    assert [(t["kind"], t["node"], t["source"], t["verdict"]) for t in told] == [("health", "n1", "prolog", "bad")]
+    assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), tuple)
+
+
+# ---------------------------------------------------------------- the controller's decision
+def health(verdict: str, checked_at: float) -> HealthReport:
+    return HealthReport(verdict, "why", "interval", checked_at, checked_at)
+
+
+@pytest.mark.parametrize(
+    ("policy", "report", "anybody", "waited", "admit", "verified"),
+    [
+        ("prefer", health("good", START), True, 0, True, True),
+        ("prefer", health("warning", START + 5), True, 0, True, True),
+        ("require", health("good", START), True, 0, True, True),
+        ("prefer", health("good", START - 1), True, 5, False, False),  # of before its slurmd was started
+        ("prefer", health("good", START - 1), True, 30, True, False),
+        ("prefer", health("unknown", START + 1), True, 5, False, False),
+        ("prefer", health("unknown", START + 1), True, 31, True, False),
+        ("prefer", None, True, 5, False, False),
+        ("prefer", None, True, 30, True, False),
+        ("prefer", None, False, 0, True, False),  # nobody reports: waiting is of no use
+        ("require", None, False, 1e9, False, False),
+        ("require", health("unknown", START + 1), True, 1e9, False, False),
+        ("prefer", health("bad", START + 1), True, 1e9, False, False),
+        ("prefer", health("bad", START - 9), True, 1e9, False, False),  # nothing has said otherwise since
+        ("require", health("bad", START + 1), True, 1e9, False, False),
+        ("off", health("bad", START + 1), True, 0, True, True),
+        ("off", None, False, 0, True, True),
+    ],
+)
+def test_who_may_come_back(policy, report, anybody, waited, admit, verified) -> None:
+    found = decide(policy, 30.0, report, anybody, START, waited)
+    assert (found.admit, found.verified) == (admit, verified) and found.reason
+    assert isinstance(found, Admission)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"node": ""}, {"source": "rumour"}, {"verdict": "fine"}, {"at": "now"}, {"at": True}, {"at": -1}, {"at": 1e99}],
+)
+def test_a_report_that_makes_no_sense_is_refused(wrong: dict) -> None:
+    good = {"node": "n1", "source": "interval", "verdict": "good", "reason": "a\nb", "at": 5}
+    assert checked(good) == ("n1", "interval", "good", "a b", 5.0)
+    assert isinstance(checked({**good, **wrong}), str)
+
+
+# ---------------------------------------------------------------- in the running engine
+def lost_node(**settings) -> tuple[World, FakeSlurm]:
+    """A node that Unicron set down, and whose slurmd has just come back."""
+    slurm = FakeSlurm(2)
+    world = World(slurm, **settings)
+    world.engine.emit("node_lost", node="n2", element=0, reason="test")
+    world.engine.emit("slurm_action", action="down", node="n2", element=-1, slurm_reason="unicron[node_problem]: lost")
+    slurm.down("n2", "unicron[node_problem]: lost")
+    slurm.calls.clear()
+    world.run(2.0)
+    assert slurm.node_states["n2"] == {"DOWN"}
+    slurm.starts["n2"] = world.now
+    return world, slurm
+
+
+def tell(world: World, node: str, verdict: str, reason: str = "why", source: str = "interval") -> None:
+    arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now}
+    assert answers.answer(world.engine, None, "health", arguments) == {"taken": True}
+    world.log.extend(world.engine.events)
+    world.engine.events = []
+
+
+def listed(world: World, node: str) -> dict:
+    found = answers.answer(world.engine, None, "nodes", {})
+    json.dumps(found)
+    tables.console().print(tables.nodes(found))
+    return next(item for item in found if item["node"] == node)
+
+
+def test_a_node_comes_back_with_its_passed_checks() -> None:
+    world, slurm = lost_node()
+    tell(world, "n1", "good")  # others report, so it is waited for
+    world.run(5.0)
+    assert slurm.node_states["n2"] == {"DOWN"} and "waiting for one" in listed(world, "n2")["admission"]
+    tell(world, "n2", "good")
+    world.run(2.0)
+    node = listed(world, "n2")
+    assert slurm.node_states["n2"] == {"IDLE"} and not node["unverified"] and node["health"]["verdict"] == "good"
+    assert "passed the admission checks" in next(e for e in world.log if e.kind == "node_resumed").payload["reason"]
+    world.check_replay()
+
+
+def test_a_node_that_is_proven_bad_stays_down_until_it_is_mended() -> None:
+    world, slurm = lost_node()
+    tell(world, "n2", "bad", "memory: 7 of 8 GB")
+    world.run(100.0)
+    assert slurm.node_states["n2"] == {"DOWN"}
+    assert len([e for e in world.log if e.kind == "admission_waits"]) == 1
+    assert "memory: 7 of 8 GB" in listed(world, "n2")["admission"]
+    tell(world, "n2", "good")
+    world.run(2.0)
+    assert slurm.node_states["n2"] == {"IDLE"}
+    world.check_replay()
+
+
+def test_without_a_report_in_time_it_comes_back_unverified() -> None:
+    world, slurm = lost_node(admission_seconds=10.0)
+    tell(world, "n1", "good")
+    world.run(8.0)
+    assert slurm.node_states["n2"] == {"DOWN"}
+    world.run(4.0)
+    assert slurm.node_states["n2"] == {"IDLE"} and listed(world, "n2")["unverified"]
+    tell(world, "n2", "good")
+    assert not listed(world, "n2")["unverified"]
+    world.check_replay()
+
+
+def test_where_no_node_reports_it_comes_back_at_once() -> None:
+    world, slurm = lost_node()
+    world.run(3.0)
+    assert slurm.node_states["n2"] == {"IDLE"} and listed(world, "n2")["unverified"]
+
+
+def test_required_checks_are_waited_for() -> None:
+    world, slurm = lost_node(admission="require")
+    world.run(200.0)
+    assert slurm.node_states["n2"] == {"DOWN"} and 'admission = "require"' in listed(world, "n2")["admission"]
+
+
+def test_what_is_set_down_is_a_suspect_until_a_paired_test_clears_it() -> None:
+    world, _ = lost_node()
+    assert listed(world, "n2")["suspect"] == "unicron[node_problem]: lost" and not listed(world, "n1")["suspect"]
+    tell(world, "n2", "good")
+    assert listed(world, "n2")["suspect"], "checks of the node alone do not clear it"
+    tell(world, "n2", "good", source="pair-test")
+    node = listed(world, "n2")
+    assert not node["suspect"] and node["pair_test"]["verdict"] == "good" and node["health"]["source"] == "interval"
+    world.check_replay()
+
+
+def test_the_log_holds_news_only() -> None:
+    world = World(FakeSlurm(2))
+    world.run(1.5)
+    for verdict in ("good", "good", "good", "bad", "bad", "good"):
+        world.run(60.0)
+        tell(world, "n1", verdict)
+    assert [e.payload["verdict"] for e in world.log if e.kind == "node_health"] == ["good", "bad", "good"]
+    assert listed(world, "n1")["health"]["at"] == world.engine.now
+    with pytest.raises(answers.Unanswerable, match="no node 'n77'"):
+        tell(world, "n77", "good")
+
+
+def test_the_health_column() -> None:
+    def text(**keys) -> str:
+        return tables.health({"node": "n1", **keys}).plain
+
+    report = {"reason": "memory: gone", "source": "interval", "at": 0.0}
+    assert text() == text(health=None) == "unknown"
+    assert text(health={**report, "verdict": "good"}).startswith("ok (")
+    assert text(health={**report, "verdict": "warning"}).startswith("ok (")
+    assert text(health={**report, "verdict": "bad"}).startswith("bad: memory: gone (")
+    assert text(unverified=True, suspect="flaps") == (
+        "unknown; unverified; suspect (flaps): unicronctl pair-test --nodes n1"
+    )
+
+
+def test_a_report_that_cannot_be_sent_is_one_line() -> None:
+    with pytest.raises(UserError, match="no address"):
+        admission.report("nonsense", "n1", "interval", admission.run(), 0.0)
