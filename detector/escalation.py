@@ -46,6 +46,7 @@ class Event(enum.Enum):
     OWN_BUG = "own_bug"  # the job fails by itself, wherever it runs
 
 
+WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be named
 NOTHING, REATTEMPT, RESTART, ISOLATE, END_JOB = "none", "reattempt", "restart", "isolate", "end_job"
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
@@ -186,7 +187,8 @@ class History:
         self.states[key] = decision.state
         self.last[key] = fault.time
         self.by_slot.setdefault(key, deque(maxlen=64)).append(fault)
-        self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
+        if fault.node:
+            self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
         faults = self.since_progress.setdefault(fault.job, [])
         faults.append(fault)
         del faults[:-4096]
@@ -236,7 +238,7 @@ class History:
         for other in near:
             if other.job == fault.job and other.slot != fault.slot and other.scope != "network":
                 return f"slot {other.slot} on {other.node} failed with {other.cause}, and this is what its peers see"
-        nodes = {other.node for other in near if other.scope == "network"} | {fault.node}
+        nodes = {other.node for other in near if other.scope == "network" and other.node} | {fault.node}
         if len(nodes) >= self.policy.shared_nodes:
             return f"{len(nodes)} nodes have network faults at once, so no single node is to blame"
         return ""
@@ -336,6 +338,9 @@ def _event(history: History, fault: Fault, state: State, job_nodes: int) -> tupl
     acting = state in (State.REATTEMPTING, State.RESTARTING)
     if (acting or seen) and fault.scope in ("application", "storage") and state is not State.HEALTHY:
         return Event.AGAIN_SOFTWARE, f"{fault.cause} again; another node would not cure it, so the process is restarted"
+    if (acting or seen) and fault.slot == WHOLE_JOB and state is not State.HEALTHY:
+        why = f"it came back within {history.policy.window:g} s ({seen + 1} times) and no rank is behind"
+        return Event.AGAIN_SOFTWARE, f"{why}: no node can be named, so processes are restarted"
     if acting:
         return Event.FAILED, f"it came while the slot was {state.value}: that action did not help"
     if seen and state is not State.HEALTHY:
@@ -390,7 +395,7 @@ def _bad_node(history: History, fault: Fault) -> str:
     if len(quick) >= policy.quick_deaths:
         died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
         return f"{died}, and on {fault.node} only: the node is put aside until it is tested"
-    if fault.scope not in ("hardware", "network") or history.elsewhere(fault):
+    if fault.scope not in ("hardware", "network") or not fault.node or history.elsewhere(fault):
         return ""
     times = history.node_moments(fault.node, fault.time, fault)
     if times >= policy.flap_faults:

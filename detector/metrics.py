@@ -148,7 +148,7 @@ def link_flaps(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 def read_file_latency(directory: str | Path, size: int = 4096) -> dict[str, float]:
     """``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
     start = time.perf_counter()
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".unicron-") as file:
+    with tempfile.TemporaryFile(dir=directory, prefix=".unicron-") as file:  # without a name, where that is possible
         file.write(b"\0" * size)
         file.flush()
         os.fsync(file.fileno())
@@ -196,19 +196,22 @@ def _read_gpu(nvml, index: int) -> dict[str, float]:
     return result
 
 
-def read_node(directory: str | Path | None = None) -> dict[str, float]:
-    """All metrics of the node; a collector that fails is left out. GPUs: the worst value of each metric."""
-    result: dict[str, float] = {}
-    collectors = [read_cpu, read_memory, read_nics]
-    if directory is not None:
-        collectors.append(lambda: read_file_latency(directory))
-    for collector in collectors:
-        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            result.update(collector())
+def read_worst_gpu() -> dict[str, float]:
+    """The worst value of each metric over the node's GPUs; empty without any."""
     gpus = read_gpus()
+    result = {}
     for name in {name for gpu in gpus for name in gpu}:
         values = [gpu[name] for gpu in gpus if name in gpu]
         result[name] = min(values) if DIRECTIONS.get(name, 0) < 0 else max(values)
+    return result
+
+
+def read_node() -> dict[str, float]:
+    """What the kernel counts of the node, which never hangs; a collector that fails is left out."""
+    result: dict[str, float] = {}
+    for collector in (read_cpu, read_memory, read_nics):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            result.update(collector())
     return result
 
 

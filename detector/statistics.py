@@ -32,6 +32,7 @@ class Health(enum.Enum):
 
 
 # Kinds of iteration that say nothing about the job's speed.
+WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, right after a (re)start
 EXCLUDED = ("checkpoint", "evaluation", "warmup", "recovery")
 
 
@@ -122,7 +123,7 @@ class IterationMonitor:
             return self._answer(self._health(), 1.0, f"a {kind} iteration is not judged")
         if self._to_skip > 0:
             self._to_skip -= 1
-            return self._answer(Health.LEARNING, 1.0, "warm-up")
+            return self._answer(Health.LEARNING, 1.0, WARM_UP)
         average = self.average
         if len(self._window) < self.limits.learn:
             self._learn(seconds)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import groups, migrate
+from transition.checkpoint import CheckpointError, Checkpoints
 from transition.gradients import Gradients, PeerLost
 from transition.ledger import Ledger, LedgerError, deal
 from transition.unblock import Unblocker
@@ -30,7 +31,7 @@ PLAN_TIMEOUT = (
     600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
 )
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
-FATAL = (migrate.StateMismatch, groups.UnsupportedLayout, PlanTimeout, LedgerError)  # never answered by another try
+FATAL = (migrate.StateMismatch, groups.UnsupportedLayout, PlanTimeout, LedgerError, CheckpointError)  # never answered by another try
 SELF_STOPS = (
     3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
 )
@@ -94,8 +95,9 @@ class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
     model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step,
-    fetch: see :class:`transition.gradients.Gradients`. Raises :class:`transition.groups.UnsupportedLayout` for a layout
-    that it cannot heal.
+    fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the first member saves.
+    Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal, and
+    :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Session:
         micro_batch_size: int,
         train_iterations: int,
         start_iteration: int = 0,
+        checkpoints: Checkpoints | None = None,
     ):
         if _process is None:
             raise RuntimeError("call transition.init_process_group(backend) before transition.Session(...)")
@@ -147,7 +150,7 @@ class Session:
         self._next_assignment: list[int] | None = None
         self._ledger = Ledger(start_iteration, micro_batches, [])
         self._seconds, self._loss = 0.0, None
-        self._reduce_seconds = 0.0
+        self._reduce_seconds = self._outside_seconds = 0.0
         self._last_progress = 0.0
         self._self_stops = 0
         self._timing: dict[str, float] = {}
@@ -156,6 +159,9 @@ class Session:
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stopping = False
+        self._checkpoints = checkpoints
+        if checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
+            self.iteration = saved
 
     # ------------------------------------------------------------ the loop
     def __iter__(self) -> Iterator[StepResult]:
@@ -167,7 +173,11 @@ class Session:
                 result = self._train_iteration()
             except _Rejoined:
                 continue
+            left = time.perf_counter()
             yield result
+            if self._checkpoints is not None and self._is_first() and self._checkpoints.due(self.iteration):
+                self._checkpoints.save(self._state, self.iteration)
+            self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
                 self._change_membership(self._agreed_offer)
         self._finish()
@@ -195,6 +205,10 @@ class Session:
         result = self._step(loss, began)
         self._set_phase("stepped")
         return result
+
+    def _is_first(self) -> bool:
+        """The lowest member of the present generation, which may be another process than before."""
+        return self._rank == 0 if self._channel is None else self.slot == min(self._members, default=self.slot)
 
     def _my_place(self) -> int:
         return self.slot if self._channel is not None else self._rank
@@ -283,6 +297,7 @@ class Session:
         now = time.perf_counter()
         self._seconds, self._loss = now - began, loss
         phases = {**self._gradients.seconds, "reduce": self._reduce_seconds, "step": now - stepping}
+        phases["outside"] = self._outside_seconds
         result = StepResult(
             self.iteration,
             loss,
@@ -473,6 +488,8 @@ class Session:
 
     def _finish(self) -> None:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
+        if self._checkpoints is not None and self._is_first():
+            self._checkpoints.save_last(self._state, self.iteration)
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()

@@ -69,6 +69,8 @@ class RankStatus(msgspec.Struct, kw_only=True):
     (a plan went on without it) | finished (trained to the end) | exited.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
+    process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
+    for which the process has neither computed nor read or written anything worth mentioning; 0 when unknown.
     """
 
     state: str
@@ -88,6 +90,8 @@ class RankStatus(msgspec.Struct, kw_only=True):
     exit: Exit | None = None
     fault: Fault | None = None
     changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
+    process: str = ""
+    idle: float = 0.0
 
     @property
     def end(self) -> Exit | None:
@@ -129,7 +133,8 @@ class Step(Message, tag="step"):
     """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was
     computed.
 
-    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step.
+    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step; outside: in the
+    script's own code before the iteration.
     """
 
     job: str
@@ -165,10 +170,30 @@ class StackTrace(Message, tag="stack_trace"):
     text: str
 
 
+class Metrics(Message, tag="metrics"):
+    """What an agent measured of its node and its ranks' processes, for the comparison with peers.
+
+    host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
+    second, as in :mod:`detector.metrics`. ranks: slot -> metric -> value.
+    """
+
+    job: str
+    element: int
+    agent: str
+    host: str = ""
+    node: dict[str, float] = {}
+    ranks: dict[int, dict[str, float]] = {}
+
+
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
+    """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
+    for the agent's own folder."""
+
     heartbeat_period: float
     controller: str
+    metrics_seconds: float = 0.0
+    metrics_directory: str = ""
 
 
 class Ping(Message, tag="ping"):

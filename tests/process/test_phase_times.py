@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the harness imports 
 from rank_harness import Ranks
 
 pytestmark = pytest.mark.process
-PHASES = {"data", "forward", "backward", "reduce", "step"}
+PHASES = {"data", "forward", "backward", "reduce", "step", "outside"}
 FETCH = 0.02
 
 
@@ -27,7 +27,8 @@ def test_phases_add_up_to_the_iteration(tmp_path, overlap):
         assert set(phases) == PHASES and min(phases.values()) >= 0.0
         assert phases["data"] >= FETCH * len(step["computed"])
         assert min(phases["forward"], phases["backward"], phases["step"]) > 0.0
-        assert sum(phases.values()) <= step["seconds"] + 1e-3
+        outside = phases.pop("outside")  # the loop in the script appends a line to a file
+        assert outside < 0.5 and sum(phases.values()) <= step["seconds"] + 1e-3
     whole = sum(step["seconds"] for step in ranks.steps)
     measured = sum(sum(step["phases"].values()) for step in ranks.steps)
     assert measured > 0.85 * whole, "what no phase covers is small"

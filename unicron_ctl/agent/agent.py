@@ -29,8 +29,10 @@ from unicron_ctl import wire
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
+from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.store import StoreProcess
+from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import one_line
 
@@ -76,6 +78,7 @@ class Agent:
         environment = rank_environment(place, endpoint, dict(os.environ))
         self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
         self._identities: dict[int, bytes] = {}
+        self._vitals, self._sampling = Vitals(), Sampling(self._folder)
         self._store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
         self._period = 1.0
         self._welcomed = self._registered = False
@@ -123,6 +126,7 @@ class Agent:
         """End the ranks and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._store.close()
+        self._sampling.close()
         self._controller.close()
         self._channel.close()
         self._context.term()
@@ -137,6 +141,7 @@ class Agent:
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
+        self._send_metrics(now)
         self._unmute(now)
         if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
             self._send_status()
@@ -359,6 +364,7 @@ class Agent:
 
     def _send_status(self, leaving: str = "") -> None:
         self._last_status, self._dirty = time.monotonic(), False
+        self._vitals.update(self.ranks.values(), self._last_status)
         self._send(
             wire.Status(
                 job=self.place.job,
@@ -370,6 +376,13 @@ class Agent:
                 ranks={slot: rank.status for slot, rank in self.ranks.items()},
             )
         )
+
+    def _send_metrics(self, now: float) -> None:
+        sample = self._sampling.turn(now)
+        if sample is not None:
+            ranks = self._vitals.sample(self.ranks.values(), now)
+            own = {"job": self.place.job, "element": self.place.element, "agent": self.identity}
+            self._send(wire.Metrics(**own, host=sample.host, node=sample.node, ranks=ranks))
 
     def _send(self, message: wire.Message) -> None:
         if self._mute_until:
@@ -403,6 +416,7 @@ class Agent:
                     self._drop("the controller", f"a heartbeat period of {message.heartbeat_period} s")
                     return
                 self._period, self._welcomed = message.heartbeat_period, True
+                self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
                 if self._registered:
                     self._send_status()
                 self._registered = True

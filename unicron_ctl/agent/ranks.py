@@ -21,7 +21,7 @@ STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
 
 CANNOT_START = 127  # as a shell says it
 RANK_STATES = ("waiting", "entering", "running", "stopped", "left", "finished")  # what a rank may say of itself
-AGENTS_OWN = ("pid", "incarnation", "exit", "changed")  # fields of its status that only the agent knows
+AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
 _rank_fields = set(wire.RankStatus.__struct_fields__)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unicron_ctl.controller import injection, planning
+from unicron_ctl.controller import injection, monitoring, planning
 from unicron_ctl.controller.admission import checked
 from unicron_ctl.controller.placement import OCCUPIES
 from unicron_ctl.controller.state import JobState
@@ -122,7 +122,7 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
         "loss": state.loss,
-        "degraded": engine.watches[state.job].degraded if state.job in engine.watches else None,
+        "degraded": monitoring.slow(engine, state),
         "weight": weight,
         "flops": flops,
         "waf": weight * flops if enough and not state.ended else 0.0,

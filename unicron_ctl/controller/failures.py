@@ -11,6 +11,7 @@ from detector.escalation import END_JOB as END
 from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision, as_fault
 from detector.escalation import decide as escalate
 from detector.severity import Severity, Verdict
+from unicron_ctl.controller import collectives
 from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
@@ -190,6 +191,8 @@ def start(
 # ---------------------------------------------------------------- members that are declared lost
 def of_signal(engine: Engine, job: JobState, signal: Signal, by: str) -> set[int]:
     """Records what a LOSS, FAULT or TIMEOUT says of slots of which no failure is on record; returns the lost slots."""
+    if reason := collectives.reported(engine, job, signal):
+        return collectives.judge(engine, job, reason, by)
     lost: set[int] = set()
     view = engine.view(job)
     for slot, why in sorted(signal.slots.items()):
@@ -270,14 +273,6 @@ def stop_hanging(engine: Engine, job: JobState, suspects: Sequence[Suspect]) -> 
         lost[suspect.slot] = "hangs"
     if lost:
         engine.drive(job, Signal(Happening.LOSS, "; ".join(s.reason for s in suspects if s.slot in lost), lost))
-
-
-def collective_timeout(engine: Engine, job: JobState, reason: str) -> None:
-    """All ranks wait in a collective that the network does not finish: they regroup in place, and nobody is blamed."""
-    verdict = engine.classifier.cause("nccl_timeout", reason)
-    decision = Decision(Severity.SEV3, REATTEMPT, reason, verdict.cause)
-    record(engine, job, "hang", sorted(job.members), verdict, decision, "statistics")
-    engine.drive(job, Signal(Happening.FAULT, reason))
 
 
 def _on_record(job: JobState, slot: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from detector.escalation import Decision, Fault, apply_failed, withhold_isolation
+from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
 from detector.escalation import Event as EscalationEvent
 from detector.escalation import State as EscalationState
 from detector.severity import Severity
@@ -160,8 +160,8 @@ def _history_fault(state: ClusterState, event: Event) -> None:
     fault = Fault(
         event.time,
         event.job,
-        p["slots"][0] if p["slots"] else -1,
-        p["node"],
+        e.get("slot", p["slots"][0] if p["slots"] else WHOLE_JOB),
+        e.get("node", p["node"]),
         p["cause"],
         e["scope"],
         Severity(e["severity"]),
@@ -182,7 +182,7 @@ def _history_fault(state: ClusterState, event: Event) -> None:
 def _history_step(state: ClusterState, event: Event) -> None:
     state.history.progressed(event.job)
     job = state.jobs.get(event.job)
-    for slot in job.members if job else ():
+    for slot in (*job.members, WHOLE_JOB) if job else ():
         if (event.job, slot) in state.history.states:
             state.history.recovered(event.job, slot, event.time)
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from detector.culprit import PHASES, Culprit, Progress, slowest, stuck
-from detector.statistics import Health, IterationMonitor, Limits
+from detector.statistics import WARM_UP, Health, IterationMonitor, Limits
+from detector.stragglers import Stragglers
 from unicron_ctl import wire
-from unicron_ctl.controller import failures
+from unicron_ctl.controller import collectives, failures
+from unicron_ctl.controller.patience import STOPPED, Patience
 from unicron_ctl.controller.soft import JobView
 from unicron_ctl.controller.state import RECENT_STEPS, Identity, JobState
 
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 SHARED_PHASES = ("data", "forward", "backward")  # their time grows with the rank's number of micro-batches
-WARM_UP_PATIENCE = 10.0  # times the usual, for the iterations after a recovery, which are not judged otherwise
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
 WINDOW, NEWEST = 16, 4  # iterations
+Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class JobWatch:
     """One job's monitor. Times in seconds on the controller's clock."""
 
     monitor: IterationMonitor
+    patience: Patience = field(default_factory=Patience)
+    stragglers: Stragglers = field(default_factory=Stragglers)
     generation: int = -1
     nodes: int = 0
     memory: float = 0.0  # the usual iteration time before the size changed, scaled to the new size
@@ -72,6 +76,7 @@ class JobWatch:
     usual: dict[int, dict[str, float]] = field(default_factory=dict)
     healthy: int = 0
     degraded: dict | None = None
+    straggler: dict | None = None  # a rank that is always slower than its peers, however fast the job is
     standing: Standing | None = None
     since: float = 0.0
     overdue: float | None = None  # when the deadline was found to be over
@@ -105,11 +110,15 @@ class JobWatch:
             self.monitor.restarted()
         self.generation, self.nodes = generation, nodes or self.nodes
         self.phases, self.shares, self.healthy = {}, {}, 0
+        self.stragglers.clear()
 
     def take(self, step: wire.Step) -> None:
         """A rank's phase times; nonsense is left out."""
         times = {name: seconds for name in PHASES if 0.0 <= (seconds := step.phases.get(name, -1.0)) < math.inf}
         if len(times) == len(PHASES):
+            outside = step.phases.get("outside", 0.0)
+            self.patience.was_outside(step.slot, outside)
+            times["outside"] = outside if 0.0 <= outside < math.inf else 0.0
             self.phases.setdefault(step.slot, deque(maxlen=WINDOW)).append(times)
             self.shares[step.slot] = len(step.computed)
 
@@ -120,7 +129,7 @@ class JobWatch:
         of anybody.
         """
         means = {
-            slot: {name: fmean(row[name] for row in [*rows][-last:]) for name in PHASES}
+            slot: {name: fmean(row[name] for row in [*rows][-last:]) for name in (*PHASES, "outside")}
             for slot, rows in self.phases.items()
         }
         shares = {slot: self.shares[slot] for slot in means if self.shares[slot] > 0}
@@ -135,18 +144,24 @@ class JobWatch:
         return {slot: means[slot] for slot in shares}
 
     # ------------------------------------------------------------ the iteration in progress
-    def limit(self, job: JobState, outside: bool, config: ControllerConfig) -> float | None:
-        """Seconds that the present iteration may take; None while too little is known."""
+    def limit(self, job: JobState, config: ControllerConfig) -> float:
+        """Seconds that the present iteration may take."""
         usual = self.monitor.average if self.monitor.learned else self.memory
         if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
             usual = job.seconds or 0.0
         self.monitor.begin(0.0)
         deadline = self.monitor.deadline(0.0)
-        if deadline is None:
-            deadline = WARM_UP_PATIENCE * max(usual, config.hang_floor_seconds) if usual else None
-        if deadline is not None and outside:
-            return max(deadline, config.hang_outside_seconds)
-        return deadline
+        return self.patience.warm_up(usual, config) if deadline is None else deadline
+
+    def limits(self, view: JobView, now: Standing, waited: float, config: ControllerConfig) -> dict[int, Limit]:
+        """The same for each rank: one that is outside the iteration may be saving something."""
+        inside = self.limit(view.state, config)
+        return {
+            slot: self.patience.between(slot, view.status(slot), waited, inside, config)
+            if slot in now.outside
+            else (inside, _stopped(view, slot))
+            for slot in view.state.members
+        }
 
 
 def standing(job: JobView) -> Standing | None:
@@ -165,6 +180,8 @@ def standing(job: JobView) -> Standing | None:
             or job.identity(slot) != state.members[slot]
         ):
             return None
+        if not status.micro_batches:
+            return None  # a program that knows no iterations
         if status.state != "running" or status.generation != state.plan.generation or status.phase not in ORDER:
             return None
     done = {slot: status.iteration + (status.phase == "stepped") for slot, status in statuses.items()}
@@ -199,6 +216,10 @@ def behind(job: JobView) -> list[Culprit]:
     ]
 
 
+def _stopped(job: JobView, slot: int) -> str:
+    return "its process is stopped by a signal" if job.status(slot).process == STOPPED else ""
+
+
 def _place(job: JobView, slot: int) -> str:
     status = job.status(slot)
     if status.phase == "stepped":
@@ -215,7 +236,10 @@ def stepped(engine: Engine, job: JobState, account: Account) -> None:
     if account.generation != watch.generation:
         return
     recovery = account.iteration <= engine.disturbed_until.get(job.job, -1) or bool(account.unreported)
+    learned = watch.monitor.learned
     observation = watch.monitor.observe(account.seconds, "recovery" if recovery else "training")
+    if not recovery:
+        watch.patience.stepped(account.seconds, learned, observation.reason == WARM_UP)
     if observation.health is Health.HEALTHY:
         watch.healthy += 1
         if watch.healthy % WINDOW == 0:
@@ -229,21 +253,57 @@ def stepped(engine: Engine, job: JobState, account: Account) -> None:
         watch.degraded, watch.healthy = None, 0
         reason = f"iterations take {observation.average:.3f} s again"
         engine.emit("degraded_over", job.job, account.generation, iteration=account.iteration, reason=reason)
+    if not recovery:
+        _compare(engine, job, watch, account)
+
+
+def _compare(engine: Engine, job: JobState, watch: JobWatch, account: Account) -> None:
+    """Reports a rank that is always slower than its peers: the job's own baseline may have been learned with it."""
+    before = watch.straggler
+    found = watch.stragglers.observe(watch.comparable(1))
+    if found is None:
+        watch.straggler = None
+        if before is not None and before["reported"]:
+            reason = f"slot {before['slot']} is no slower than its peers any more"
+            engine.emit("degraded_over", job.job, account.generation, iteration=account.iteration, reason=reason)
+        return
+    if before is not None and before["slot"] == found.slot:
+        return
+    reported = watch.degraded is None or watch.degraded["slot"] != found.slot
+    named = _named(job, found)
+    watch.straggler = {
+        "since": engine.now,
+        "iteration": account.iteration,
+        **named,
+        "reason": found.reason,
+        "reported": reported,
+    }
+    if reported:
+        engine.emit("degraded", job.job, account.generation, iteration=account.iteration, **named, reason=found.reason)
+
+
+def slow(engine: Engine, job: JobState) -> dict | None:
+    """What makes the job slow at present, for `unicronctl status`."""
+    watch = engine.watches.get(job.job)
+    return (watch.degraded or watch.straggler) if watch else None
+
+
+def _named(job: JobState, culprit: Culprit | None) -> dict:
+    """Who is slow, for an event."""
+    if culprit is None:
+        return {"slot": None, "node": "", "phase": "", "slowdown": None}
+    return {
+        "slot": culprit.slot,
+        "node": job.node(culprit.slot) if culprit.slot is not None else "",
+        "phase": culprit.phase,
+        "slowdown": round(culprit.slowdown, 2) if math.isfinite(culprit.slowdown) else None,
+    }
 
 
 def _degraded(
     engine: Engine, job: JobState, watch: JobWatch, account: Account, reason: str, culprit: Culprit | None
 ) -> None:
-    named = {"slot": None, "node": "", "phase": "", "slowdown": None}
-    if culprit is not None:
-        slot = culprit.slot
-        slowdown = round(culprit.slowdown, 2) if math.isfinite(culprit.slowdown) else None
-        named = {
-            "slot": slot,
-            "node": job.node(slot) if slot is not None else "",
-            "phase": culprit.phase,
-            "slowdown": slowdown,
-        }
+    named = _named(job, culprit)
     reason = f"{reason}; {culprit.reason if culprit else 'no rank differs from the others'}"
     watch.degraded = {"since": engine.now, "iteration": account.iteration, **named, "reason": reason}
     engine.emit("degraded", job.job, account.generation, iteration=account.iteration, **named, reason=reason)
@@ -266,13 +326,14 @@ def look(engine: Engine, job: JobState) -> None:
         if not watch.asked or engine.now >= watch.act_at:
             _stop(engine, job, watch)
         return
-    limit = watch.limit(job, bool(now.outside), config)
-    if limit is None or engine.now - watch.since < limit:
+    waited = engine.now - watch.since
+    limits = watch.limits(view, now, waited, config)
+    if waited < min(limit for limit, _ in limits.values()):
         return
     if watch.overdue is None:
         watch.overdue = engine.now
     if _all_answered(engine, view, watch.overdue):
-        _hung(engine, job, watch, limit)
+        _hung(engine, job, watch, limits)
 
 
 def _all_answered(engine: Engine, view: JobView, since: float) -> bool:
@@ -285,9 +346,17 @@ def _all_answered(engine: Engine, view: JobView, since: float) -> bool:
     return not silent
 
 
-def _hung(engine: Engine, job: JobState, watch: JobWatch, limit: float) -> None:
+def _hung(engine: Engine, job: JobState, watch: JobWatch, limits: dict[int, Limit]) -> None:
     view, took = engine.view(job), engine.now - watch.since
-    culprits = behind(view)
+    least = behind(view)
+    culprits = [
+        replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
+        for culprit in least
+        if took >= limits[culprit.slot][0]
+    ]
+    if least and not culprits:
+        return  # whoever is behind may take longer than the others
+    limit = watch.limit(job, engine.config)
     usual = f", the usual is {watch.monitor.average:.3f} s" if watch.monitor.average else ""
     long = f"iteration {watch.standing.iteration} runs for {took:.2f} s{usual}"
     phases = {view.status(slot).phase for slot in job.members}
@@ -318,9 +387,12 @@ def _hung(engine: Engine, job: JobState, watch: JobWatch, limit: float) -> None:
         reason=f"{long}; {'; '.join(culprit.reason for culprit in culprits[:8]) or 'all wait in the same collective'}",
     )
     if culprits:
+        if any(culprit.slot in watch.standing.outside and not _stopped(view, culprit.slot) for culprit in culprits):
+            # Were it a long checkpoint, then the next one is not to end the same way.
+            watch.patience.longest_outside = max(watch.patience.longest_outside, took)
         _suspect(engine, job, watch, culprits, long)
     else:
-        failures.collective_timeout(engine, job, f"{long}; all ranks wait in the same collective")
+        collectives.timeout(engine, job, f"{long}; all ranks wait in the same collective")
     watch.since, watch.overdue = engine.now, None
 
 

@@ -31,8 +31,10 @@ def train(
     seconds: float = USUAL,
     slow: dict[int, float] | None = None,
     first: int | None = None,
+    outside: dict[int, float] | None = None,
 ) -> int:
-    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward.
+    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward;
+    `outside`: slot -> seconds between two iterations.
     Returns the next iteration."""
     job = world.job("1")
     first = job.iteration + 1 if first is None else first
@@ -56,7 +58,8 @@ def train(
                     seconds=took,
                     loss=1.0,
                     at=world.now,
-                    phases=phases(len(indices), (slow or {}).get(slot, 1.0)),
+                    phases=phases(len(indices), (slow or {}).get(slot, 1.0))
+                    | {"outside": (outside or {}).get(slot, 0.0)},
                 ),
             )
             agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
@@ -199,11 +202,163 @@ def test_the_script_may_take_its_time_between_iterations(trained):
     assert "slot 0 is in the script's own code after iteration 19" in events(trained, "hang")[0].payload["reason"]
 
 
-def test_nothing_is_judged_before_the_job_is_known(world):
+def outside(world: World, slot: int, seconds: float, step: float = 0.5, **process) -> None:
+    """A rank does not come back from the script's own code while the others wait; `idle` grows with the time."""
+    last = world.job("1").iteration
+    for other in (0, 1, 2):
+        if other != slot:
+            world.agents[other].set(other, iteration=last + 1, phase="reducing")
+    for turn in range(round(seconds / step)):
+        idle = {"idle": process["idle"] + turn * step} if "idle" in process else {}
+        world.agents[slot].set(slot, iteration=last, phase="stepped", **{**process, **idle})
+        world.run(step)
+
+
+def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained):
+    outside(trained, 0, 3 * USUAL + 0.6, process="T")
+    hung = events(trained, "hang")
+    assert hung[0].payload["culprits"] == [{"slot": 0, "node": "n1", "phase": "stepped"}]
+    assert "its process is stopped by a signal" in hung[0].payload["reason"]
+    assert "stopped by a signal" in events(trained, "failure_detected")[0].payload["reason"]
+
+
+def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
+    trained.engine.config.hang_idle_seconds = 20.0
+    train(trained, 20, outside={0: 2.0})
+    outside(trained, 0, 19, idle=0.0)
+    assert not events(trained, "hang")
+    outside(trained, 0, 4, idle=19.0)
+    assert (
+        "it does nothing there, and no rank was outside for more than 2.00 s"
+        in (events(trained, "hang")[0].payload["reason"])
+    )
+
+
+def test_a_longer_checkpoint_is_allowed_three_times_that(trained):
+    trained.engine.config.hang_idle_seconds = 20.0
+    train(trained, 20, outside={1: 30.0})
+    outside(trained, 0, 85, idle=0.0)
+    assert not events(trained, "hang"), "another rank may write the next one"
+    outside(trained, 0, 10, idle=85.0)
+    assert events(trained, "hang")
+
+
+def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(trained):
+    trained.engine.config.hang_idle_seconds = 20.0
+    train(trained, 20, outside={0: 0.0})
+    outside(trained, 0, 22, idle=0.0)
+    assert events(trained, "hang") and trained.engine.watch(trained.job("1")).patience.longest_outside > 20
+
+
+def test_a_first_checkpoint_computes_or_writes_and_has_the_full_time(trained):
+    trained.engine.config.hang_idle_seconds = 20.0
+    train(trained, 20)
+    outside(trained, 0, 300, step=2.0, process="D")
+    assert not events(trained, "hang")
+
+
+def test_nobody_is_idle_too_long_before_it_has_been_outside_often(world):
+    world.engine.config.hang_idle_seconds = 20.0
+    train(world, 12)
+    outside(world, 0, 100, step=2.0, idle=0.0)
+    assert not events(world, "hang")
+
+
+def test_only_who_has_no_excuse_is_stopped(trained):
+    """Slot 0 writes a checkpoint, slot 2 is stopped meanwhile: both are behind."""
+    trained.agents[0].set(0, iteration=19, phase="stepped")
+    trained.agents[2].set(2, iteration=19, phase="stepped", process="T")
+    trained.agents[1].set(1, iteration=20, phase="reducing")
+    trained.run(3 * USUAL * 3 + 2.0)
+    assert [e.payload["slots"] for e in events(trained, "failure_detected")] == [[2]]
+    assert sent(trained, wire.Break)[0].lost == [2]
+
+
+def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_costs_no_node(trained):
+    world = trained
+    seen = []
+    for _ in range(4):
+        hang(world, [])
+        world.run(12)
+        failure = events(world, "failure_detected")[-1].payload
+        seen.append((failure["severity"], failure["action"]))
+        for agent in world.agents:
+            for slot in agent.slots:
+                if agent.ranks[slot].state == "starting":
+                    agent.set(slot, state="waiting")
+        world.run(1)
+        for agent in world.agents:
+            agent.take_offer()
+        world.run(0.5)
+        assert sorted(world.job("1").members) == [0, 1, 2] and world.job("1").phase == "running"
+        train(world, 14)
+        world.run(90)
+    assert seen == [(3, "reattempt"), (2, "restart"), (2, "restart"), (2, "restart")]
+    started = [sorted(m.slot for m in group) for group in _starts(world)]
+    assert started == [[1, 2], [0, 2], [1, 2]] or len({tuple(group) for group in started}) > 1
+    assert {slot for group in started for slot in group} == {0, 1, 2}, "each process was replaced"
+    assert "no node can be named" in events(world, "failure_detected")[-1].payload["reason"]
+    assert not [e for e in world.log if e.kind in ("slurm_action", "isolated", "reform", "job_ended")]
+    world.check_replay()
+
+
+def _starts(world: World) -> list[list[wire.StartRank]]:
+    """Orders to start ranks, in groups of one generation's loss."""
+    groups, seen = [], set()
+    for _, message in world.sent:
+        if isinstance(message, wire.Break):
+            groups.append([])
+        elif isinstance(message, wire.StartRank) and (message.slot, message.incarnation) not in seen:
+            seen.add((message.slot, message.incarnation))
+            groups[-1].append(message)
+    return [group for group in groups if group]
+
+
+def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job(trained):
+    for turn in range(2):
+        for agent in trained.agents:
+            fault = wire.Fault(type="RuntimeError", text="Timed out waiting 2000ms for recv operation", at=trained.now)
+            agent.set(agent.element, state="stopped", broken=trained.job("1").generation, fault=fault)
+        trained.run(1.5)
+        found = events(trained, "failure_detected")
+        assert [f.payload["cause"] for f in found] == ["nccl_timeout"] * (turn + 1)
+        assert found[-1].payload["action"] == ("restart" if turn else "reattempt")
+        for agent in trained.agents:
+            for slot in agent.slots:
+                agent.ranks[slot].fault = None
+        if not turn:
+            assert trained.job("1").phase == "running"
+            train(trained, 3)
+    trained.check_replay()
+
+
+def test_the_first_iteration_has_its_own_limit(world):
+    """Ranks compile and open their data."""
+    world.engine.config.first_iteration_seconds = 40.0
+    hang(world, [1])
+    world.run(39)
+    assert not events(world, "hang") and not events(world, "overdue")
+    world.run(3)
+    assert events(world, "failure_detected")[0].payload["slots"] == [1]
+
+
+def test_before_its_speed_is_learned_a_job_has_a_generous_limit_from_what_was_seen(world):
     train(world, 4)
     hang(world, [1])
-    world.run(60)
-    assert not events(world, "hang") and not events(world, "overdue")
+    world.run(4.5)
+    assert not events(world, "hang"), "10x the floor of 0.5 s"
+    world.run(1.5)
+    assert events(world, "hang")[0].payload["culprits"][0]["slot"] == 1
+
+
+def test_a_long_first_iteration_makes_the_next_ones_limits_longer(world):
+    train(world, 1, seconds=20.0)
+    train(world, 3)
+    hang(world, [1])
+    world.run(55)
+    assert not events(world, "hang"), "3x the longest"
+    world.run(10)
+    assert events(world, "hang")
 
 
 def test_a_silent_node_is_the_leases_matter(trained):
@@ -270,6 +425,21 @@ def test_uneven_shares_are_no_slowness(world):
     train(world, 120)
     train(world, 20, seconds=USUAL * 1.5)
     assert events(world, "degraded")[0].payload["slot"] is None, "the whole job is slower, no rank differs"
+
+
+def test_a_rank_that_is_slow_from_the_start_is_named(world):
+    """The job's baseline is learned with it."""
+    train(world, 60, slow={1: 1.5})
+    degraded = events(world, "degraded")
+    assert len(degraded) == 1 and degraded[0].payload["slot"] == 1 and degraded[0].payload["phase"] == "backward"
+    assert 1.2 < degraded[0].payload["slowdown"] < 1.6
+    assert "in all of the last 48 iterations" in degraded[0].payload["reason"]
+    train(world, 100, slow={1: 1.5})
+    assert len(events(world, "degraded")) == 1
+    train(world, 24)
+    assert "slot 1 is no slower" in events(world, "degraded_over")[0].payload["reason"]
+    assert not sent(world, ORDERS)
+    world.check_replay()
 
 
 def test_long_healthy_training_raises_no_alarm(world):

@@ -1,0 +1,76 @@
+"""How long an iteration may take before it hangs, and how long a rank may stay outside iterations. Pure.
+
+Once the job's iteration time is learned, :class:`detector.statistics.IterationMonitor` says it. Here is the rest: the
+first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.wire import RankStatus
+
+WARM_UP = 10.0  # times the usual, for iterations that are not judged otherwise
+AGAIN = 3.0  # times the longest of its kind that ended by itself
+OUTSIDE_LEARNED = 16  # times that a rank was outside before its own habits count
+HEARTBEATS = 3.0  # idle times are as old as the last look at the process
+STOPPED = "T"
+
+
+@dataclass
+class Patience:
+    """What a job has shown of itself. All times in seconds.
+
+    early: its iterations before its monitor had learned. longest_warm_up: the longest iteration after a (re)start that
+    was no recovery: a newcomer compiles, too. longest_outside: the longest time between two iterations, of any rank,
+    since another rank may write the next checkpoint. outside: slot -> how often it was seen there.
+    """
+
+    early: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    longest_warm_up: float = 0.0
+    longest_outside: float = 0.0
+    outside: Counter[int] = field(default_factory=Counter)
+
+    def stepped(self, seconds: float, learned: bool, warm_up: bool) -> None:
+        """An iteration ended, no recovery."""
+        if not learned:
+            self.early.append(seconds)
+        if warm_up:
+            self.longest_warm_up = max(self.longest_warm_up, seconds)
+
+    def was_outside(self, slot: int, seconds: float) -> None:
+        """A rank says how long it was outside before its iteration."""
+        if 0.0 <= seconds < float("inf"):
+            self.outside[slot] += 1
+            self.longest_outside = max(self.longest_outside, seconds)
+
+    def warm_up(self, usual: float, config: ControllerConfig) -> float:
+        """For an iteration that is not judged otherwise, in a job whose usual time is known from before; 0 if not."""
+        if usual:
+            return max(WARM_UP * max(usual, config.hang_floor_seconds), AGAIN * self.longest_warm_up)
+        if not self.early:
+            return config.first_iteration_seconds
+        longest = AGAIN * max(self.early)
+        generous = max(WARM_UP * max(median(self.early), config.hang_floor_seconds), longest)
+        return min(generous, max(config.first_iteration_seconds, longest))
+
+    def between(
+        self, slot: int, status: RankStatus, waited: float, inside: float, config: ControllerConfig
+    ) -> tuple[float, str]:
+        """How long the others wait in the next iteration for a rank that is outside, and why not longer.
+
+        inside: the limit within an iteration. waited: for how long this has lasted. A first checkpoint has no history,
+        so a process that computes, reads or writes has the script's full time.
+        """
+        full = max(inside, config.hang_outside_seconds)
+        if status.process == STOPPED:
+            return inside, "its process is stopped by a signal"
+        moved = status.idle < waited - HEARTBEATS * config.heartbeat_period
+        if moved or self.outside[slot] < OUTSIDE_LEARNED:
+            return full, ""
+        short = max(inside, AGAIN * self.longest_outside, config.hang_idle_seconds)
+        why = f"it does nothing there, and no rank was outside for more than {self.longest_outside:.2f} s so far"
+        return (short, why) if short < full else (full, "")
