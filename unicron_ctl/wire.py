@@ -170,21 +170,6 @@ class StackTrace(Message, tag="stack_trace"):
     text: str
 
 
-class Metrics(Message, tag="metrics"):
-    """What an agent measured of its node and its ranks' processes, for the comparison with peers.
-
-    host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
-    second, as in :mod:`detector.metrics`. ranks: slot -> metric -> value.
-    """
-
-    job: str
-    element: int
-    agent: str
-    host: str = ""
-    node: dict[str, float] = {}
-    ranks: dict[int, dict[str, float]] = {}
-
-
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
