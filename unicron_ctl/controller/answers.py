@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unicron_ctl.controller import injection, monitoring, planning
 from unicron_ctl.controller.admission import checked
 from unicron_ctl.controller.placement import OCCUPIES
-from unicron_ctl.controller.state import JobState
+from unicron_ctl.controller.state import JobState, NodeState
 from unicron_ctl.controller.store import Store
 
 if TYPE_CHECKING:
@@ -179,10 +179,19 @@ def nodes(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, 
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
+                "last_event": node_event(known),
                 **engine.cluster.gate.view(name),
             }
         )
     return listed
+
+
+def node_event(known: NodeState | None) -> dict[str, Any] | None:
+    """What the node's kernel, memory cgroup or links said last."""
+    if known is None or not known.events:
+        return None
+    keys = ("time", "source", "text", "code", "count", "cause", "severity", "action", "reason")
+    return {key: known.events[-1][key] for key in keys}
 
 
 def events(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:

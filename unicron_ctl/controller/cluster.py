@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from detector.severity import Severity
-from unicron_ctl.controller.isolation import Isolation
+from unicron_ctl.controller import slurm_states
 from unicron_ctl.controller.admission import Gate, pair_test_command
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
@@ -156,14 +156,17 @@ class Cluster:
                 reason=f"{probe.node} was silent and speaks again: its ranks start anew and rejoin",
             )
         elif answers:
+            task = slurm_states.task_end(engine.classifier, view.task_status if view is not None else None)
+            saw = f" (Slurm saw its task end: {task.reason})" if task else ""
             engine.emit(
                 "failure_verdict",
                 job.job,
                 failure=probe.failure,
                 severity=int(Severity.SEV2),
-                cause="exited_abnormally",
+                cause=task.cause if task else "exited_abnormally",
                 action="restart",
-                reason=f"slurmd on {probe.node} answers: only the agent died; its element is started again in place",
+                reason=f"slurmd on {probe.node} answers: only the agent died{saw}; "
+                "its element is started again in place",
             )
             engine.emit("agent_gone", job.job, element=probe.element, agent=probe.agent, reason="agent died")
         else:
@@ -204,6 +207,7 @@ class Cluster:
             engine.emit("slurm_back", reason="Slurm answers again")
             self.error = ""
         self.seen = Observation(self.asked_at, list(nodes), list(elements))
+        slurm_states.look(engine, self.seen)
         actions = [*self.gate.nodes_back(), *self._down_again(), *self._ended_jobs()]
         jobs = self._managed()
         if jobs:

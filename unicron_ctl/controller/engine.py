@@ -19,7 +19,8 @@ from unicron_ctl.controller import actions, deadlines, failures, machine, monito
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
-from unicron_ctl.controller.signals import Signal, Surroundings, next_signal
+from unicron_ctl.controller.node_events import NodeEvents
+from unicron_ctl.controller.signals import Signal, Surroundings, next_signal, waiting_elements
 from unicron_ctl.controller.soft import AgentView, JobView
 from unicron_ctl.controller.state import ClusterState, Identity, JobState
 from unicron_ctl.controller.store import Event
@@ -62,6 +63,7 @@ class Engine:
         self.requests: list[Any] = []
         self.now = self.last_tick = self.started_at
         self.cluster = Cluster(self)
+        self.node_events = NodeEvents(self)
         self.clocks = deadlines.Clocks()
         for job in self.state.jobs.values():  # reports that the process before this one had read are lost with it
             self.ledgers[job.job] = JobLedger(closed=job.iteration)
@@ -104,6 +106,12 @@ class Engine:
             case wire.StackTrace():
                 if job := self._speaker(route, message.job, message.slot):
                     monitoring.on_stacks(self, job, message)
+            case wire.NodeEvent():
+                self.node_events.receive(route, message)
+            case wire.InjectRefused():
+                if self._speaker(route, message.job, message.slot):
+                    told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
+                    self.emit("inject_refused", message.job, slot=message.slot, fault=message.fault, reason=told)
             case wire.Timing():
                 if self._speaker(route, message.job, message.slot):
                     self.emit("timing", message.job, message.generation, slot=message.slot, seconds=message.seconds)
@@ -112,7 +120,13 @@ class Engine:
         """A datagram of the plugin: never trusted alone. A living agent answers the question that it leads to."""
         self.now = max(self.now, now)
         view = self.agents.get((hint.job, hint.element))
-        if hint.kind == "task_exit" and view is not None and view.alive and view.suspect_since is None:
+        if hint.kind == "task_exit" and view is not None:
+            view.task_status = hint.status
+            self.suspect(view)
+
+    def suspect(self, view: AgentView) -> None:
+        """Slurm says that an agent has ended: it is asked, and has `hint_grace` to answer."""
+        if view.alive and view.suspect_since is None:
             view.suspect_since = self.now
             self.send(view.route, wire.Ping())
 
@@ -254,6 +268,7 @@ class Engine:
                 watch.shift(late)
             self.started_at += late
         self.now, self.last_tick = max(self.now, now), now
+        self.node_events.tick()
         for job in list(self.state.jobs.values()):
             if not job.ended:
                 failures.leases(self, job)

@@ -15,7 +15,7 @@ from unicron_ctl.controller import collectives
 from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
-from unicron_ctl.controller.state import Identity, JobState
+from unicron_ctl.controller.state import AgentRecord, Identity, JobState
 from unicron_ctl.wire import Exit, RankStatus
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def exits(engine: Engine, job: JobState) -> None:
         if end is None or view.left or job.slot(slot).exit_seen == identity:
             continue
         planned = (
-            identity in job.banished or job.slot(slot).wanted > status.incarnation or taken_away(job, view.element)
+            identity in job.banished
+            or job.slot(slot).wanted > status.incarnation
+            or taken_away(job, view.element)
+            or given_up(engine, job, job.agents[view.element])
         )
         if end.code == 0 or planned:
             engine.emit(
@@ -125,11 +128,20 @@ def taken_away(job: JobState, element: int) -> bool:
     return job.allotted is not None and element not in job.allotted and element not in job.leaving
 
 
+def given_up(engine: Engine, job: JobState, agent: AgentRecord) -> bool:
+    """The node was put aside and the job went on without it: what ends there is no news."""
+    inside = {*job.members, *job.joining} - set(job.lost)
+    return agent.node in engine.cluster.put_aside() and not inside & set(agent.slots)
+
+
 def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: RankStatus, end: Exit) -> None:
     config, known = engine.config, job.slot(slot)
     text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
-    verdict = engine.classifier.exit(end.code, "\n".join(part for part in (text, end.last_line) if part))
-    decision, memory = judge(engine, job, slot, verdict, end.lived)
+    verdict = engine.classifier.exit(end.code, "\n".join(part for part in (text, end.last_line) if part), end.oom)
+    verdict = engine.node_events.note(view, end.code, end.at, status.pid, verdict)
+    decision, memory = restarting.consequence(engine, job, verdict, end), None
+    if decision is None:
+        decision, memory = judge(engine, job, slot, verdict, end.lived)
     identity = Identity(view.agent, status.incarnation)
     quick = known.quick_deaths + 1 if known.ready != identity and end.lived <= config.quick_death_seconds else 0
     action, reason = decision.action, decision.reason
@@ -149,6 +161,7 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
         decision,
         "process exit" if status.exit else "exception",
         exit_code=end.code,
+        pid=status.pid,
         last_line=end.last_line,
         lived=end.lived,
         fault_at=status.fault.at if status.fault else None,
@@ -216,6 +229,8 @@ def of_signal(engine: Engine, job: JobState, signal: Signal, by: str) -> set[int
                 "task_hang" if signal.event is not Happening.FAULT else "other_network_error", why
             )
             kind = "hang" if status is not None and status.state != "exited" else "rank"
+        if signal.event is Happening.FAULT:
+            verdict = engine.node_events.links(job, job.node(slot), verdict)
         decision, memory = judge(engine, job, slot, verdict, None)
         gone = signal.event is not Happening.FAULT or decision.action not in (REATTEMPT, "report")
         failure = record(
@@ -328,7 +343,7 @@ def leases(engine: Engine, job: JobState) -> None:
 def _silent(engine: Engine, job: JobState, element: int, seconds: float, by: str) -> None:
     agent = job.agents[element]
     view = engine.view(job)
-    if taken_away(job, element) or all(view.finished(slot) for slot in agent.slots):
+    if taken_away(job, element) or given_up(engine, job, agent) or all(view.finished(slot) for slot in agent.slots):
         engine.emit(
             "agent_gone",
             job.job,
@@ -353,7 +368,7 @@ def on_leaving(engine: Engine, job: JobState, view: AgentView, reason: str) -> N
     if agent is None or agent.gone or agent.agent != view.agent:
         return
     finished = all(engine.view(job).finished(slot) for slot in agent.slots)
-    if not finished and not taken_away(job, view.element):
+    if not finished and not taken_away(job, view.element) and not given_up(engine, job, agent):
         verdict = engine.classifier.cause("killed_from_outside", f"the agent on {view.node} ended: {reason}")
         decision = Decision(
             Severity.SEV2, "wait", f"{verdict.reason}; what becomes of its element is Slurm's to say", verdict.cause

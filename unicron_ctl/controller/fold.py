@@ -15,6 +15,7 @@ from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withho
 from detector.escalation import Event as EscalationEvent
 from detector.escalation import State as EscalationState
 from detector.severity import Severity
+from unicron_ctl.controller import node_events
 from unicron_ctl.controller.state import AgentRecord, ClusterState, HealthReport, Identity, JobState, SlotState
 from unicron_ctl.controller.store import Event
 from unicron_ctl.wire import Plan, Settings
@@ -195,6 +196,8 @@ def _history_ended(state: ClusterState, event: Event) -> None:
 
 
 _CLUSTER_RULES = {
+    "node_event": node_events.fold_event,
+    "node_verdict": node_events.fold_verdict,
     "job_registered": _job_registered,
     "slurm_action": _slurm_action,
     "unpinned": _unpinned,
@@ -281,6 +284,9 @@ def _failure_detected(job: JobState, event: Event) -> None:
             "iteration": None,
             "actions": [],
             "restored_at": None,
+            "exit_code": p.get("exit_code"),
+            "pid": p.get("pid"),
+            "slurm": "",
         }
     )
     for mark in p.get("exits", ()):
@@ -289,12 +295,13 @@ def _failure_detected(job: JobState, event: Event) -> None:
         slot.quick_deaths = mark["quick_deaths"]
 
 
+_AMENDED = ("severity", "cause", "action", "reason", "slurm")
+
+
 def _failure_verdict(job: JobState, event: Event) -> None:
     for failure in job.failures:
         if failure["id"] == event.payload["failure"]:
-            failure.update(
-                {key: event.payload[key] for key in ("severity", "cause", "action", "reason") if key in event.payload}
-            )
+            failure.update({key: event.payload[key] for key in _AMENDED if key in event.payload})
 
 
 def _failure_action(job: JobState, event: Event) -> None:

@@ -34,6 +34,7 @@ class AgentView:
     expired: bool = False
     left: str = ""
     suspect_since: float | None = None
+    task_status: int | None = None  # of its task, as the plugin's hint says: a wait status (wait(2))
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)  # order -> when it was last sent
 

@@ -14,6 +14,8 @@ from unicron_ctl.wire import Plan, Settings
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
 RECENT_STEPS = 9
+NODE_EVENTS_KEPT = 20
+MARKS_KEPT = 200
 
 
 @dataclass
@@ -126,6 +128,8 @@ class NodeState:
     """
 
     lost_at: float = 0.0
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
+    heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))  # agent:number of events taken in
     downed: bool = False
     reason: str = ""
     resumed_at: float = 0.0

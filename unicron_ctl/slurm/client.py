@@ -51,7 +51,8 @@ class ElementInfo:
     """One element of an array job, or a plain job.
 
     `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node`
-    None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued.
+    None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued,
+    `exit_code` "code:signal" of one that has ended ("" otherwise).
     """
 
     job: str
@@ -64,6 +65,7 @@ class ElementInfo:
     user: str
     comment: str
     restarts: int
+    exit_code: str = ""
 
     @property
     def held(self) -> bool:

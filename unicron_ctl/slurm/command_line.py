@@ -35,6 +35,7 @@ _ELEMENT_FIELDS = (
     "Reason",
     "UserName",
     "RestartCnt",
+    "exit_code",
     "Name",
     "Comment",
 )
@@ -220,6 +221,14 @@ def parse_time(text: str) -> float | None:
         return None
 
 
+def code_and_signal(text: str) -> str:
+    """squeue's exit_code, a wait status (wait(2)), as Slurm writes it elsewhere: "35072" -> "137:0", "9" -> "0:9"."""
+    if not text.isdigit():
+        return text if ":" in text else ""
+    status = int(text)
+    return f"{status >> 8 & 0xFF}:{status & 0x7F}" if status else ""
+
+
 def count_gpus(gres: str) -> int:
     """ "gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
     total = 0
@@ -249,5 +258,6 @@ def parse_element(line: str) -> tuple[ElementInfo, bool]:
         user=field["UserName"],
         comment="" if field["Comment"] in ("(null)", "N/A") else field["Comment"],
         restarts=int(field["RestartCnt"]) if field["RestartCnt"].isdigit() else 0,
+        exit_code=code_and_signal(field["exit_code"]),
     )
     return info, is_array

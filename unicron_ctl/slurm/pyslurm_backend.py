@@ -172,7 +172,14 @@ def element_info(record: Any, element: int) -> ElementInfo:
         user=record.user_name or "",
         comment=record.comment or "",
         restarts=record.requeue_count or 0,
+        exit_code=_exit_code(record),
     )
+
+
+def _exit_code(record: Any) -> str:
+    """ "code:signal", empty for one that has not ended or ended with 0; not every release of pyslurm tells it."""
+    code, number = (getattr(record, name, None) or 0 for name in ("exit_code", "exit_code_signal"))
+    return f"{code}:{number}" if code or number else ""
 
 
 def matching_pyslurm(

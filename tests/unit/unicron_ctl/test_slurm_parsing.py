@@ -88,11 +88,18 @@ def _line(*values: str) -> str:
 
 
 def test_array_elements_and_plain_jobs() -> None:
-    line = _line("7", "2", "9", "RUNNING", "n3", "None", "ann", "1", "my job", "(null)")
+    line = _line("7", "2", "9", "RUNNING", "n3", "None", "ann", "1", "0", "my job", "(null)")
     assert parse_element(line) == (ElementInfo("7", 2, "9", "RUNNING", "n3", "", "my job", "ann", "", 1), True)
-    line = _line("8", "N/A", "8", "PENDING", "", "JobHeldUser", "ann", "0", "x", "a | b")
+    line = _line("8", "N/A", "8", "PENDING", "", "JobHeldUser", "ann", "0", "0", "x", "a | b")
     info, is_array = parse_element(line)
     assert (info.element, info.node, info.held, info.comment, is_array) == (0, None, True, "a | b", False)
+
+
+def test_how_an_element_ended_is_read_from_its_wait_status() -> None:
+    ended = {"35072": "137:0", "9": "0:9", "768": "3:0", "0": "", "0:125": "0:125", "N/A": ""}
+    for status, expected in ended.items():
+        info, _ = parse_element(_line("7", "2", "9", "FAILED", "n3", "NonZeroExitCode", "ann", "1", status, "x", ""))
+        assert info.exit_code == expected
 
 
 def test_a_line_of_another_format_is_an_error_of_one_line() -> None:
@@ -108,7 +115,7 @@ _TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Z"]), max_size=
 
 @given(name=_TEXT, comment=_TEXT.filter(lambda text: text not in ("(null)", "N/A")))
 def test_whatever_users_write_comes_back(name: str, comment: str) -> None:
-    info, _ = parse_element(_line("7", "0", "7", "PENDING", "", "None", "ann", "0", name, comment))
+    info, _ = parse_element(_line("7", "0", "7", "PENDING", "", "None", "ann", "0", "0", name, comment))
     assert (info.name, info.comment) == (name, comment)
 
 
