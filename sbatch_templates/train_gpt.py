@@ -87,6 +87,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--clip-grad", type=_number(float, 0), default=1.0, help="largest gradient norm; 0 does not clip"
     )
     training.add_argument("--seed", type=_number(int, 0), default=1234)
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument(
+        "--save", metavar="DIR", help="go on from the newest checkpoint in DIR, and save there; shared by all nodes"
+    )
+    checkpoints.add_argument(
+        "--save-interval", type=_number(int, 0), default=100, help="iterations between two; 0 saves at the end only"
+    )
+    checkpoints.add_argument("--save-keep", type=_number(int, 1), default=2, help="how many stay in DIR")
     system = parser.add_argument_group("system")
     system.add_argument(
         "--backend", choices=("nccl", "gloo"), help="of torch.distributed (default: nccl with CUDA, gloo without)"
@@ -407,17 +415,24 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     optimizer, scheduler = build_optimizer(options, chunk)
     slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
     metrics = MetricsWriter(options.metrics, slot) if options.metrics else None
-    session = transition.Session(
-        model=[chunk],
-        optimizer=optimizer,
-        scheduler=scheduler,
-        micro_batches=options.micro_batches,
-        forward_step=make_forward_step(device),
-        fetch=make_fetch(dataset, options),
-        seq_length=options.seq_length,
-        micro_batch_size=options.micro_batch_size,
-        train_iterations=options.train_iterations,
+    checkpoints = (
+        transition.Checkpoints(options.save, options.save_interval, options.save_keep) if options.save else None
     )
+    try:
+        session = transition.Session(
+            model=[chunk],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            micro_batches=options.micro_batches,
+            forward_step=make_forward_step(device),
+            fetch=make_fetch(dataset, options),
+            seq_length=options.seq_length,
+            micro_batch_size=options.micro_batch_size,
+            train_iterations=options.train_iterations,
+            checkpoints=checkpoints,
+        )
+    except transition.CheckpointError as error:
+        raise SystemExit(f"train_gpt: {error}") from None
     # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     saver = GradientSaver(chunk, options.save_gradients, slot) if options.save_gradients else None

@@ -88,6 +88,43 @@ def test_any_number_of_ranks_gives_the_same_losses(dataset, reference, tmp_path,
     assert [each["loss"] for each in records] == pytest.approx([each["loss"] for each in reference[1]], rel=TOLERANCE)
 
 
+def test_a_run_goes_on_from_its_newest_sound_checkpoint(dataset, reference, tmp_path):
+    """Bit for bit, whichever it is: each holds all that the next iterations depend on."""
+    saves = ["--save", tmp_path / "saves", "--save-interval", "3", "--save-keep", "3"]
+    losses = [each["loss"] for each in reference[1]]
+
+    def run(name):
+        train(1, "--data-path", dataset, "--metrics", tmp_path / name, *SMALL, *saves)
+        return {each["iteration"]: each["loss"] for each in read_metrics(tmp_path / name)}
+
+    def file(iteration):
+        return tmp_path / "saves" / f"iteration-{iteration:08d}.pt"
+
+    assert list(run("first").values()) == losses
+    assert sorted((tmp_path / "saves").iterdir()) == [file(3), file(6), file(8)]
+    file(8).unlink()
+    assert run("second") == dict(enumerate(losses[6:], 6))
+    file(8).unlink()
+    damaged = bytearray(file(6).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file(6).write_bytes(damaged)
+    assert run("third") == dict(enumerate(losses[3:], 3))
+
+
+def test_checkpoints_that_cannot_be_used_are_one_clear_line(dataset, tmp_path):
+    saves = tmp_path / "saves"
+    two = ["--data-path", dataset, *SMALL, "--train-iterations", "2", "--warmup", "1", "--save", saves]
+    train(1, *two)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for change, says in ((["--num-layers", "3"], "give the options that it was written with"), ([], "can be read")):
+        if not change:
+            (saves / "iteration-00000002.pt").write_bytes(b"torn")
+        command = [sys.executable, str(SCRIPT), *map(str, two), *change]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr, result.stderr
+        assert result.stderr.splitlines()[-1].startswith("train_gpt: ")
+
+
 def test_bf16_trains_and_a_run_can_be_repeated_bit_for_bit(dataset, tmp_path):
     runs = []
     for name in ("one", "two"):
