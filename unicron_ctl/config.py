@@ -158,7 +158,15 @@ _POSITIVE = (
     "isolate_seconds",
     "isolation_window_seconds",
 )
-_NOT_NEGATIVE = ("offer_delay", "fault_grace", "transition_seconds", "stacks_seconds", "metrics_seconds", "join_after_seconds", "checkpoint_seconds")
+_NOT_NEGATIVE = (
+    "offer_delay",
+    "fault_grace",
+    "transition_seconds",
+    "stacks_seconds",
+    "metrics_seconds",
+    "join_after_seconds",
+    "checkpoint_seconds",
+)
 
 
 def problems(c: ControllerConfig) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 VERSION = 1
+SESSION, RESTART = "session", "restart"  # modes of healing
 MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
 
 
@@ -29,7 +30,8 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True
 
 # ---------------------------------------------------------------- agent -> controller
 class Settings(msgspec.Struct, kw_only=True):
-    """What the submission says of the job."""
+    """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
+    speaks it for them: plain programs, ended and started again as a whole), with the agent's reason."""
 
     name: str
     user: str
@@ -37,6 +39,8 @@ class Settings(msgspec.Struct, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     ranks_per_node: int = 1
+    mode: str = SESSION
+    mode_reason: str = ""
 
 
 class Exit(msgspec.Struct, kw_only=True):
@@ -114,7 +118,6 @@ class Register(Message, tag="register"):
     slots: list[int]
     settings: Settings
     credential: str = ""
-    unhooked: bool = False
 
 
 class Status(Message, tag="status"):

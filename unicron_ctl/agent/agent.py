@@ -22,7 +22,6 @@ import msgpack
 import msgspec
 import zmq
 
-from detector import inject
 from detector.stacks import Dump
 from detector.supervise import shell_status
 from unicron_ctl import wire
@@ -32,6 +31,7 @@ from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_envir
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.store import StoreProcess
+from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import one_line
@@ -67,7 +67,6 @@ class Agent:
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self._address, self._mute_until = address, 0.0
         self._folder = _socket_folder(f"unicron-{place.label}-")
         endpoint = f"ipc://{self._folder}/ranks"
         self._channel = self._context.socket(zmq.ROUTER)
@@ -77,6 +76,7 @@ class Agent:
         self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, endpoint, dict(os.environ))
         self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
+        self._trials = Trials(place.job, self._controller, address, self.ranks, self._tell, self._send, self._complain)
         self._identities: dict[int, bytes] = {}
         self._vitals, self._sampling = Vitals(), Sampling(self._folder)
         self._store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
@@ -95,10 +95,10 @@ class Agent:
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
         self._watch(self._signals.fileno(), "signal", 0)
+        self._node: node_watch.NodeWatch | None = None
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
-        self._node: node_watch.NodeWatch | None = None
         """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
         while not self._welcomed and self.exit_code is None and time.monotonic() < deadline:
@@ -110,11 +110,11 @@ class Agent:
     def run(self) -> int:
         """Start the ranks and serve until the element is over."""
         try:
+            self._node = node_watch.start(self._complain, os.environ)
+            self._watch(self._node.fileno(), "node", 0)
             self._start_store()
             for rank in self.ranks.values():
                 if not rank.alive:
-            self._node = node_watch.start(self._complain, os.environ)
-            self._watch(self._node.fileno(), "node", 0)
                     self._start(rank, 0)
             while self.exit_code is None:
                 self._turn()
@@ -132,17 +132,18 @@ class Agent:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
+        if self._node is not None:
+            self._node.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
-        if self._node is not None:
-            self._node.close()
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
         self._send_metrics(now)
-        self._unmute(now)
+        if self._trials.due():
+            self._send_status()
         if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
@@ -185,6 +186,10 @@ class Agent:
     # ------------------------------------------------------------ processes
     def _start(self, rank: Rank, incarnation: int) -> None:
         rank.start(incarnation)
+        self._attend(rank)
+
+    def _attend(self, rank: Rank) -> None:
+        """Listen to its new process, and tell the controller of it."""
         if rank.child is not None:
             self._watch(rank.child.pidfd, "exit", rank.slot)
             self._watch(rank.child.stderr, "stderr", rank.slot)
@@ -212,6 +217,8 @@ class Agent:
             self._read_store(descriptor)
         elif what == "signal":
             self._on_signal(self._signals.read())
+        elif what == "node":
+            self._send_node_events()
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -221,42 +228,11 @@ class Agent:
         self._unwatch(child.stderr)
         self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
-        elif what == "node":
-            self._send_node_events()
-        self._send_status()
-
-    def _inject(self, order: wire.Inject) -> None:
-        rank = self.ranks.get(order.slot)
-        try:
-            name, _ = inject.parse(order.fault)
-        except inject.InjectError as error:
-            self._complain(f"cannot inject: {error}")
-            return
+        self._trials.ended(rank)
         if rank.status.exit is not None and self._node is not None:
             self._node.explain(rank.status.exit)
         self._send_node_events()  # what killed it comes before its end
-        self._complain(f"injected on the controller's order: {order.fault} into slot {order.slot}")
-        if name == "corrupt-message":
-            for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
-                self._controller.send(garbage, zmq.DONTWAIT)
-        elif name == "lost-network":
-            self._mute_until = time.monotonic() + (order.seconds or inject.FAULTS[name][1])
-            self._controller.disconnect(self._address)
-            for slot in self.ranks:
-                self._tell(slot, order)
-        elif rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
-            return
-        elif name in ("rank-kill", "hang-stop"):
-            rank.child.signal(signal.SIGKILL if name == "rank-kill" else signal.SIGSTOP)
-        else:
-            self._tell(order.slot, order)
-
-    def _unmute(self, now: float) -> None:
-        """The end of an injected loss of the network."""
-        if self._mute_until and now >= self._mute_until:
-            self._mute_until = 0.0
-            self._controller.connect(self._address)
-            self._send_status()
+        self._send_status()
 
     def _dump(self, order: wire.Stacks) -> None:
         rank = self.ranks.get(order.slot)
@@ -377,23 +353,6 @@ class Agent:
             )
         )
 
-    def _send_metrics(self, now: float) -> None:
-        sample = self._sampling.turn(now)
-        if sample is not None:
-            ranks = self._vitals.sample(self.ranks.values(), now)
-            own = {"job": self.place.job, "element": self.place.element, "agent": self.identity}
-            self._send(wire.Metrics(**own, host=sample.host, node=sample.node, ranks=ranks))
-
-    def _send(self, message: wire.Message) -> None:
-        if self._mute_until:
-            return
-        try:
-            self._controller.send(wire.encode(message), zmq.DONTWAIT)
-        except zmq.Again:
-            pass  # the queue to a controller that is away is full; the next status tells everything again
-
-    def _from_controller(self) -> None:
-        try:
     def _send_node_events(self, again: bool = False) -> None:
         for event in self._node.take(self.place.job, self.place.element, self.identity, again) if self._node else ():
             self._send(event)
@@ -405,6 +364,16 @@ class Agent:
             own = {"job": self.place.job, "element": self.place.element, "agent": self.identity}
             self._send(wire.Metrics(**own, host=sample.host, node=sample.node, ranks=ranks))
 
+    def _send(self, message: wire.Message) -> None:
+        if self._trials.muted:
+            return
+        try:
+            self._controller.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            pass  # the queue to a controller that is away is full; the next status tells everything again
+
+    def _from_controller(self) -> None:
+        try:
             message = wire.decode(self._controller.recv(), wire.ToAgent)
         except wire.BadMessage as error:
             self._drop("the controller", str(error))
@@ -419,6 +388,7 @@ class Agent:
                 self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
                 if self._registered:
                     self._send_status()
+                    self._send_node_events(again=True)
                 self._registered = True
             case wire.Ping():
                 self._send_status()
@@ -430,13 +400,12 @@ class Agent:
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
                     self._start(rank, message.incarnation)
-                    self._send_node_events(again=True)
             case wire.StopRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and rank.status.incarnation == message.incarnation:
                     rank.kill()
             case wire.Inject():
-                self._inject(message)
+                self._trials.perform(message)
             case wire.Stacks():
                 self._dump(message)
             case wire.End():

@@ -11,8 +11,10 @@ from pathlib import Path
 import click
 
 from unicron_ctl import cli as programs
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
 from unicron_ctl.agent.place import number, read_place
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.wire import SESSION
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
 PACKAGES = ("detector", "transition")
@@ -43,15 +45,19 @@ def hidden_packages(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Raises UserError for a command that cannot work."""
+def check_command(command: Sequence[str], option: str | None = None) -> Mode:
+    """The mode in which the command is healed. Raises UserError for a command that cannot work."""
+    asked = asked_mode(option, os.environ)
     if not command:
         raise UserError("no command: write `unicron-agent run -- python train.py ...`", WRONG_USE)
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]}: no such program on this node; check the path, or PATH", WRONG_USE)
-    for path in hidden_packages(import_folders(command, os.getcwd(), os.environ.get("PYTHONPATH", ""))):
+    folders = import_folders(command, os.getcwd(), os.environ.get("PYTHONPATH", ""))
+    mode = choose_mode(*asked, command, Path.cwd(), folders)
+    for path in hidden_packages(folders) if mode.name == SESSION else ():
         hidden = f"{path} hides unicron's package '{path.stem}'"
-        raise UserError(f"{hidden}: rename it, or run with --no-unicron", WRONG_USE)
+        raise UserError(f"{hidden}: rename it, or run with --unicron-mode=restart or --no-unicron", WRONG_USE)
+    return mode
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,12 +67,18 @@ def cli() -> None:
 
 @cli.command(context_settings={"allow_interspersed_args": False})
 @click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER].")
+@click.option(
+    "--mode",
+    metavar="MODE",
+    help="session: COMMAND uses transition.Session and is healed within the iteration; restart: any program, started "
+    "again in a new world; auto: by the text of its script [default: UNICRON_MODE, auto].",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def run(controller: str | None, command: tuple[str, ...]) -> int:
+def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
-    check_command(command)
+    chosen = check_command(command, mode)
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    place = read_place(os.environ, address)
+    place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     from unicron_ctl.agent.unprotected import run_unprotected
 
@@ -75,12 +87,15 @@ def run(controller: str | None, command: tuple[str, ...]) -> int:
     import zmq
 
     from unicron_ctl.agent.agent import Agent
+    from unicron_ctl.agent.plain_ranks import RestartAgent
 
     try:
-        agent = Agent(place, command, address)
+        agent = (Agent if chosen.name == SESSION else RestartAgent)(place, command, address)
     except zmq.ZMQError:
         return run_unprotected(place, command, f"{address} is no address of a controller (tcp://HOST:PORT)")
     if agent.connect(seconds):
+        told = f"{chosen.name} mode: {chosen.reason}"
+        print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)
         return agent.run()
     agent.close()
     if agent.exit_code is not None:

@@ -7,7 +7,9 @@ import getpass
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.wire import Settings
@@ -28,6 +30,10 @@ class Place:
         """The slots of this element's ranks."""
         count = self.settings.ranks_per_node
         return [self.element * count + local for local in range(count)]
+
+    def in_mode(self, mode: str, reason: str) -> Place:
+        """This place of a job that is healed in this mode."""
+        return replace(self, settings=msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason))
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ CANNOT_START = 127  # as a shell says it
 RANK_STATES = ("waiting", "entering", "running", "stopped", "left", "finished")  # what a rank may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: |$)")
 _rank_fields = set(wire.RankStatus.__struct_fields__)
 
 
@@ -89,12 +91,11 @@ class Rank:
         else:
             if self.status.state != "finished":
                 self.status.state = "exited"
-            last = tail.splitlines()[-1] if tail else ""
             self.status.exit = wire.Exit(
                 code=-signal.SIGKILL if code is None else code,
                 at=now,
                 lived=now - self.child.started,
-                last_line=last[:500],
+                last_line=last_words(tail)[:500],
             )
         self.status.changed = now
         self.child.close()
@@ -104,6 +105,12 @@ class Rank:
         """End the process at once."""
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
+
+
+def last_words(tail: str) -> str:
+    """The line that says why a process ended: its last exception's, which torch and loggers may write more after."""
+    lines = tail.splitlines()
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1] if lines else "")
 
 
 def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:

@@ -110,6 +110,7 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "job": state.job,
         "name": state.settings.name,
         "user": state.settings.user,
+        "mode": state.settings.mode,
         "state": state.phase,
         "since": state.since,
         "generation": state.generation,
@@ -211,6 +212,8 @@ def explain(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any
     return {
         "job": state.job,
         "name": state.settings.name,
+        "mode": state.settings.mode,
+        "mode_reason": state.settings.mode_reason,
         "state": state.phase,
         "generation": state.generation,
         "ended": state.ended,

@@ -15,7 +15,7 @@ import msgspec
 from detector.classify import Classifier
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders
+from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, restarting
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
@@ -57,6 +57,7 @@ class Engine:
         self._of_job: dict[str, dict[int, AgentView]] = {}
         self.ledgers: dict[str, JobLedger] = {}
         self.disturbed_until: dict[str, float] = {}
+        self.kept_waiting: dict[str, tuple[int, tuple[int, ...]]] = {}  # job -> what was said of its newcomers
         self.watches: dict[str, monitoring.JobWatch] = {}
         self.events: list[Event] = []
         self.outbox: list[tuple[tuple[bytes, ...], wire.Message]] = []
@@ -153,7 +154,6 @@ class Engine:
                 node=message.node,
                 address=message.address,
                 slots=message.slots,
-                unhooked=message.unhooked,
             )
             self.agents.pop(key, None)
             self._of_job.get(message.job, {}).pop(message.element, None)
@@ -170,7 +170,6 @@ class Engine:
                 route,
                 list(message.slots),
                 self.now,
-                message.unhooked,
                 last_registered=self.now,
             )
             self._of_job.setdefault(message.job, {})[message.element] = view
@@ -273,6 +272,8 @@ class Engine:
             if not job.ended:
                 failures.leases(self, job)
                 monitoring.look(self, job)
+                failures.notes(self, job)
+                restarting.look(self, job, waiting_elements(self.view(job), self.surroundings(job)))
                 self.update(job)
             elif self._of_job.get(job.job):
                 self._send_orders(job)
@@ -341,4 +342,8 @@ def _register_problem(message: wire.Register, job: JobState | None) -> str:
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
         return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"
+    if message.settings.mode != job.settings.mode:
+        had, other, why = job.settings.mode, message.settings.mode, message.settings.mode_reason
+        differs = f"job {message.job} is healed in {had} mode, this agent would be in {other} mode ({why})"
+        return f"{differs}: submit with --unicron-mode={had} or --unicron-mode={other}, so that all are the same"
     return ""

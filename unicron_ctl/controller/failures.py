@@ -12,6 +12,7 @@ from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision, as_fault
 from detector.escalation import decide as escalate
 from detector.severity import Severity, Verdict
 from unicron_ctl.controller import collectives
+from unicron_ctl.controller import restarting
 from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView

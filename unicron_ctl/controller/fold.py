@@ -69,6 +69,7 @@ _DECISIONS = {
     "job_ended",
     "ledger_violation",
     "observed",
+    "newcomers_wait",
 }
 
 
@@ -155,7 +156,7 @@ def _replanned(state: ClusterState, event: Event) -> None:
 def _history_fault(state: ClusterState, event: Event) -> None:
     """Keeps the escalation's memory: one fault per failure, under its first slot."""
     p = event.payload
-    if "escalation" not in p:
+    if not p.get("escalation"):
         return
     e = p["escalation"]
     fault = Fault(
@@ -210,6 +211,7 @@ _CLUSTER_RULES = {
     "replanned": _replanned,
     "failure_detected": _history_fault,
     "step": _history_step,
+    "steady": _history_step,
     "job_ended": _history_ended,
 }
 
@@ -220,7 +222,7 @@ def _agent_registered(job: JobState, event: Event) -> None:
     old = job.agents.get(p["element"])
     if old and old.agent != p["agent"]:
         job.superseded = [*job.superseded, old.agent][-200:]
-    job.agents[p["element"]] = AgentRecord(p["agent"], p["node"], p["address"], list(p["slots"]), p["unhooked"])
+    job.agents[p["element"]] = AgentRecord(p["agent"], p["node"], p["address"], list(p["slots"]))
     if old is None or old.agent != p["agent"]:
         for slot in p[
             "slots"
@@ -334,6 +336,7 @@ def _break(job: JobState, event: Event) -> None:
             failure["broken_at"] = event.time
             failure["generation"] = event.generation
     if fresh:
+        job.restarts += bool(event.payload["lost"])
         job.enter_failures = event.payload.get("enter_failures", 0)
         _phase(job, event, "breaking")
 
@@ -375,6 +378,10 @@ def _entered(job: JobState, event: Event) -> None:
                 and joined & set(failure["slots"])
             ):
                 failure["restored_at"] = event.time
+    elif job.plan is not None and job.plan.source is not None:  # formed anew, with all that work
+        for failure in job.failures:
+            if failure["restored_at"] is None and failure["slots"] and set(failure["slots"]) <= set(job.members):
+                failure["restored_at"] = event.time
     job.enter_failures = 0
     for failure in job.failures:
         if failure["planned_at"] is not None and failure["resumed_at"] is None:
@@ -384,6 +391,8 @@ def _entered(job: JobState, event: Event) -> None:
 
 def _reform(job: JobState, event: Event) -> None:
     job.plan, job.offer, job.members, job.joining, job.lost = None, None, {}, {}, {}
+    for slot in job.slots.values():
+        slot.worked = None
     _phase(job, event, "forming")
 
 
@@ -402,6 +411,13 @@ def _step(job: JobState, event: Event) -> None:
     for failure in job.failures:
         if failure["resumed_at"] is not None and failure["stepped_at"] is None:
             failure["stepped_at"] = event.time
+
+
+def _steady(job: JobState, event: Event) -> None:
+    """Restart mode: the only progress that can be seen of a program that tells nothing."""
+    job.steady, job.restarts = event.generation, 0
+    for slot, identity in job.members.items():
+        job.slot(slot).worked = identity
 
 
 def _allotted(job: JobState, event: Event) -> None:
@@ -434,6 +450,7 @@ _JOB_RULES = {
     "entered": _entered,
     "reform": _reform,
     "step": _step,
+    "steady": _steady,
     "allotted": _allotted,
     "job_ended": _job_ended,
     "ledger_violation": _ledger_violation,

@@ -32,7 +32,8 @@ def perform(
 ) -> dict[str, Any]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
-    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}.
+    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and "event" where it was not a dry run. A fault
+    that the command itself carries out (a node's power) is only logged here.
     """
     if not engine.config.allow_inject:
         raise NotInjected(
@@ -44,6 +45,8 @@ def perform(
         raise NotInjected(str(error)) from None
     if job.ended:
         raise NotInjected(f"job {job.job} has ended")
+    if name == "corrupt-checkpoint" and slot is None and node is None and job.members:
+        slot = min(job.members)  # the next newcomer gets the state from it
     agent, slot = _target(engine, job, slot, node)
     done = {
         "fault": fault,
@@ -54,11 +57,15 @@ def perform(
         "at": engine.now,
         "dry_run": dry_run,
     }
+    if job.restart_mode and inject.FAULTS[name][0] != "agent":
+        raise NotInjected(f"job {job.job} is in restart mode, its ranks are plain programs: rank-kill breaks them, too")
     if not dry_run:
         logged = {key: done[key] for key in ("fault", "slot", "node", "seconds")}
-        engine.emit("injected", job.job, job.generation, **logged, reason=f"{fault} into slot {slot} on {agent.node}")
+        event = engine.emit("injected", job.job, job.generation, **logged, reason=f"{fault} into slot {slot} on {agent.node}")
+        done["event"] = event.id
         incarnation = agent.ranks[slot].incarnation
-        engine.send(agent.route, wire.Inject(fault=fault, slot=slot, incarnation=incarnation, seconds=seconds))
+        if inject.FAULTS[name][0] != "command":
+            engine.send(agent.route, wire.Inject(fault=fault, slot=slot, incarnation=incarnation, seconds=seconds))
     return done
 
 

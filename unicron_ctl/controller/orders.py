@@ -44,7 +44,8 @@ def _breaks(job: JobView, view: AgentView) -> Iterator[Order]:
         return
     breaking = state.phase == State.BREAKING
     for status in view.ranks.values():
-        told = status.broken >= state.broken or status.state not in BREAKABLE
+        stops = status.state in BREAKABLE or (state.restart_mode and status.state == "finished")
+        told = status.broken >= state.broken or not stops
         old = max(status.generation, status.entering) <= state.broken
         if told or not old or (not breaking and status.state not in ("entering", "running")):
             continue

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller import restarting
 from unicron_ctl.controller.machine import Event, State
 from unicron_ctl.controller.soft import AT_REST, AgentView, JobView
 from unicron_ctl.controller.state import Identity
@@ -89,9 +90,10 @@ def lost_because(job: JobView, around: Surroundings, slot: int, identity: Identi
     if view is None:
         record = job.state.agents.get(job.state.element(slot))
         late = now - around.restarted_at > around.config.restart_grace
+        again = job.state.restart_mode and job.state.phase == State.BREAKING  # it is needed once more
         return (
             "did not come back after the controller was restarted"
-            if late and not (record and record.gone == "finished")
+            if late and (again or not (record and record.gone == "finished"))
             else ""
         )
     if view.agent != identity.agent:
@@ -161,11 +163,9 @@ def ready(job: JobView, around: Surroundings, now: float) -> Signal | None:
     whole = waiting_elements(job, around)
     if not whole or not any(view.store for view in job.agents.values() if view.alive):
         return None
-    coming = {
-        e
-        for e, view in job.agents.items()
-        if view.alive and e not in whole and not view.unhooked and _may_work(job, around, e)
-    }
+    coming = {e for e, view in job.agents.items() if view.alive and e not in whole and _may_work(job, around, e)}
+    if state.restart_mode and len(whole) < min(state.settings.min_nodes, state.settings.max_nodes):
+        return None  # the script may be told no smaller world
     expected = set(around.expected or ()) - set(whole)
     slots = sorted(slot for element in whole for slot in job.agents[element].slots)
     if len(whole) >= state.settings.max_nodes or (around.expected is not None and not expected and not coming):
@@ -173,6 +173,9 @@ def ready(job: JobView, around: Surroundings, now: float) -> Signal | None:
     arrival = max(
         job.agents[element].progress.get(slot, 0.0) for element in whole for slot in job.agents[element].slots
     )
+    if state.restart_mode:
+        soon = [state.slot(slot).not_before for element in coming for slot in job.agents[element].slots]
+        arrival = max([arrival, *(at for at in soon if at <= now + restarting.BACKOFF_WORTH_WAITING)])
     if len(whole) >= state.settings.min_nodes and now - arrival >= config.forming_settle_seconds:
         return Signal(
             Event.READY,
@@ -182,17 +185,18 @@ def ready(job: JobView, around: Surroundings, now: float) -> Signal | None:
     return None
 
 
+def hopeless(job: JobView, around: Surroundings, now: float) -> Signal | None:
+    """Restart mode: one world after the other breaks."""
+    reason = restarting.exhausted(job.state)
+    return Signal(Event.FAILED, reason, code=1) if reason else None
+
+
 def waiting_elements(job: JobView, around: Surroundings) -> list[int]:
     """Elements of which every rank can enter now."""
     found = []
     for element, view in sorted(job.agents.items()):
         ranks = [view.ranks.get(slot) for slot in view.slots]
-        if (
-            view.alive
-            and not view.unhooked
-            and _may_work(job, around, element)
-            and all(r and r.state == "waiting" for r in ranks)
-        ):
+        if view.alive and _may_work(job, around, element) and all(r and r.state == "waiting" for r in ranks):
             found.append(element)
     return found
 
@@ -212,7 +216,8 @@ def change(job: JobView, around: Surroundings, now: float) -> Signal | None:
         view = job.agents[element]
         if element in inside or element in state.leaving:
             continue
-        if now - max(view.progress.get(slot, 0.0) for slot in view.slots) >= around.config.offer_delay:
+        delay = around.config.join_after_seconds if state.restart_mode else around.config.offer_delay
+        if now - max(view.progress.get(slot, 0.0) for slot in view.slots) >= delay:
             joiners += view.slots
     for element in state.leaving:
         leavers += [slot for slot in state.members if state.element(slot) == element]
@@ -225,7 +230,23 @@ def change(job: JobView, around: Surroundings, now: float) -> Signal | None:
         for group, verb in ((joiners, "join"), (leavers, "leave"))
         if group
     ]
+    if state.restart_mode:
+        return _restart_for(job, around, now, " and ".join(words), state.elements(joiners), leavers)
     return Signal(Event.CHANGE, " and ".join(words), joiners=sorted(joiners), leavers=sorted(leavers))
+
+
+def _restart_for(
+    job: JobView, around: Surroundings, now: float, words: str, joiners: list[int], leavers: list[int]
+) -> Signal | None:
+    """There is no boundary: all stop, and those that are to work begin a new world. The plan has weighed leavers."""
+    if around.config.observe:
+        return None
+    good, reason = True, "the plan takes nodes away: the processes of the others start again"
+    if not leavers:
+        good, reason = restarting.worth(
+            len(job.state.elements(job.state.members)), len(joiners), now - job.state.since, around.config
+        )
+    return Signal(Event.FAULT, f"{words}: {reason}") if good else None
 
 
 # ---------------------------------------------------------------- entering and offering
@@ -281,6 +302,8 @@ def reported(job: JobView, around: Surroundings, now: float) -> Signal | None:
     """Every survivor is at rest; or nobody is left."""
     state = job.state
     survivors = [slot for slot in state.members if slot not in state.lost]
+    if state.restart_mode and all(at_rest(job, slot, now) for slot in survivors):
+        return Signal(Event.NOBODY, "all processes of the world have ended")
     if not survivors:
         return Signal(Event.NOBODY, "no member is left that has the training state")
     if all(job.finished(slot) or at_rest(job, slot, now) for slot in survivors):
@@ -359,7 +382,7 @@ def needs_restart(classifier: Classifier, status: RankStatus) -> bool:
 
 _Look = Callable[[JobView, Surroundings, float], Signal | None]
 _LOOK: dict[State, tuple[_Look, ...]] = {
-    State.FORMING: (ready,),
+    State.FORMING: (hopeless, ready),
     State.ENTERING: (finished, losses, faults, entered, enter_timeout),
     State.RUNNING: (finished, losses, faults, change),
     State.OFFERING: (finished, losses, faults, entered, enter_timeout),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from unicron_ctl.controller.machine import State
 from unicron_ctl.controller.state import Identity, JobState
 from unicron_ctl.wire import RankStatus, Status
 
@@ -26,7 +27,6 @@ class AgentView:
     route: tuple[bytes, ...]
     slots: list[int]
     last_heard: float
-    unhooked: bool = False
     store: str = ""
     sent: float = 0.0
     ranks: dict[int, RankStatus] = field(default_factory=dict)
@@ -99,7 +99,12 @@ class JobView:
                 yield view, slot, view.ranks[slot]
 
     def finished(self, slot: int) -> bool:
-        """The slot's present process trained to the end (or its script ended without an error)."""
+        """The slot's present process trained to the end (or its script ended without an error).
+
+        In restart mode nobody has while a world is breaking: all start again, until all end well together.
+        """
+        if self.state.restart_mode and self.state.phase == State.BREAKING:
+            return False
         status, identity = self.status(slot), self.identity(slot)
         if status is None:
             record, member = self.state.agents.get(self.state.element(slot)), self.state.members.get(slot)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detector.escalation import History
-from unicron_ctl.wire import Plan, Settings
+from unicron_ctl.wire import RESTART, Plan, Settings
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
@@ -49,14 +49,14 @@ class AgentRecord:
     node: str
     address: str
     slots: list[int]
-    unhooked: bool = False
     gone: str = ""
 
 
 @dataclass
 class JobState:
     """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or enter,
-    `offer` the boundary plan that is outstanding. `lost` are the members that the present Break goes on without."""
+    `offer` the boundary plan that is outstanding. `lost` are the members that the present Break goes on without.
+    `restarts`: losses in a row, and `steady` the last generation that has proved itself, in restart mode."""
 
     job: str
     settings: Settings
@@ -87,6 +87,13 @@ class JobState:
     enter_failures: int = 0
     ended: dict[str, Any] | None = None
     ledger_violations: int = 0
+    restarts: int = 0
+    steady: int = 0
+
+    @property
+    def restart_mode(self) -> bool:
+        """Its processes know nothing of generations: all are ended and started again together."""
+        return self.settings.mode == RESTART
 
     def slot(self, slot: int) -> SlotState:
         return self.slots.setdefault(slot, SlotState())

@@ -1,0 +1,419 @@
+"""Jobs of plain programs: how their mode is chosen, and what the controller decides otherwise for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+from unicron_ctl import wire
+from unicron_ctl.agent.main import import_folders
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
+from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
+from unicron_ctl.agent.ranks import last_words
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller import restarting
+from unicron_ctl.errors import UserError
+
+RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
+
+
+# ---------------------------------------------------------------- which mode
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("import transition\n", "session"),
+        ("import os, transition as t\n", "session"),
+        ("import os as o, transition.session\n", "session"),
+        ("def main():\n    from transition import Session\n", "session"),
+        ("from transition.session import Session\n", "session"),
+        ("import torch\n# import transition some day\n", "restart"),
+        ("import transitions\nfrom transition_models import x\n", "restart"),
+        ("from . import transition\n", "restart"),
+        ("print('import transition')\n", "restart"),
+        ("", "restart"),
+    ],
+)
+def test_the_text_of_the_script_chooses(tmp_path, text, mode):
+    (tmp_path / "train.py").write_text(text)
+    assert choose_mode("auto", "", ["python", "-u", "train.py", "--lr", "1"], tmp_path, [tmp_path]).name == mode
+
+
+def test_modules_code_and_other_programs(tmp_path):
+    package = tmp_path / "lib" / "mine"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("import transition\n")
+    (package / "__main__.py").write_text("import torch\n")
+    (tmp_path / "other.py").write_text("import transition\n")
+
+    def chosen(*command: str) -> Mode:
+        folders = import_folders(command, str(tmp_path), str(tmp_path / "lib"))
+        return choose_mode("auto", "", command, tmp_path, folders)
+
+    assert chosen("python3.11", "-m", "mine.train") == Mode("session", "-m mine.train imports transition")
+    assert chosen("python", "-m", "mine") == Mode("restart", "-m mine does not import transition")
+    assert chosen("python", "-m", "torch.distributed.run", "other.py").reason.startswith("module torch.distributed.run")
+    assert chosen("python", "-c", "import transition").name == "session"
+    assert chosen("python", "-c", "pass", "other.py").name == "restart", "the code runs, not what follows it"
+    assert chosen("nice", "-n", "5", "python", "other.py").name == "session"
+    assert chosen("bash", "-c", "python gone.py") == Mode("restart", "bash is no Python script")
+    assert chosen("python", "-m").name == "restart"
+
+
+def test_what_was_said_goes_before(tmp_path):
+    assert asked_mode(None, {}) == ("auto", "")
+    assert asked_mode("restart", {"UNICRON_MODE": "session"}) == ("restart", "--mode")
+    asked = asked_mode(None, {"UNICRON_MODE": "session"})
+    assert choose_mode(*asked, ["hostname"], tmp_path, []) == Mode("session", "UNICRON_MODE=session")
+    with pytest.raises(UserError, match="UNICRON_MODE='fast': write auto, session or restart"):
+        asked_mode(None, {"UNICRON_MODE": "fast"})
+
+
+# ---------------------------------------------------------------- the agent's parts
+def test_the_world_of_a_plan_is_torchruns():
+    place = read_place(
+        {
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "5",
+            "UNICRON_RANKS_PER_NODE": "2",
+            "UNICRON_NODE_ADDRESS": "a",
+        }
+    )
+    plan = wire.Plan(generation=3, members=[2, 3, 10, 11, 14, 15], store="10.0.0.1:20123", prefix="")
+    assert world_of(plan, place).environment(1) == {
+        "RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "20123",
+    }
+
+
+def test_ports_are_free_and_new_each_time():
+    port = FreePort()
+    seen = []
+    for _ in range(50):
+        port.start()
+        seen.append(port.port)
+    port.close()
+    assert len(set(seen)) == 50 and all(20000 <= each < 32000 for each in seen) and port.port is None
+
+
+def test_a_slot_waits_runs_and_waits_again():
+    rank = PlainRank(4, 0, ["sleep", "600"])
+    rank.start(0)
+    assert (rank.status.state, rank.alive) == ("waiting", False)
+    rank.enter(3, {"PATH": "/usr/bin:/bin"})
+    assert (rank.status.state, rank.status.generation, rank.alive) == ("running", 3, True)
+    assert not rank.break_(2), "an order about an older world"
+    assert rank.break_(3) and not rank.break_(3), "the second copy of the order changes nothing"
+    rank.told = True
+    rank.kill()
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert (rank.status.state, rank.status.broken, rank.status.incarnation, rank.status.exit) == ("waiting", 3, 0, None)
+    rank.enter(5, {"PATH": "/usr/bin:/bin"})
+    rank.kill()
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert rank.status.state == "exited" and rank.status.exit.code == -9
+    assert not rank.break_(5) and rank.status.state == "exited", "only the controller's order starts it again"
+    rank.start(1)
+    assert not rank.break_(5) and (rank.status.state, rank.status.broken) == ("waiting", 5)
+
+
+def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended():
+    rank = PlainRank(0, 0, ["true"])
+    rank.start(0)
+    rank.enter(1, {"PATH": "/usr/bin:/bin"})
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert rank.status.state == "finished"
+    rank.break_(1)
+    assert (rank.status.state, rank.status.broken) == ("waiting", 1)
+    gone = PlainRank(0, 0, ["/nonexistent/program"])
+    gone.start(0)
+    gone.enter(1, {})
+    assert gone.status.state == "exited" and gone.status.exit.code == 127
+
+
+def test_the_line_that_tells_why():
+    assert last_words("Traceback\n  File x\nValueError: no\nframe #0: c10::f() (0x12 in libc10.so)") == "ValueError: no"
+    assert last_words("[rank1]: torch.OutOfMemoryError: CUDA\n[W] destroy_process_group() was not called").endswith(
+        "CUDA"
+    )
+    assert last_words("killed by somebody") == "killed by somebody" and last_words("") == ""
+
+
+# ---------------------------------------------------------------- the controller
+class PlainAgent(FakeAgent):
+    """What `RestartAgent` does, at once."""
+
+    def __init__(self, world: World, job: str, element: int, node: str, mode: str = "restart", **more):
+        super().__init__(world, job, element, node, **more)
+        self.settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason="train.py does not import it")
+        for slot in self.slots:
+            self.ranks[slot] = wire.RankStatus(state="waiting")
+
+    def get(self, message: wire.Message) -> None:
+        if not self.obedient or self.silent or not isinstance(message, wire.Break | wire.Plan | wire.StartRank):
+            super().get(message)
+            return
+        self.heard.append(message)
+        for slot, rank in list(self.ranks.items()):
+            match message:
+                case wire.Break() if rank.broken < message.generation and rank.state != "exited":
+                    self.set(slot, state="waiting", broken=message.generation, generation=0)
+                case wire.Plan() if rank.state == "waiting" and slot in message.members:
+                    if rank.broken < message.generation:
+                        self.set(slot, state="running", generation=message.generation)
+                case wire.StartRank() if slot == message.slot and rank.incarnation < message.incarnation:
+                    self.ranks[slot] = wire.RankStatus(
+                        state="waiting", incarnation=message.incarnation, changed=self.world.now
+                    )
+                    self.status()
+
+
+def start(world: World, nodes: int = 3, **settings) -> list[PlainAgent]:
+    agents = [PlainAgent(world, "1", e, f"n{e + 1}", nodes=nodes, **settings) for e in range(nodes)]
+    for agent in agents:
+        agent.register()
+        agent.status()
+    world.run(0.3)
+    return agents
+
+
+def plans(world: World) -> list[wire.Plan]:
+    return [event.payload["plan"] for event in world.log if event.kind == "plan"]
+
+
+def test_a_dead_process_leads_to_a_new_world_of_all():
+    world = World()
+    agents = start(world, min_nodes=2)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+    world.run(30)
+    agents[1].die(1, last_line="RuntimeError: CUDA error: device-side assert triggered")
+    world.run(2.0)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+    assert [len(plan["members"]) for plan in plans(world)] == [3, 3]
+    assert world.kinds()[-6:] == ["rank_start", "failure_action", "break", "reform", "plan", "entered"]
+    (failure,) = world.job().failures
+    assert failure["slots"] == [1] and failure["resumed_at"] and failure["restored_at"]
+    assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
+    world.check_replay()
+
+
+def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
+    world = World()
+    agents = start(world, min_nodes=2)
+    world.run(100)
+    agents[2].silent = True
+    world.run(8)
+    assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
+    back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=2)
+    back.register()
+    back.status()
+    world.run(3)
+    assert sorted(world.job().members) == [0, 1], "others may come in a moment"
+    world.run(6)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    assert [f["kind"] for f in world.job().failures] == ["node"], "a restart for a newcomer is no failure"
+    reason = next(event.payload["reason"] for event in reversed(world.log) if event.kind == "break")
+    assert "1 rank join: a restart costs about" in reason and "start again in a larger world" in reason
+    world.check_replay()
+
+
+def test_no_world_below_the_minimum():
+    world = World()
+    agents = start(world, min_nodes=3)
+    agents[2].silent = True
+    world.run(30)
+    assert world.job().phase == "forming" and len(plans(world)) == 1
+    back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=3)
+    back.register()
+    back.status()
+    world.run(1)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+
+
+def test_a_newcomer_that_is_not_worth_a_restart_waits_for_the_next_one():
+    world = World(mtbf_node_hours=0.5, checkpoint_seconds=3600.0)
+    agents = start(world, nodes=4)
+    agents[3].silent = True
+    world.run(8)
+    assert len(world.job().members) == 3
+    world.run(200)
+    back = PlainAgent(world, "1", 3, "n4", nodes=4)
+    back.register()
+    back.status()
+    world.run(30)
+    assert len(world.job().members) == 3
+    (said,) = [event for event in world.log if event.kind == "newcomers_wait"]
+    assert said.payload["elements"] == [3] and "they wait for the next restart" in said.payload["reason"]
+    agents[0].die(0)
+    world.run(3)
+    assert len(world.job().members) == 4, "whoever is there takes part in the next world"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "newcomers", "age", "good"),
+    [
+        (2, 1, 86400.0, True),
+        (7, 1, 86400.0, True),
+        (100, 1, 200.0, True),
+        (100, 1, 3600.0, False),
+        (100, 9, 3600.0, True),
+    ],
+)
+def test_what_a_larger_world_is_worth(nodes, newcomers, age, good):
+    decided, reason = restarting.worth(nodes, newcomers, age, ControllerConfig())
+    assert decided is good and f"{newcomers} more node" in reason
+
+
+def test_peers_that_die_of_a_death_are_not_blamed():
+    """Three times a node dies and its peers say so: none of them is put aside or counted as a bug."""
+    world = World()
+    start(world, nodes=4)
+    for turn in range(3):
+        alive = {agent.element: agent for agent in world.agents if not agent.silent}
+        alive[3].silent = True
+        for element in range(3):
+            alive[element].die(element, code=1, lived=30.0, last_line=RESET)
+        world.run(8)
+        assert sorted(world.job().members) == [0, 1, 2]
+        back = PlainAgent(world, "1", 3, "n4", nodes=4, name=f"again{turn}")
+        back.register()
+        back.status()
+        world.run(10)
+        assert world.job().phase == "running" and len(world.job().members) == 4
+    blamed = [f for f in world.job().failures if f["kind"] == "rank"]
+    assert len(blamed) == 9 and {f["severity"] for f in blamed} == {3}
+    assert not world.engine.state.history.by_slot
+
+
+def test_a_script_that_fails_everywhere_at_once_ends_the_job():
+    world = World()
+    agents = start(world)
+    for _ in range(4):
+        if world.job().ended:
+            break
+        for agent in agents:
+            if agent.ranks[agent.element].state == "running":
+                agent.die(agent.element, code=2, lived=0.5, last_line="ModuleNotFoundError: No module named 'apex'")
+        world.run(12)
+    assert world.job().ended["code"] == 2 and "No module named 'apex'" in world.job().ended["reason"]
+
+
+def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypatch):
+    monkeypatch.setattr(restarting, "STEADY_SECONDS", 50.0)
+    monkeypatch.setattr(restarting, "MOST_RESTARTS", 4)
+    world = World()
+    agents = start(world, nodes=2)
+    for turn in range(8):
+        world.run(60 if turn == 3 else 1)
+        if world.job().ended:
+            break
+        agents[turn % 2].die(turn % 2, code=1, lived=130.0, last_line=RESET)
+        world.run(8)
+    assert turn == 7 and world.job().restarts == 4, "the steady world after the third break began the count anew"
+    assert "broke 4 times in a row" in world.job().ended["reason"] and world.job().ended["code"] == 1
+    assert [event.kind for event in world.log].count("steady") == 1
+    world.check_replay()
+
+
+def test_who_has_ended_starts_again_when_another_fails_and_the_job_ends_when_all_have():
+    world = World()
+    agents = start(world)
+    agents[0].set(0, state="finished")
+    agents[1].set(1, state="finished")
+    world.run(1)
+    assert world.job().phase == "running"
+    agents[2].die(2, code=1, lived=300.0, last_line="ValueError: cannot write")
+    world.run(3)
+    assert world.job().phase == "running" and [a.ranks[a.element].state for a in agents] == ["running"] * 3
+    for agent in agents:
+        agent.set(agent.element, state="finished")
+    world.run(1)
+    assert world.job().ended["code"] == 0
+
+
+def test_all_agents_of_a_job_are_in_the_same_mode():
+    world = World()
+    start(world, nodes=3)
+    other = PlainAgent(world, "1", 2, "n3", mode="session", nodes=3)
+    other.register()
+    refused = next(m for m in other.heard if isinstance(m, wire.Refused))
+    assert refused.final and "job 1 is healed in restart mode, this agent would be in session mode" in refused.reason
+    assert "--unicron-mode=restart" in refused.reason
+
+
+def test_observe_mode_lets_a_newcomer_wait():
+    world = World(observe=True)
+    for element in range(2):
+        agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=3)
+        agent.register()
+        agent.status()
+    world.run(3)
+    assert len(world.job().members) == 2
+    late = PlainAgent(world, "1", 2, "n3", nodes=3)
+    late.register()
+    late.status()
+    world.run(20)
+    assert len(world.job().members) == 2 and not world.job().ended
+
+
+def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
+    slurm = FakeSlurm(3)
+    slurm.submit("1", 3)
+    world = World(slurm)
+    start(world, nodes=3, weight=1.0)
+    world.run(3)
+    assert len(world.job().members) == 3
+    slurm.submit("2", 2)
+    big = PlainAgent(world, "2", 0, "n9", nodes=2, weight=50.0)
+    big.register()
+    world.run(10)
+    assert len(world.job().members) < 3 and world.job().phase == "running"
+    assert ("requeue_hold" in {call[0] for call in slurm.calls}) and not world.job().failures
+
+
+def test_status_names_the_mode(tmp_path):
+    from unicron_ctl.controller.answers import explain, jobs
+    from unicron_ctl.controller.store import Store
+
+    world = World()
+    start(world)
+    store = Store(tmp_path / "events.sqlite") if isinstance(Store, type) else None
+    assert jobs(world.engine, store, {})[0]["mode"] == "restart"
+    told = explain(world.engine, store, {"job": "1"})
+    assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
+
+
+def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
+    from unicron_ctl.controller import injection
+
+    world = World(allow_inject=True)
+    start(world)
+    with pytest.raises(injection.NotInjected, match="restart mode, its ranks are plain programs"):
+        injection.perform(world.engine, world.job(), "exception:python")
+    assert injection.perform(world.engine, world.job(), "rank-kill")["job"] == "1"
+
+
+def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
+    from unicron_ctl.agent.main import check_command
+
+    (tmp_path / "detector.py").write_text("")
+    script = Path(tmp_path, "train.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNICRON_MODE", raising=False)
+    script.write_text("import detector\n")
+    assert check_command(["python3", "train.py"]).name == "restart"
+    script.write_text("import detector, transition\n")
+    with pytest.raises(
+        UserError, match="hides unicron's package 'detector': rename it, or run with --unicron-mode=restart"
+    ):
+        check_command(["python3", "train.py"])

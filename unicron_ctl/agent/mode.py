@@ -1,0 +1,87 @@
+"""Which way a job is healed: `session`, within the iteration, for scripts that use `transition.Session`, or `restart`
+of all processes in a new world, for any other program (docs/user-guide.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.wire import RESTART, SESSION
+
+AUTO = "auto"
+MODES = (AUTO, SESSION, RESTART)
+MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
+# `import transition`, `import os, transition.session as s`, `from transition import Session`
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+transition(?:\.\w+)*[ \t]+import\b|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*"
+    r"transition\b)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """session or restart, and why."""
+
+    name: str
+    reason: str
+
+
+def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
+    """(auto, session or restart; where that was said). Raises UserError for anything else."""
+    text, where = (option, "--mode") if option else (environment.get("UNICRON_MODE", ""), "UNICRON_MODE")
+    if not text:
+        return AUTO, ""
+    if text not in MODES:
+        raise UserError(f"{where}={text!r}: write {', '.join(MODES[:-1])} or {MODES[-1]}", WRONG_USE)
+    return text, where
+
+
+def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, imports: Sequence[Path]) -> Mode:
+    """The mode of a command that runs in `folder`; `imports` is where its Python looks for modules first.
+
+    auto reads the text of the script and follows nothing: who imports `transition` in another module says
+    `--unicron-mode=session`.
+    """
+    if asked != AUTO:
+        return Mode(asked, f"{where}={asked}")
+    name, text = _program(command, folder, imports)
+    if text is None:
+        return Mode(RESTART, name)
+    if _IMPORT.search(text):
+        return Mode(SESSION, f"{name} imports transition")
+    return Mode(RESTART, f"{name} does not import transition")
+
+
+def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:
+    """(name, text) of the first Python script in the command; without a text the name says why."""
+    python = False
+    for position, word in enumerate(command):
+        following = command[position + 1] if position + 1 < len(command) else ""
+        if python and word == "-c":
+            return "the code after -c", following
+        if python and word == "-m":
+            path = _module(following, imports)
+            return (f"-m {following}", _read(path)) if path else (f"module {following} is none of the job's own", None)
+        if word.endswith(".py") and (folder / word).is_file():
+            return Path(word).name, _read(folder / word)
+        python = python or Path(word).name.startswith("python")
+    return f"{Path(command[0]).name} is no Python script" if command else "no command", None
+
+
+def _module(name: str, imports: Sequence[Path]) -> Path | None:
+    """The file that `python -m NAME` runs, found without importing anything."""
+    inner = "/".join(name.split("."))
+    paths = (folder / path for folder in imports for path in (f"{inner}/__main__.py", f"{inner}.py"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,220 @@
+"""Restart mode: the ranks are plain programs that know nothing of Unicron.
+
+The agent speaks the rank protocol for them. A slot is *waiting* without a process until a plan makes a world; then its
+process starts with torchrun's variables and the slot is *running*, the generation's port on the first member's node
+being a new one each time. At a Break the processes are ended and the slots wait again. So a loss is, for the
+controller, what it is in session mode, except that nobody keeps any training state.
+
+The incarnation of a slot rises when the controller has taken it for lost; a process is one incarnation in one
+generation.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from detector.supervise import Child
+from unicron_ctl import wire
+from unicron_ctl.agent.agent import Agent
+from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, Rank, package_path
+from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World
+
+YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
+OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
+PLANNED_SECONDS = 8.0  # between SIGTERM and SIGKILL when nobody is lost: time to save something
+LOOK_SECONDS = 0.05
+WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
+NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
+
+
+class PlainRank(Rank):
+    """One slot. Its process exists only within a generation."""
+
+    def __init__(self, slot: int, local: int, command: Sequence[str]):
+        super().__init__(slot, local, command, lambda *_: {})
+        self.breaking: int | None = None  # the generation for whose Break its process has to end
+        self.told = False  # ... and was sent SIGTERM
+
+    def start(self, incarnation: int) -> None:
+        """A newcomer without a process."""
+        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
+
+    def enter(self, generation: int, environment: Mapping[str, str]) -> None:
+        """Its process of this generation. One that cannot be started counts as exited."""
+        now = time.time()
+        self.breaking, self.told = None, False
+        try:
+            self.child = Child(self._command, environment)
+        except OSError as error:
+            text = f"couldn't start {self._command[0]}: {error.strerror}"
+            self.status.exit = wire.Exit(code=CANNOT_START, at=now, lived=0.0, last_line=text)
+            self.status.state, self.status.changed = "exited", now
+            return
+        self.status.state, self.status.generation = "running", generation
+        self.status.pid, self.status.changed = self.child.pid, now
+
+    def break_(self, generation: int) -> bool:
+        """The generations up to this one are over; True when a process has to be ended for it."""
+        if self.status.broken >= generation or self.status.generation > generation:
+            return False
+        if self.child is not None:
+            fresh, self.breaking = self.breaking is None, generation
+            return fresh
+        if self.status.state in ("waiting", "finished"):
+            self._rest(generation)
+        return False
+
+    def collect(self) -> None:
+        """The process has ended: because of a Break, or by itself."""
+        super().collect()
+        if self.breaking is not None and (self.told or self.status.state == "finished"):
+            self._rest(self.breaking)
+        self.breaking, self.told = None, False
+
+    def kill(self) -> None:
+        """End the process at once; a slot that waits without one is out, too."""
+        if self.child is None and self.status.state == "waiting":
+            self.status.state, self.status.changed = "exited", time.time()
+        super().kill()
+
+    def _rest(self, generation: int) -> None:
+        incarnation = self.status.incarnation
+        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, broken=generation, changed=time.time())
+
+
+class FreePort:
+    """A port of this node that nothing uses, held until a world takes it; stands in for the rendezvous store of session
+    mode."""
+
+    python = ""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=200)
+        self.port: int | None = None
+
+    def start(self) -> None:
+        """Find a new one: never one of the last 200, whose late clients may still try."""
+        self.close()
+        while self.port is None:
+            port = FIRST_PORT + random.randrange(PORTS)
+            if port in self._used:
+                continue
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                holder.bind(("", port))
+            except OSError:
+                holder.close()
+            else:
+                self._socket, self.port = holder, port
+                self._used.append(port)
+
+    def read(self, descriptor: int) -> bool:
+        """Never called: there is no process behind it."""
+        return False
+
+    def close(self) -> None:
+        """Let it go."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.port = None, None
+
+
+class RestartAgent(Agent):
+    """Runs `command` once per rank of every world that the controller forms; otherwise as :class:`Agent`."""
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        super().__init__(place, command, address)
+        self.ranks: dict[int, PlainRank] = {
+            slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)
+        }
+        self._store = FreePort()
+        self._base = {
+            **{name: value for name, value in os.environ.items() if name not in NOT_FOR_PROGRAMS},
+            "PYTHONPATH": package_path(os.environ),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._began = 0.0  # when the present world's processes were started
+        self._term_at = self._kill_at = 0.0
+
+    # ------------------------------------------------------------ orders
+    def _to_ranks(self, message: wire.Break | wire.Plan) -> None:
+        if isinstance(message, wire.Plan):
+            self._enter(message)
+        else:
+            self._break(message.generation, bool(message.lost))
+
+    def _enter(self, plan: wire.Plan) -> None:
+        outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
+        if outside:  # a world without this node
+            self._break(plan.generation - 1, False)
+            return
+        ready = [
+            rank
+            for rank in self.ranks.values()
+            if rank.status.state == "waiting" and rank.status.broken < plan.generation
+        ]
+        if not ready:
+            return
+        world, self._began = world_of(plan, self.place), time.monotonic()
+        self._store.close()
+        for rank in ready:
+            rank.enter(
+                plan.generation,
+                {**self._base, **world.environment(rank.local), "UNICRON_GENERATION": str(plan.generation)},
+            )
+            self._attend(rank)
+        self._store.start()
+        self._send_status()
+
+    def _break(self, generation: int, lost: bool) -> None:
+        if any([rank.break_(generation) for rank in self.ranks.values()]):
+            now = time.monotonic()
+            young = lost and now - self._began < YOUNG_SECONDS
+            self._term_at = now + (OWN_END_SECONDS if young else 0.0)
+            self._kill_at = self._term_at + (STOP_SECONDS if lost else PLANNED_SECONDS)
+        self._press()
+        self._send_status()
+
+    # ------------------------------------------------------------ time
+    def _breaking(self) -> list[PlainRank]:
+        return [rank for rank in self.ranks.values() if rank.breaking is not None]
+
+    def _press(self) -> None:
+        """Ends the processes of a broken world, without waiting for them."""
+        now = time.monotonic()
+        for rank in self._breaking():
+            if rank.child is None:
+                continue
+            if not rank.told and now >= self._term_at:
+                rank.told = True
+                rank.child.signal(signal.SIGTERM)
+                rank.child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+            elif rank.told and now >= self._kill_at:
+                rank.kill()
+
+    def _serve(self, seconds: float) -> None:
+        super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() else seconds)
+        self._press()
+
+    def _end_if_over(self, now: float) -> None:
+        """A node that is through waits for the others: if one of them fails, all start again."""
+        silent = now - self._last_heard > WITHOUT_CONTROLLER_SECONDS
+        through = all(rank.status.state == "finished" for rank in self.ranks.values())
+        if self._over or not through or silent:
+            super()._end_if_over(now)
+
+
+def world_of(plan: wire.Plan, place: Place) -> World:
+    """The place of this node in the plan's world: its members' nodes in order of their slots."""
+    per_node = place.settings.ranks_per_node
+    host, _, port = plan.store.rpartition(":")
+    elements = sorted({slot // per_node for slot in plan.members})
+    return World(elements.index(place.element), len(elements), per_node, host, int(port))
