@@ -2,7 +2,7 @@
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
 "delay"}; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations
-whose gradients and parameters are saved.
+whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, for a checkpoint every second iteration.
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's
@@ -35,6 +35,7 @@ WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
 FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
 ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
+CHECKPOINTS = os.environ.get("TINY_CHECKPOINTS", "")
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
@@ -240,6 +241,7 @@ def main() -> None:
         seq_length=SEQUENCE,
         micro_batch_size=SIZE,
         train_iterations=ITERATIONS,
+        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=2) if CHECKPOINTS else None,
     )
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)
