@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inject": ("unicron_ctl.commands.inject:command", "Break a rank on purpose, where the configuration allows it."),
     "jobs": ("unicron_ctl.commands.jobs:command", "List protected jobs."),
     "nodes": ("unicron_ctl.commands.nodes:command", "List nodes and who uses them."),
+    "pair-test": ("unicron_ctl.commands.pair_test:command", "Find the bad one among nodes by tests between pairs."),
     "plan": ("unicron_ctl.commands.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron_ctl.commands.inject:punish", "Break ranks at random until the time is up."),
     "simulate": ("unicron_ctl.commands.simulate:command", "Replay a failure trace under several policies."),

@@ -1,0 +1,192 @@
+"""`unicronctl pair-test`: which of some nodes is bad, from real tests between pairs of them.
+
+JSON (`--json`): tests (round, nodes, passed (null: not run), reason, backend, bandwidth in bytes/s, latency in s), bad
+and slow and unknown and not_tested (node -> reason), good (nodes), drained (node -> what was done).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from detector.pair_probe import BACKENDS
+from unicron_ctl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from unicron_ctl.pairs import Findings
+
+TELL_SECONDS = 2.0
+
+
+@click.command(name="pair-test")
+@click.option("--nodes", metavar="N1,N2,...", default="", help="Nodes to test [default: all idle ones].")
+@click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="To measure per pair.")
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of all."
+)
+@click.option("--slower", type=click.FloatRange(1.1), default=3.0, show_default=True, help="Slow: times the median.")
+@click.option("--patience", type=click.FloatRange(1, 600), default=15.0, show_default=True, help="For one answer, s.")
+@click.option("--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Wait for the nodes, s.")
+@click.option("--partition", default="", metavar="P", help="Slurm's partition.")
+@click.option("--python", default="", metavar="FILE", help="The nodes' interpreter [default: this one].")
+@click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
+@click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--controller",
+    metavar="ADDRESS",
+    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
+)
+def command(
+    nodes: str,
+    seconds: float,
+    backend: str,
+    slower: float,
+    patience: float,
+    queue: int,
+    partition: str,
+    python: str,
+    drain: bool,
+    dry_run: bool,
+    as_json: bool,
+    controller: str | None,
+) -> None:
+    """Test idle nodes in pairs, those that failed again beside good ones; say which is bad."""
+    import dataclasses
+
+    from unicron_ctl import pairs
+    from unicron_ctl.slurm.command_line import CommandLineClient
+
+    environment = pairs.search_path()
+    client = CommandLineClient(env={"PATH": environment["PATH"]})
+    known = client.nodes()
+    tested, helpers, left_out = pairs.choose(known, [name.strip() for name in nodes.split(",") if name.strip()])
+    wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
+    wish = dataclasses.replace(wish, python=python) if python else wish
+    if dry_run:
+        by_name = {node.name: node for node in known}
+        for group in pairs.pairs(tested, helpers):
+            click.echo(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
+        for name, why in left_out.items():
+            click.echo(f"{name} is not tested: {why}", err=True)
+        return
+    if not tested:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
+        raise UserError(f"nothing to test: {why}")
+    runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else click.echo(text, err=True))
+    try:
+        found = runner.play(tested, helpers)
+    except BaseException:
+        runner.stop()
+        raise
+    found.left_out = {**left_out, **found.left_out}
+    drained = _drain(client, found) if drain else {}
+    told = _tell(found, controller)
+    if as_json:
+        click.echo(json.dumps(as_data(found, drained), indent=2))
+    else:
+        _print(found, drained, told)
+
+
+def _drain(client: Any, found: Findings) -> dict[str, str]:
+    from unicron_ctl import admission
+
+    done = {}
+    for name in found.judgement.bad:
+        try:
+            done[name] = admission.drain(client, name, f"pair test {found.why_bad(name)}")
+        except UserError as error:
+            done[name] = f"{name} could not be drained: {error}"
+    return done
+
+
+def _tell(found: Findings, controller: str | None) -> str:
+    """The controller marks what is bad and clears what is good. Returns what kept it from hearing."""
+    from unicron_ctl.query import ask
+
+    verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}
+    verdicts |= {name: ("warning", why) for name, why in found.judgement.slow.items()}
+    verdicts |= {name: ("good", "passed") for name in found.judgement.good}
+    for name, (verdict, reason) in verdicts.items():
+        question = {"kind": "health", "node": name, "source": "pair-test", "verdict": verdict, "reason": reason[:300]}
+        try:
+            ask({**question, "at": time.time()}, controller, timeout=TELL_SECONDS)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def as_data(found: Findings, drained: dict[str, str]) -> dict[str, Any]:
+    """The contract of --json."""
+    judgement = found.judgement
+    return {
+        "tests": [
+            {
+                "round": test.round,
+                "nodes": list(test.group),
+                "passed": None if test.outcome is None else test.outcome.passed,
+                "reason": test.reason,
+                "backend": test.backend,
+                "bandwidth": test.bandwidth,
+                "latency": test.latency,
+            }
+            for test in found.tests
+        ],
+        "bad": {name: found.why_bad(name) for name in judgement.bad},
+        "slow": dict(judgement.slow),
+        "good": list(judgement.good),
+        "unknown": dict(judgement.unknown),
+        "not_tested": found.left_out,
+        "drained": drained,
+    }
+
+
+def table(found: Findings) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table("round", "nodes", "result", "backend", "bandwidth", "latency", "what", title="paired tests")
+    for test in found.tests:
+        passed = None if test.outcome is None else test.outcome.passed
+        word, style = {None: ("not run", "yellow"), True: ("passed", "green"), False: ("failed", "red")}[passed]
+        shown.add_row(
+            str(test.round),
+            " ".join(test.group),
+            Text(word, style=style),
+            test.backend or "-",
+            f"{test.bandwidth / 1e9:.3g} GB/s" if test.bandwidth else "-",
+            f"{test.latency * 1e6:.0f} us" if test.latency else "-",
+            Text(test.reason),
+        )
+    return shown
+
+
+def _print(found: Findings, drained: dict[str, str], told: str) -> None:
+    from unicron_ctl import pairs
+    from unicron_ctl.commands import tables
+
+    judgement, screen = found.judgement, tables.console()
+    screen.print(table(found))
+    for name in judgement.bad:
+        click.echo(f"{name} is bad: {found.why_bad(name)}")
+        if name not in drained:
+            click.echo(f"  to take it out of service: unicronctl pair-test --nodes {name} --drain")
+    for text in drained.values():
+        click.echo(f"  {text}")
+    for word, nodes in (("is slow", judgement.slow), ("is not cleared", judgement.unknown)):
+        for name, why in nodes.items():
+            click.echo(f"{name} {word}: {why}")
+    for name, why in found.left_out.items():
+        click.echo(f"{name} was not tested: {why}")
+    if sum(test.round == 1 and test.bandwidth is not None for test in found.tests) < pairs.PAIRS_WANTED:
+        click.echo(f"fewer than {pairs.PAIRS_WANTED} pairs passed round 1: no speeds were compared")
+    if judgement.good:
+        click.echo(f"good: {' '.join(judgement.good)}")
+    if told:
+        click.echo(f"the controller was not told: {told}", err=True)
