@@ -101,7 +101,9 @@ def _slow(job: dict[str, Any]) -> str:
 
 
 def nodes(listed: list[dict[str, Any]]) -> Table:
-    table = Table("node", "state", "used by", "health", "reason", title="nodes", title_justify="left")
+    said = any(node.get("last_event") for node in listed)  # most clusters' nodes have nothing to tell: no empty column
+    columns = ("node", "state", "used by", "health", "reason", *(["last event"] if said else []))
+    table = Table(*columns, title="nodes", title_justify="left")
     for node in listed:
         style = "" if node["healthy"] else "red"
         table.add_row(
@@ -109,9 +111,24 @@ def nodes(listed: list[dict[str, Any]]) -> Table:
             Text("+".join(node["states"]).lower() or "-", style=style),
             " ".join(node["used_by"]) or "-",
             health(node),
-            Text(node["reason"]),
+            Text(_remarks(node)),
+            *([Text(node_event(node.get("last_event")))] if said else []),
         )
     return table
+
+
+def _remarks(node: dict[str, Any]) -> str:
+    """Slurm's reason, and by what the node stands out among its peers."""
+    odd = [anomaly["reason"] for anomaly in node.get("anomalies", ())]
+    return "; ".join([node["reason"], *odd] if node["reason"] else odd)
+
+
+def node_event(event: dict[str, Any] | None) -> str:
+    """What the node said last, and what became of it."""
+    if not event:
+        return "-"
+    times = f" ({event['count']} times)" if event["count"] > 1 else ""
+    return f"{clock(event['time'])} {event['source']}: {event['text'][:70]}{times}: {event['cause']}, {event['action']}"
 
 
 def health(node: dict[str, Any]) -> Text:

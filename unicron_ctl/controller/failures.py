@@ -125,8 +125,11 @@ def exits(engine: Engine, job: JobState) -> None:
 
 
 def taken_away(job: JobState, element: int) -> bool:
-    """The plan has taken the element's node: its end is wanted."""
-    return job.allotted is not None and element not in job.allotted and element not in job.leaving
+    """The plan has taken the element's node: its end is wanted. A member that is neither allotted nor leaving is one
+    that Slurm has ended."""
+    if job.allotted is None or element in job.allotted or element in job.leaving:
+        return False
+    return not any(job.element(slot) == element for slot in job.members if slot not in job.lost)
 
 
 def given_up(engine: Engine, job: JobState, agent: AgentRecord) -> bool:
@@ -344,13 +347,14 @@ def leases(engine: Engine, job: JobState) -> None:
 def _silent(engine: Engine, job: JobState, element: int, seconds: float, by: str) -> None:
     agent = job.agents[element]
     view = engine.view(job)
-    if taken_away(job, element) or given_up(engine, job, agent) or all(view.finished(slot) for slot in agent.slots):
+    put_aside = given_up(engine, job, agent)
+    if taken_away(job, element) or put_aside or all(view.finished(slot) for slot in agent.slots):
         engine.emit(
             "agent_gone",
             job.job,
             element=element,
             agent=agent.agent,
-            reason="finished" if not taken_away(job, element) else "taken away",
+            reason="taken away" if taken_away(job, element) else "put aside" if put_aside else "finished",
         )
         return
     verdict = engine.classifier.cause("lost_connection", f"no message from {agent.node} for {seconds:.2f} s")

@@ -1,0 +1,342 @@
+"""What nodes say of themselves, in the controller: which event does what to whom, and what it never does."""
+
+from __future__ import annotations
+
+import pytest
+
+from detector.classify import default_classifier
+from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+from unicron_ctl import wire
+from unicron_ctl.controller import node_events, slurm_states
+from unicron_ctl.controller.answers import nodes as answer_nodes
+from unicron_ctl.controller.fold import replay
+from unicron_ctl.slurm.client import ElementInfo
+
+GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
+OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:900000kB, anon-rss:800000kB"
+
+
+class Speaker:
+    """Sends an agent's node events, numbered."""
+
+    def __init__(self, agent: FakeAgent):
+        self.agent, self.number = agent, 0
+
+    def say(self, text: str, source: str = "kernel", at: float | None = None, number: int | None = None) -> None:
+        self.number = number if number is not None else self.number + 1
+        self.agent.world.to_engine(
+            self.agent,
+            wire.NodeEvent(
+                job=self.agent.job,
+                element=self.agent.element,
+                agent=self.agent.agent,
+                number=self.number,
+                source=source,
+                text=text,
+                at=self.agent.world.now if at is None else at,
+            ),
+        )
+
+
+def cluster(nodes: int = 4, **settings) -> tuple[World, list[FakeAgent]]:
+    """A job on `nodes` nodes of a Slurm with a spare one, which trains."""
+    slurm = FakeSlurm(nodes + 1)
+    world = World(slurm, max_isolated_nodes=10, max_isolated_job_share=1.0, **settings)
+    slurm.submit("1", nodes)
+    agents = world.start_job(nodes=nodes)
+    world.run(3)
+    assert world.job().phase == "running" and len(world.job().members) == nodes
+    return world, agents
+
+
+def events(world: World, kind: str) -> list:
+    return [event for event in world.log if event.kind == kind]
+
+
+def down(world: World) -> list[str]:
+    return [call[3] for call in world.slurm.calls if call[0] == "down"]
+
+
+def test_a_fatal_line_of_the_kernel_puts_its_node_aside_once_and_the_job_goes_on():
+    world, agents = cluster()
+    agents[1].silent = False
+    Speaker(agents[1]).say(GPU_LOST)
+    world.run(0.5)
+    assert not down(world), "others may say the same: it is held for a moment"
+    world.run(1.5)
+    assert down(world) == ["n2"]
+    assert sorted(world.job().plan.members) == [0, 2, 3]
+    (failure,) = world.job().failures
+    assert (failure["kind"], failure["node"], failure["severity"], failure["cause"], failure["action"]) == (
+        "node",
+        "n2",
+        1,
+        "gpu_lost",
+        "isolate",
+    )
+    assert failure["detected_by"] == "kernel log" and "fallen off the bus" in failure["reason"]
+    agents[1].status(leaving="stopped by SIGTERM")  # Slurm ends what runs there
+    agents[1].silent = True
+    world.run(3)
+    assert len(world.job().failures) == 1 and down(world) == ["n2"], "one event, one failure"
+    world.check_replay()
+
+
+def test_the_same_event_from_two_agents_or_twice_counts_once():
+    world, agents = cluster()
+    other = FakeAgent(world, "2", 0, "n2", nodes=1)
+    other.register()
+    other.ready()
+    first, second = Speaker(agents[1]), Speaker(other)
+    first.say(PAGE_FAULT)
+    first.say(PAGE_FAULT, number=1)
+    second.say(PAGE_FAULT)
+    assert len(events(world, "node_event")) == 1
+    first.say(GPU_LOST)
+    second.say(GPU_LOST)
+    world.run(2)
+    assert down(world) == ["n2"]
+    assert {event.job for event in events(world, "failure_detected")} == {"1", "2"}, "both jobs lose their ranks there"
+    world.check_replay()
+
+
+def test_what_many_nodes_say_at_once_isolates_none():
+    world, agents = cluster(5)
+    for agent in agents[:3]:
+        Speaker(agent).say(GPU_LOST)
+        world.run(0.2)
+    world.run(3)
+    assert not down(world) and world.job().phase == "running" and not world.job().failures
+    verdicts = events(world, "node_verdict")
+    assert [event.payload["action"] for event in verdicts] == ["shared"] * 3
+    assert "no single node is to blame" in verdicts[0].payload["reason"]
+    world.check_replay()
+
+
+def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that():
+    world, agents = cluster(act_on_node_events=False)
+    Speaker(agents[1]).say(GPU_LOST)
+    world.run(3)
+    assert not down(world) and not world.job().failures and world.job().phase == "running"
+    assert "act_on_node_events = false" in events(world, "node_event")[0].payload["reason"]
+
+    alone = World()
+    agent = alone.start_job(nodes=2)[1]
+    Speaker(agent).say(GPU_LOST)
+    alone.run(3)
+    assert alone.job().phase == "running" and not alone.job().failures
+    assert "no Slurm" in events(alone, "node_verdict")[0].payload["reason"]
+
+
+def test_observe_mode_says_what_it_would_do():
+    world, agents = cluster(observe=True)
+    Speaker(agents[1]).say(GPU_LOST)
+    world.run(3)
+    assert not down(world) and world.job().phase == "running"
+    assert "would put n2 aside" in events(world, "node_verdict")[0].payload["reason"]
+
+
+def test_a_wait_that_a_restart_interrupts_is_finished_by_the_next_controller():
+    world, agents = cluster()
+    Speaker(agents[1]).say(GPU_LOST)
+    state = replay(world.log)
+    assert node_events.NodeEvents(type("E", (), {"state": state})())._waiting == {
+        ("n2", events(world, "node_event")[0].id)
+    }
+
+
+def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
+    world, agents = cluster()
+    for agent in agents:
+        agent.set(agent.slots[0], pid=4242 if agent is agents[1] else 100)
+    Speaker(agents[1]).say(PAGE_FAULT)
+    assert not world.job().failures, "the line alone is no failure"
+    world.run(0.5)
+    agents[1].die(1, -6, last_line="terminate called")
+    agents[2].die(2, -6, last_line="terminate called")
+    world.run(0.5)
+    first, second = world.job().failures
+    assert (first["cause"], first["severity"], first["action"]) == ("illegal_memory_access", 2, "restart")
+    assert "Xid" in first["reason"] and "n2 said 0." in first["reason"]
+    assert second["cause"] == "exited_abnormally" and "Xid" not in second["reason"]
+    assert not down(world)
+    world.check_replay()
+
+
+def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
+    world, agents = cluster()
+    agents[1].set(1, pid=4242)
+    agents[1].die(1, -9)
+    world.run(0.3)
+    assert world.job().failures[0]["cause"] == "killed_from_outside"
+    Speaker(agents[1]).say(OOM, at=world.now - 0.4)
+    (failure,) = world.job().failures
+    assert failure["cause"] == "host_out_of_memory" and "Killed process 4242" in failure["reason"]
+    world.run(1)
+    assert len(world.job().failures) == 1
+    world.check_replay()
+
+
+def test_an_end_by_the_cgroups_oom_kill_is_out_of_memory():
+    world, agents = cluster()
+    agents[1].set(1, state="exited", exit=wire.Exit(code=-9, at=world.now, lived=60.0, oom=True))
+    world.run(0.3)
+    assert world.job().failures[0]["cause"] == "host_out_of_memory"
+    assert "out-of-memory kill" in world.job().failures[0]["reason"]
+
+
+def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_first():
+    for line_first in (True, False):
+        world, agents = cluster()
+        agents[1].set(1, pid=4242)
+        if line_first:
+            Speaker(agents[1]).say(GPU_LOST)
+            agents[1].die(1, 1, last_line="RuntimeError: CUDA error: unknown error")
+        else:
+            agents[1].die(1, 1, last_line="RuntimeError: CUDA error: unknown error")
+            Speaker(agents[1]).say(GPU_LOST)
+        world.run(3)
+        (failure,) = world.job().failures
+        assert (failure["severity"], failure["cause"], failure["action"]) == (1, "gpu_lost", "isolate"), line_first
+        assert down(world) == ["n2"]
+        world.check_replay()
+
+
+def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_after():
+    world, agents = cluster()
+    Speaker(agents[1]).say("link ib0: link_downed rose by 1 within 5 s", source="link")
+    world.run(1)
+    assert not world.job().failures and world.job().phase == "running" and not down(world)
+    event = events(world, "node_event")[0].payload
+    assert (event["cause"], event["severity"], event["action"]) == ("link_flapping", 3, "report")
+    agents[1].set(
+        1,
+        state="stopped",
+        broken=world.job().generation,
+        fault=wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now),
+    )
+    world.run(2)
+    failure = world.job().failures[0]
+    assert (failure["cause"], failure["severity"], failure["action"]) == ("link_flapping", 3, "reattempt")
+    assert "link ib0" in failure["reason"]
+    world.check_replay()
+
+
+def test_an_unknown_line_or_a_strangers_word_does_nothing():
+    world, agents = cluster()
+    Speaker(agents[1]).say("usb 1-1: new high-speed USB device number 2")
+    assert events(world, "node_event")[0].payload["action"] == "report"
+    stranger = FakeAgent(world, "1", 1, "n2", name="stranger")
+    Speaker(stranger).say(GPU_LOST)
+    world.run(2)
+    assert len(events(world, "node_event")) == 1 and not down(world)
+
+
+def test_a_node_that_does_not_stop_talking_is_cut_short():
+    world, agents = cluster()
+    speaker = Speaker(agents[1])
+    for number in range(200):
+        speaker.say(f"NVRM: Xid (PCI:0000:3b:00): 13, pid={number}, name=python")
+    assert len(events(world, "node_event")) == node_events.PER_MINUTE
+    assert len(events(world, "node_events_dropped")) == 1
+    world.run(61)
+    speaker.say(PAGE_FAULT)
+    assert len(events(world, "node_event")) == node_events.PER_MINUTE + 1
+
+
+def test_nodes_shows_the_last_event():
+    world, agents = cluster()
+    Speaker(agents[1]).say(PAGE_FAULT)
+    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.engine, None, {})}
+    assert listed["n2"]["cause"] == "illegal_memory_access" and listed["n1"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "pid", "own_exit", "expected"),
+    [
+        (PAGE_FAULT, -6, 4242, (-6,), True),
+        (PAGE_FAULT, -6, 7, (-6,), True),  # 4242 is no rank's here: a container's numbers differ
+        (PAGE_FAULT, -9, 7, (-9,), False),  # nothing of CUDA kills a process with SIGKILL
+        (OOM, -9, 4242, (-9,), True),
+        (OOM, 1, 4242, (1,), False),
+        (OOM, 1, 5, (1, "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed."), True),
+        ("python[4242]: segfault at 0 ip 00007f error 4 in libtorch.so", -11, 4242, (-11,), True),
+        ("python[4242]: segfault at 0 ip 00007f error 4 in libtorch.so", 1, 4242, (1,), False),
+    ],
+)
+def test_which_lines_explain_which_ends(text, code, pid, own_exit, expected):
+    classifier = default_classifier()
+    verdict = classifier.match(text, "kernel")
+    seen = {"action": "report", "cause": verdict.cause, "scope": verdict.scope, "pid": node_events.pid_in(text)}
+    assert node_events.explains(seen, code, pid, classifier.exit(*own_exit), [pid]) is expected
+
+
+# ---------------------------------------------------------------- Slurm's own word
+@pytest.mark.parametrize(
+    ("state", "exit_code", "cause"),
+    [
+        ("OUT_OF_MEMORY", "0:125", "host_out_of_memory"),
+        ("NODE_FAIL", "", "node_failed"),
+        ("TIMEOUT", "", "killed_from_outside"),
+        ("PREEMPTED", "", "killed_from_outside"),
+        ("CANCELLED", "", "killed_from_outside"),
+        ("FAILED", "0:9", "killed_from_outside"),
+        ("FAILED", "137:0", "killed_from_outside"),
+        ("FAILED", "0:11", "exited_abnormally"),
+        ("FAILED", "1:0", "application_error"),
+        ("FAILED", "", "exited_abnormally"),
+    ],
+)
+def test_states_and_exit_codes_of_elements(state, exit_code, cause):
+    element = ElementInfo("7", 1, "9", state, None, "", "x", "ann", "", 0, exit_code)
+    assert slurm_states.element_end(default_classifier(), element).cause == cause
+    assert state in slurm_states.describe(element)
+
+
+def test_elements_that_run_or_ended_well_say_nothing():
+    for state in ("RUNNING", "PENDING", "COMPLETED", "COMPLETING"):
+        element = ElementInfo("7", 1, "9", state, "n1", "", "x", "ann", "", 0)
+        assert slurm_states.element_end(default_classifier(), element) is None
+
+
+def test_the_tasks_wait_status_of_a_hint():
+    classifier = default_classifier()
+    assert slurm_states.task_end(classifier, 9).cause == "killed_from_outside"
+    assert slurm_states.task_end(classifier, 256).cause == "application_error"
+    for nothing in (None, 0, 0x7F):
+        assert slurm_states.task_end(classifier, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"), [("OUT_OF_MEMORY", "host_out_of_memory"), ("TIMEOUT", "killed_from_outside")]
+)
+def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause):
+    world, agents = cluster()
+    agents[1].silent = True
+    world.slurm.queue["1", 1].update(state=state, node=None)
+    world.run(4)
+    failure = world.job().failures[0]
+    assert (failure["slots"], failure["cause"], failure["slurm"]) == ([1], cause, state)
+    assert f"Slurm: 1_1 is {state}" in failure["reason"]
+    assert sum(event.kind == "failure_verdict" and "slurm" in event.payload for event in world.log) == 1
+    world.check_replay()
+
+
+def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_lease():
+    world, agents = cluster(heartbeat_period=5.0, report_timeout=20.0, restart_grace=10.0)
+    agents[1].silent = True
+    world.slurm.queue["1", 1].update(state="FAILED", node=None)
+    began = world.now
+    world.run(2.5)
+    failure = world.job().failures[0]
+    assert failure["detected_by"] == "task exit in Slurm" and failure["detected_at"] - began < 2.5
+
+
+def test_the_hints_status_says_how_the_agent_died():
+    world, agents = cluster()
+    agents[1].silent = True
+    world.engine.hint(wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
+    world.run(1, heartbeats=True)
+    failure = world.job().failures[0]
+    assert failure["cause"] == "killed_from_outside" and "process killed by SIGKILL" in failure["reason"]
