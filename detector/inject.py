@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from detector import blackhole, cage
+
 # fault -> (who strikes, seconds it lasts unless told otherwise, one line for people)
 FAULTS: dict[str, tuple[str, float, str]] = {
     "rank-kill": ("agent", 0.0, "SIGKILL the rank's process"),
@@ -21,9 +23,15 @@ FAULTS: dict[str, tuple[str, float, str]] = {
     "hang-gil": ("rank", 600.0, "hold the interpreter's lock in a busy thread"),
     "slow": ("rank", 60.0, "slow:FACTOR makes the rank's micro-batches take so many times as long"),
     "oom": ("rank", 0.0, "allocate until the rank's own limit, so that only the rank runs out of memory"),
+    "oom-kill": ("agent", 0.0, "the kernel's OOM killer ends the rank, in a memory cgroup of its own (takes root)"),
+    "full-disk": ("rank", 0.0, "the rank writes to a full device at its next micro-batch"),
     "lost-network": ("agent", 10.0, "the agent falls silent and its ranks' connections break"),
+    "black-hole": ("agent", 10.0, "packets to the agent and its ranks vanish, no connection breaks"),
+    "lost-node": ("command", 20.0, "power a node of the local cluster off"),
     "corrupt-message": ("agent", 0.0, "the agent sends garbage to the controller"),
+    "corrupt-checkpoint": ("rank", 0.0, "bytes flip in the next training state that the rank sends to a newcomer"),
 }
+FULL_DEVICE = "/dev/full"  # every write fails with the kernel's own ENOSPC, see full(4)
 # class -> (exception type, text as the libraries print it)
 EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
     "python": (ValueError, "shapes (4, 8) and (3, 8) cannot be multiplied [injected]"),
@@ -49,8 +57,6 @@ class InjectError(ValueError):
 def parse(fault: str) -> tuple[str, str]:
     """`slow:2.5` -> ("slow", "2.5"). Raises InjectError."""
     name, _, detail = fault.partition(":")
-    if name == "lost-node":
-        raise InjectError("lost-node is for the local cluster: `unicronctl cluster power-off NODE`")
     if name not in FAULTS:
         raise InjectError(f"no fault is called {name!r}: use one of {', '.join(FAULTS)}")
     if name == "exception" and detail not in EXCEPTIONS:
@@ -77,6 +83,7 @@ class Injector:
         self._lock = threading.Lock()
         self._pending: list[tuple[str, str]] = []
         self._factor, self._slow_until = 1.0, 0.0
+        self._spoils = 0
         self.break_connections: Callable[[], Any] = lambda: None  # set by whoever knows the generation's sockets
 
     def take(self, message: Mapping[str, Any]) -> None:
@@ -89,9 +96,17 @@ class Injector:
             self._factor, self._slow_until = float(detail), self._clock() + seconds
         elif name == "lost-network":
             self.break_connections()
-        elif name in ("exception", "oom"):
+        elif name == "black-hole":
+            dug = blackhole.dig()
+            later = threading.Timer(seconds, blackhole.fill, (dug,))
+            later.daemon = True
+            later.start()
+        elif name in ("exception", "oom", "oom-kill", "full-disk", "corrupt-checkpoint"):
             with self._lock:
-                self._pending.append((name, detail))
+                if name == "corrupt-checkpoint":
+                    self._spoils += 1
+                else:
+                    self._pending.append((name, detail))
 
     def point(self) -> None:
         """Before a micro-batch: what waits strikes now. Costs one look at a list."""
@@ -101,8 +116,18 @@ class Injector:
             name, detail = self._pending.pop(0)
         if name == "oom":
             exhaust_memory()
+        elif name == "oom-kill":
+            cage.fill()
+        elif name == "full-disk":
+            write_to_full_device()
         kind, text = EXCEPTIONS[detail]
         raise kind(text)
+
+    def spoils_transfer(self) -> bool:
+        """Whether the training state that is to be sent now is to arrive corrupted. True once for every order."""
+        with self._lock:
+            spoils, self._spoils = self._spoils > 0, max(0, self._spoils - 1)
+            return spoils
 
     def slow_down(self, seconds: float) -> None:
         """After a micro-batch that took so long."""
@@ -122,6 +147,12 @@ def hold_gil(seconds: float) -> None:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:  # a signal's handler ends a sleep early
         libc.usleep(int(min(left, 0.9) * 1e6))
+
+
+def write_to_full_device() -> None:
+    """Raises the OSError that a full disk raises."""
+    with open(FULL_DEVICE, "wb", buffering=0) as file:
+        file.write(bytes(4096))
 
 
 def exhaust_memory() -> None:

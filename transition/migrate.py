@@ -1,22 +1,34 @@
 """State migration: a newcomer gets the training state from a data-parallel replica's memory (paper section 5, nearest
 principle).
 
-One rank sends, the newcomers receive, and all members compare checksums, so that a replica that had silently diverged
-is found too. The header is MessagePack; nothing is ever unpickled.
+One rank sends, the newcomers receive, and all members compare their checksums with the sender's. What arrived corrupted
+is never trained with: it is sent again, by another member where there is one. A member that had silently diverged from
+most others ends; the others go on. The header is MessagePack; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgpack
 import torch
 import torch.distributed as dist
 
+from detector.inject import injector
+
+TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
+CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
+
 
 class StateMismatch(RuntimeError):
     """The members do not hold the same training state after a transfer."""
+
+
+class CorruptTransfer(RuntimeError):
+    """The training state did not reach this newcomer sound."""
 
 
 class TrainingState:
@@ -119,50 +131,128 @@ def _room(value: Any, parameter: torch.Tensor) -> Any:
     )
 
 
-def transfer(state: TrainingState, iteration: int, source: int, newcomer: bool, device: torch.device) -> int:
+def transfer(
+    state: TrainingState,
+    iteration: int,
+    source: int,
+    newcomer: bool,
+    device: torch.device,
+    holders: Sequence[int] = (),
+    note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
+) -> int:
     """Collective over the world: rank `source` sends, newcomers receive; returns the iteration to go on with.
 
-    Raises :class:`StateMismatch` when the members differ afterwards, RuntimeError when a peer is lost meanwhile.
+    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was sent
+    so many wrong parts, before another member sends. Raises
+    :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
+    given the state, RuntimeError when a peer is lost meanwhile.
     """
+    me, order = dist.get_rank(), [source, *(rank for rank in holders if rank != source)]
+    for attempt in range(TRIES):
+        sender = order[attempt % len(order)]
+        receiving = me not in order
+        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device)
+        differing = _gather(wrong, device)
+        bad = [rank for rank in order if differing[rank]]
+        trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
+        if trusted and me in bad:
+            raise StateMismatch(
+                f"training state (checkpoint) corrupt here: checksum mismatch with most in {wrong} parts"
+            )
+        if trusted and not any(differing):
+            return found if receiving else iteration
+        following = order[(attempt + 1) % len(order)]
+        if differing[me] and receiving and attempt + 1 < TRIES:
+            note(sender, wrong, following)
+        if trusted and all(rank in bad for rank, count in enumerate(differing) if count):
+            return found if receiving else iteration  # those who differ end by themselves, which breaks the generation
+    if not trusted:
+        raise StateMismatch("the members differ in their training state, and no state is that of most")
+    if differing[me]:
+        raise CorruptTransfer(f"training state (checkpoint of rank {sender}) corrupt: checksum mismatch {TRIES} times")
+    return found if receiving else iteration
+
+
+def note(members: Sequence[int], sender: int, parts: int, following: int) -> dict[str, Any]:
+    """What :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
+    text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
+    text += f"; taken again from slot {members[following]}"
+    return {"type": CorruptTransfer.__name__, "text": text, "at": time.time()}
+
+
+def _send_once(
+    state: TrainingState, iteration: int, source: int, receiving: bool, device: torch.device
+) -> tuple[int, int]:
+    """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
     am_source = dist.get_rank() == source
-    header = _broadcast_bytes(state.header(iteration) if am_source else None, source, device)
-    if newcomer and not am_source:
+    spoil = am_source and injector.spoils_transfer()
+    header, sound = _broadcast_bytes(state.header(iteration) if am_source else None, source, device)
+    if any(_gather(int(receiving and not sound), device)):  # nobody knows the tensors that would follow
+        return iteration, int(receiving and not sound)
+    if receiving:
         iteration = state.adopt(header)
-    keep = newcomer or am_source
     sums = []
     for tensor in state.tensors():
-        wire = tensor if keep and tensor.device.type == device.type else tensor.to(device, copy=True)
+        keep = (receiving or am_source) and tensor.device.type == device.type
+        wire = tensor if keep and not spoil else tensor.to(device, copy=True)
+        if spoil:
+            _spoil(wire)
         dist.broadcast(wire, source)
-        if newcomer and wire is not tensor:
+        if receiving and wire is not tensor:
             tensor.copy_(wire)
-        sums.append(_checksum(tensor))
-    _compare(torch.stack(sums).to(device))
-    return iteration
+        sums.append(checksum(tensor))
+    mine = torch.stack(sums)
+    sent, sound = _broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device)
+    if not sound or len(sent) != mine.numel() * mine.element_size():
+        return iteration, int(receiving)
+    theirs = torch.frombuffer(bytearray(sent), dtype=torch.int64).reshape(mine.shape)
+    return iteration, int((mine != theirs).any(dim=1).sum())
 
 
-def _broadcast_bytes(data: bytes | None, source: int, device: torch.device) -> bytes:
-    size = torch.tensor([len(data or b"")], dtype=torch.int64, device=device)
-    dist.broadcast(size, source)
-    wire = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+def _broadcast_bytes(data: bytes | None, source: int, device: torch.device) -> tuple[bytes, bool]:
+    """The source's bytes, and whether they arrived as they were sent."""
+    told = torch.tensor([len(data or b""), zlib.crc32(data or b"")], dtype=torch.int64, device=device)
+    dist.broadcast(told, source)
+    size, wanted = told.tolist()
+    wire = torch.empty(size, dtype=torch.uint8, device=device)
     if data is not None:
         wire.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(wire, source)
-    return wire.cpu().numpy().tobytes()
+    received = wire.cpu().numpy().tobytes()
+    return received, zlib.crc32(received) == wanted
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the raw bytes, the second weighted by position so that a permutation shows. Shape (2,),
-    int64."""
+def _gather(number: int, device: torch.device) -> list[int]:
+    """Every rank's number."""
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    numbers[dist.get_rank()] = number
+    numbers = numbers.to(device)
+    dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """An injected fault: a few bits flip on the way."""
+    raw = tensor.reshape(-1).view(torch.uint8)
+    if raw.numel():
+        raw[raw.numel() // 2] ^= 0x41
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Two sums over the raw bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that
+    a permutation shows. No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32).to(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
-    return torch.stack([words.sum(), (words * weights).sum()]).cpu()
-
-
-def _compare(sums: torch.Tensor) -> None:
-    low, high = sums.clone(), sums.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    differing = int((low != high).any(dim=1).sum())
-    if differing:
-        raise StateMismatch(f"{differing} of {len(sums)} tensors differ between the members after the state transfer")
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = raw.numel() // 8 * 8
+    words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
+    weights = 2 * torch.arange(min(CHUNK, max(words.numel(), 8)), device=raw.device, dtype=torch.int64) + 1
+    plain = rest.sum()
+    weighted = (rest * weights[: rest.numel()]).sum()
+    for begin in range(0, words.numel(), CHUNK):
+        part = words[begin : begin + CHUNK]
+        total, scale = part.sum(), weights[: part.numel()]
+        plain = plain + total
+        inner = torch.dot(part, scale) if part.device.type == "cpu" else (part * scale).sum()
+        weighted = weighted + inner + 2 * begin * total
+    return torch.stack([plain, weighted]).cpu()

@@ -31,7 +31,14 @@ PLAN_TIMEOUT = (
     600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
 )
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
-FATAL = (migrate.StateMismatch, groups.UnsupportedLayout, PlanTimeout, LedgerError, CheckpointError)  # never answered by another try
+FATAL = (
+    migrate.StateMismatch,
+    migrate.CorruptTransfer,
+    groups.UnsupportedLayout,
+    PlanTimeout,
+    LedgerError,
+    CheckpointError,
+)  # never answered by another try
 SELF_STOPS = (
     3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
 )
@@ -95,8 +102,8 @@ class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
     model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step,
-    fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the first member saves.
-    Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal, and
+    fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the first member
+    saves. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal, and
     :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
     """
 
@@ -159,6 +166,7 @@ class Session:
         self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stopping = False
+        self._note: dict[str, Any] | None = None
         self._checkpoints = checkpoints
         if checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
             self.iteration = saved
@@ -443,7 +451,15 @@ class Session:
     def _migrate(self, plan: Plan, newcomer: bool) -> None:
         source = plan.members.index(plan.source)
         self._half_received = self._half_received or (newcomer and self.slot != plan.source)
-        self.iteration = migrate.transfer(self._state, self.iteration, source, newcomer, self._process.device)
+        holders = [place for place, slot in enumerate(plan.members) if slot not in plan.joiners]
+
+        def note(*what: int) -> None:
+            self._note = migrate.note(plan.members, *what)
+            self._publish("entering", entering=plan.generation)
+
+        self.iteration = migrate.transfer(
+            self._state, self.iteration, source, newcomer, self._process.device, holders, note
+        )
         self._half_received = False
 
     def _check_alive(self) -> None:
@@ -480,6 +496,7 @@ class Session:
             iteration_seconds=self._seconds,
             loss=self._loss,
             fault=fault,
+            note=self._note,
         )
 
     def _reported_iteration(self) -> int:

@@ -50,11 +50,11 @@ class Exit(msgspec.Struct, kw_only=True):
     at: float
     lived: float  # seconds since its start
     last_line: str = ""
+    oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
 
 
 class Fault(msgspec.Struct, kw_only=True):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
-    oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
     seconds."""
 
     type: str
@@ -94,6 +94,7 @@ class RankStatus(msgspec.Struct, kw_only=True):
     exit: Exit | None = None
     fault: Fault | None = None
     changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
+    note: Fault | None = None  # what last went wrong and was put right without the controller
     process: str = ""
     idle: float = 0.0
 
@@ -162,6 +163,15 @@ class Timing(Message, tag="timing"):
     seconds: dict[str, float]
 
 
+class InjectRefused(Message, tag="inject_refused"):
+    """A fault that was ordered and cannot be injected here."""
+
+    job: str
+    slot: int
+    fault: str
+    reason: str
+
+
 class StackTrace(Message, tag="stack_trace"):
     """The answer to :class:`Stacks`. how: py-spy | faulthandler | none; state: the process's, as in proc(5)."""
 
@@ -173,19 +183,6 @@ class StackTrace(Message, tag="stack_trace"):
     text: str
 
 
-# ---------------------------------------------------------------- controller -> agent
-class Welcome(Message, tag="welcome"):
-    """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
-    for the agent's own folder."""
-
-    heartbeat_period: float
-    controller: str
-    metrics_seconds: float = 0.0
-    metrics_directory: str = ""
-
-
-class Ping(Message, tag="ping"):
-    """Say at once that you live: an agent answers with its status."""
 class NodeEvent(Message, tag="node_event"):
     """What the node itself says. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
 
@@ -219,6 +216,19 @@ class Metrics(Message, tag="metrics"):
     ranks: dict[int, dict[str, float]] = {}
 
 
+# ---------------------------------------------------------------- controller -> agent
+class Welcome(Message, tag="welcome"):
+    """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
+    for the agent's own folder."""
+
+    heartbeat_period: float
+    controller: str
+    metrics_seconds: float = 0.0
+    metrics_directory: str = ""
+
+
+class Ping(Message, tag="ping"):
+    """Say at once that you live: an agent answers with its status."""
 
 
 class Refused(Message, tag="refused"):
@@ -321,7 +331,7 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Step | Timing | StackTrace | Metrics | NodeEvent | Ask
+ToController = Register | Status | Step | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Ask
 ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}

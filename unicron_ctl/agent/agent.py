@@ -228,9 +228,9 @@ class Agent:
         self._unwatch(child.stderr)
         self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
-        self._trials.ended(rank)
         if rank.status.exit is not None and self._node is not None:
             self._node.explain(rank.status.exit)
+        self._trials.ended(rank)
         self._send_node_events()  # what killed it comes before its end
         self._send_status()
 

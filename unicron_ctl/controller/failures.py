@@ -72,6 +72,7 @@ def record(
     more.setdefault("element", element)
     more.setdefault("node", agent.node if agent else "")
     member = any(slot in job.members or slot in job.joining for slot in slots)
+    member = more.pop("member", member)
     event = engine.emit(
         "failure_detected",
         job.job,
@@ -259,6 +260,18 @@ def of_signal(engine: Engine, job: JobState, signal: Signal, by: str) -> set[int
             if identity is not None:
                 engine.emit("failure_action", job.job, failure=failure, text=f"slot {slot} is left out: {why}")
     return lost
+
+
+def notes(engine: Engine, job: JobState) -> None:
+    """What ranks have put right by themselves: it goes on record, nothing has to be done."""
+    for _, slot, status in engine.view(job).all_ranks():
+        note = status.note
+        if note is None or note.at <= job.slot(slot).noted:
+            continue
+        verdict = engine.classifier.text(f"{note.type}: {note.text}")
+        decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
+        failure = record(engine, job, "transfer", [slot], verdict, decision, "checksum", noted=note.at, member=False)
+        engine.emit("failure_action", job.job, failure=failure, text="nothing was trained with it")
 
 
 # ---------------------------------------------------------------- iterations that do not end

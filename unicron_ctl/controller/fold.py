@@ -291,6 +291,8 @@ def _failure_detected(job: JobState, event: Event) -> None:
             "slurm": "",
         }
     )
+    if "noted" in p:
+        job.slot(p["slots"][0]).noted = p["noted"]
     for mark in p.get("exits", ()):
         slot = job.slot(mark["slot"])
         slot.exit_seen = Identity(mark["agent"], mark["incarnation"])
@@ -330,7 +332,7 @@ def _break(job: JobState, event: Event) -> None:
     for slot in event.payload["lost"]:
         if slot in job.members and slot not in job.lost:
             job.lost[slot] = job.members[slot]
-            job.banished = [*job.banished, job.members[slot]][-500:]
+            job.banished = [*job.banished, (slot, job.members[slot])][-500:]
     for failure in job.failures:
         if failure["member"] and failure["broken_at"] is None:
             failure["broken_at"] = event.time

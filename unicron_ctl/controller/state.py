@@ -39,6 +39,7 @@ class SlotState:
     worked: Identity | None = None
     quick_deaths: int = 0
     exit_seen: Identity | None = None
+    noted: float = 0.0  # the time of the last note that is on record
 
 
 @dataclass
@@ -71,7 +72,7 @@ class JobState:
     broken: int = 0
     why: str = ""
     lost: dict[int, Identity] = field(default_factory=dict)
-    banished: list[Identity] = field(default_factory=list)
+    banished: list[tuple[int, Identity]] = field(default_factory=list)  # (slot, identity): declared lost
     superseded: list[str] = field(default_factory=list)
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     slots: dict[int, SlotState] = field(default_factory=dict)

@@ -1,0 +1,58 @@
+"""A network that swallows packets, for fault injection: this process's TCP connections stay open, and nothing gets
+through. No peer sees a reset. Standard library only; any user may do it, to his own sockets alone.
+
+The kernel drops what arrives by a filter that accepts nothing (SO_ATTACH_FILTER, socket(7)), so nothing is acknowledged
+either; what leaves is paced down (SO_MAX_PACING_RATE, tcp(7)): a segment or so still gets out. Listening sockets no
+longer answer. RDMA is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MAX_PACING_RATE = 26, 27, 47  # asm-generic/socket.h
+_RETURN = 6  # BPF_RET | BPF_K: accept so many bytes, here none
+SLOW, UNLIMITED = 1000, 0xFFFFFFFF  # bytes per second
+
+
+def dig(pace: bool = True) -> set[int]:
+    """Cuts every TCP socket of this process off; returns their inodes, for :func:`fill`. pace: hold back what leaves,
+    too (not for a process that keeps silent by itself: the kernel makes up for the delay long afterwards)."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+    drop_all = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    done = set()
+    for inode, view in _sockets():
+        with view, contextlib.suppress(OSError):
+            view.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
+            done.add(inode)
+            if pace:
+                view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
+    return done
+
+
+def fill(inodes: set[int]) -> None:
+    """Lets packets through again; TCP sends what was lost once more, within some seconds."""
+    for inode, view in _sockets():
+        with view, contextlib.suppress(OSError):
+            if inode in inodes:
+                view.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+                view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", UNLIMITED))
+
+
+def _sockets() -> list[tuple[int, socket.socket]]:
+    """(inode, duplicate) of this process's TCP sockets."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                view = socket.socket(fileno=os.dup(int(name)))
+                if view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM:
+                    found.append((int(target[8:-1]), view))
+                else:
+                    view.close()
+    return found
