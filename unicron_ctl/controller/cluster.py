@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from detector.severity import Severity
 from unicron_ctl.controller import slurm_states
 from unicron_ctl.controller.admission import Gate, pair_test_command
+from unicron_ctl.controller.isolation import Isolation
 from unicron_ctl.controller.placement import (
     ENDED_BADLY,
     OCCUPIES,
