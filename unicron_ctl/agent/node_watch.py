@@ -73,7 +73,7 @@ class NodeWatch:
     def explain(self, end: wire.Exit) -> None:
         """Marks the end of a rank that was killed for want of memory."""
         if end.code in KILLED:
-            end.oom = self.oom.claim()
+            end.oom = end.oom or self.oom.claim()
 
     def close(self) -> None:
         """The thread ends, unless a look at the node blocks it: it is a daemon."""
