@@ -35,7 +35,8 @@ def start(tmp_path):
 def test_without_the_plugin_the_agent_is_written_out(start):
     result = start("--data-path", "a b")
     assert result.stdout.splitlines() == [
-        f"--cpu-bind=none unicron-agent run -- python {FOLDER}/train_gpt.py --metrics metrics/gpt-7 --data-path a b",
+        f"--cpu-bind=none unicron-agent run -- python {FOLDER}/train_gpt.py --metrics metrics/gpt-7 "
+        "--save checkpoints/gpt-7 --data-path a b",
         "weight 1.0",
     ]
 
@@ -43,7 +44,7 @@ def test_without_the_plugin_the_agent_is_written_out(start):
 def test_with_the_plugin_srun_gets_the_training_command_alone(start):
     result = start(UNICRON="1", UNICRON_WEIGHT="2.5", SLURM_JOB_NAME="mine")
     assert result.stdout.splitlines() == [
-        f"--cpu-bind=none python {FOLDER}/train_gpt.py --metrics metrics/mine-7",
+        f"--cpu-bind=none python {FOLDER}/train_gpt.py --metrics metrics/mine-7 --save checkpoints/mine-7",
         "weight 2.5",
     ]
 
