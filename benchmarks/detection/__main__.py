@@ -110,6 +110,7 @@ def _attack_agent(count: int) -> dict[str, Any]:
         "UNICRON_CONTROLLER": attacker.address,
         "UNICRON_NODE_ADDRESS": "127.0.0.1",
         "UNICRON_REGISTER_TIMEOUT": "60",
+        "UNICRON_MODE": "session",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     command = [sys.executable, "-m", "unicron_ctl.agent.main", "run", "--", "sleep", "600"]

@@ -167,7 +167,7 @@ def test_several_ranks_per_node(controller, tmp_path):
 def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("import sys\nraise RuntimeError('no such tokenizer')\n")
-    crashes = Job(tmp_path, controller.address, "9", 1, [sys.executable, str(bad)])
+    crashes = Job(tmp_path, controller.address, "9", 1, [sys.executable, str(bad)], UNICRON_MODE="session")
     dataset = Job(
         tmp_path, controller.address, "10", 1, [sys.executable, str(TEMPLATE), "--data-path", "/nowhere/data"]
     )
@@ -179,7 +179,7 @@ def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
         dataset.close()
     log = crashes.agents[0].log
     assert log.count("Traceback") == log.count("\nRuntimeError: no such tokenizer") == 3, log
-    reasons = [line for line in log.splitlines() if line.startswith("unicron: 9_")]
+    reasons = [line for line in log.splitlines() if line.startswith("unicron: 9_") and "mode:" not in line]
     assert len(reasons) == 1, log
     assert "never finished an iteration" in reasons[0] and "RuntimeError: no such tokenizer" in reasons[0]
     assert "no dataset at /nowhere/data.idx" in dataset.agents[0].log and "Traceback" not in dataset.agents[0].log
@@ -201,7 +201,7 @@ SLEEPS = RANK + "time.sleep(600)\n"
 @pytest.fixture
 def sleeper(fake, tmp_path):
     """An agent whose rank says that it runs."""
-    job = Job(tmp_path, fake.address, "20", 1, [sys.executable, "-c", SLEEPS])
+    job = Job(tmp_path, fake.address, "20", 1, [sys.executable, "-c", SLEEPS], UNICRON_MODE="session")
     fake.welcome()
     fake.rank(lambda rank: rank.state == "running", "its rank runs")
     yield job.agents[0]
@@ -283,7 +283,7 @@ def test_a_script_that_trained_to_the_end_may_finish_its_work(fake, tmp_path, co
     saved, go = tmp_path / "saved", tmp_path / "go"
     work = f"import pathlib\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
     script = f"{RANK}{work}pathlib.Path({str(saved)!r}).write_text('all')\nsys.exit({code})\n"
-    job = Job(tmp_path, fake.address, "23", 1, [sys.executable, "-c", script], SAYS="finished")
+    job = Job(tmp_path, fake.address, "23", 1, [sys.executable, "-c", script], SAYS="finished", UNICRON_MODE="session")
     try:
         fake.welcome()
         fake.rank(lambda rank: rank.state == "finished", "its rank is through")
@@ -303,7 +303,7 @@ def test_a_program_that_vanishes_counts_as_a_death(fake, tmp_path):
     program = tmp_path / "train"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
-    job = Job(tmp_path, fake.address, "24", 1, [str(program)])
+    job = Job(tmp_path, fake.address, "24", 1, [str(program)], UNICRON_MODE="session")
     try:
         fake.welcome()
         pid = fake.rank(lambda rank: rank.pid > 0, "its process").pid
@@ -326,7 +326,7 @@ worker = subprocess.Popen(["sleep", "600"])
 open({str(note)!r}, "w").write(str(worker.pid))
 os._exit(3)
 """
-    job = Job(tmp_path, fake.address, "25", 1, [sys.executable, "-c", script])
+    job = Job(tmp_path, fake.address, "25", 1, [sys.executable, "-c", script], UNICRON_MODE="session")
     try:
         fake.welcome()
         assert fake.rank(lambda rank: rank.state == "exited", "its end").exit.code == 3
@@ -353,7 +353,7 @@ def test_a_dead_store_is_started_again_but_not_for_ever(fake, tmp_path):
     python = tmp_path / "python-of-the-user"
     python.write_text(STORE.format(tmp_path))
     python.chmod(0o755)
-    job = Job(tmp_path, fake.address, "26", 1, [str(python), "train.py"])
+    job = Job(tmp_path, fake.address, "26", 1, [str(python), "train.py"], UNICRON_MODE="session")
     agent = job.agents[0]
     try:
         fake.welcome()
@@ -442,6 +442,7 @@ def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.Complete
         ({"UNICRON_MIN_NODES": "1.5"}, "UNICRON_MIN_NODES='1.5' is no whole number"),
         ({"UNICRON_RANKS_PER_NODE": "0"}, "UNICRON_RANKS_PER_NODE=0 must be at least 1"),
         ({"UNICRON_REGISTER_TIMEOUT": "soon"}, "UNICRON_REGISTER_TIMEOUT='soon' is no number"),
+        ({"UNICRON_MODE": "fast"}, "UNICRON_MODE='fast': write auto, session or restart"),
         ({"SLURM_ARRAY_TASK_ID": "a"}, "SLURM_ARRAY_TASK_ID='a' is no whole number"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "this step has several tasks on a node"),
     ],

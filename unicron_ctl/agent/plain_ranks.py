@@ -132,9 +132,7 @@ class RestartAgent(Agent):
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
-        self.ranks: dict[int, PlainRank] = {
-            slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)
-        }
+        self.ranks.update({slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)})
         self._store = FreePort()
         self._base = {
             **{name: value for name, value in os.environ.items() if name not in NOT_FOR_PROGRAMS},

@@ -105,7 +105,7 @@ def exits(engine: Engine, job: JobState) -> None:
         if end is None or view.left or job.slot(slot).exit_seen == identity:
             continue
         planned = (
-            identity in job.banished
+            (slot, identity) in job.banished
             or job.slot(slot).wanted > status.incarnation
             or taken_away(job, view.element)
             or given_up(engine, job, job.agents[view.element])
@@ -327,7 +327,7 @@ def revive(engine: Engine, job: JobState) -> None:
         ):
             continue
         identity = Identity(view.agent, status.incarnation)
-        banished = identity in job.banished
+        banished = (slot, identity) in job.banished
         if (banished and status.state != "finished") or (
             status.state == "left" and slot not in job.members and job.phase == "running"
         ):

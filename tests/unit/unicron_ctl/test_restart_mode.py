@@ -207,6 +207,21 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     world.check_replay()
 
 
+@pytest.mark.parametrize("mode", ["restart", "session"])
+def test_the_other_rank_of_the_node_is_not_taken_for_lost(mode):
+    world = World()
+    kind = PlainAgent if mode == "restart" else FakeAgent
+    agents = [kind(world, "1", e, f"n{e + 1}", ranks=2, nodes=2) for e in range(2)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    agents[1].die(3, code=1, last_line="ValueError: x")
+    world.run(3)
+    starts = [event.payload["slot"] for event in world.log if event.kind == "rank_start"]
+    assert starts == [3] and agents[1].ranks[2].incarnation == 0
+
+
 def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     world = World()
     agents = start(world, min_nodes=2)

@@ -1,0 +1,179 @@
+"""Unmodified scripts under real agents and a real unicrond: one world, and a new one whenever something fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.process import agents
+from tests.process.agents import Agent, Controller, Job, is_alive, wait_for
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).resolve().parent / "plain_train.py"
+COMMAND = [sys.executable, str(SCRIPT)]
+CONFIG = """
+[controller]
+auth = "none"
+slurm = "none"
+lease_periods = 4
+forming_settle_seconds = 4
+join_after_seconds = 1
+restart_grace = 20
+"""
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agents, "CONFIG", CONFIG)
+        started = Controller(tmp_path_factory.mktemp("controller"))
+    yield started
+    started.close()
+
+
+class Plain:
+    """A job of the script with what its ranks have written."""
+
+    def __init__(self, folder: Path, address: str, name: str, count: int, **settings: str):
+        self.out = folder / f"out{name}"
+        self.out.mkdir()
+        self.job = Job(folder, address, name, count, COMMAND, PLAIN_OUT=str(self.out), **settings)
+
+    def steps(self, element: int) -> list[dict]:
+        path = self.out / f"steps.{element}"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def world(self, size: int, after: int = 0) -> dict:
+        """Wait until a world of this size, younger than generation `after`, has made three steps; the last of them."""
+
+        def found() -> list[dict]:
+            return [s for s in self.steps(0) if s["size"] == size and s["generation"] > after]
+
+        return wait_for(lambda: len(found()) > 2 and found()[-1], lambda: f"a world of {size}\n{self.job.logs}")
+
+    def stop(self) -> list[int]:
+        (self.out / "stop").touch()
+        return [agent.wait() for agent in self.job.agents]
+
+
+def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp_path):
+    plain = Plain(tmp_path, controller.address, "60", 3, PLAIN_BACKEND="gloo", UNICRON_MIN_NODES="2")
+    try:
+        before = plain.world(3)
+        assert "60_0 on n0: restart mode: plain_train.py does not import transition" in plain.job.agents[0].log
+        pids = [plain.steps(element)[-1]["pid"] for element in range(3)]
+        os.kill(pids[1], signal.SIGKILL)
+        after = plain.world(3, before["generation"])
+        assert after["begun"] >= before["step"] and after["port"] != before["port"]
+        assert not any(is_alive(pid) for pid in pids), "all processes are new"
+        assert plain.stop() == [0, 0, 0], plain.job.logs
+    finally:
+        plain.job.close()
+    last = [plain.steps(element)[-1] for element in range(3)]
+    assert [each["rank"] for each in last] == [0, 1, 2] and len({each["step"] for each in last}) == 1
+    job = controller.job("60")
+    assert (job["mode"], job["state"], job["iteration"], job["ended"]["code"]) == ("restart", "ended", -1, 0)
+    kinds = [f["kind_of_failure"] for f in controller.events("60", "failure_detected") if f["severity"] == 2]
+    assert kinds == ["rank"], "whoever died of it is not blamed"
+
+
+@pytest.fixture(scope="module")
+def story(controller, tmp_path_factory):
+    """Three nodes, one of which dies and comes back; then a rank fails when another has ended already."""
+    folder = tmp_path_factory.mktemp("story")
+    plain = Plain(folder, controller.address, "61", 3, UNICRON_MIN_NODES="2")
+    told = SimpleNamespace(plain=plain, controller=controller)
+    try:
+        told.first = plain.world(3)
+        lost = plain.job.agents[2]
+        told.lost_pid = plain.steps(2)[-1]["pid"]
+        lost.process.kill()
+        lost.process.wait()
+        told.smaller = plain.world(2, told.first["generation"])
+        lost.folder.rename(folder / "lost")
+        plain.job.agents[2] = Agent(plain.job, 2, COMMAND)
+        told.whole = plain.world(3, told.smaller["generation"])
+        told.codes = plain.stop()
+        yield told
+    finally:
+        plain.job.close()
+
+
+def test_a_lost_node_leaves_a_smaller_world_which_goes_on(story):
+    assert not is_alive(story.lost_pid)
+    assert story.smaller["begun"] >= story.first["step"] and story.smaller["size"] == 2
+    failures = story.controller.events("61", "failure_detected")
+    assert [f["node"] for f in failures if f["kind_of_failure"] == "node"] == ["n2"]
+
+
+def test_a_node_that_comes_back_is_taken_in_by_a_restart_with_its_reason(story):
+    assert story.whole["begun"] >= story.smaller["step"]
+    breaks = [event["reason"] for event in story.controller.events("61", "break")]
+    assert "1 rank join" in breaks[-1] and "start again in a larger world" in breaks[-1]
+
+
+def test_all_end_together(story):
+    assert story.codes == [0, 0, 0], story.plain.job.logs
+    assert story.controller.job("61")["ended"]["code"] == 0
+    assert not list(story.plain.job.agents[0].folder.glob("unicron-*"))
+
+
+def test_several_ranks_per_node_and_a_failure_after_others_have_ended(controller, tmp_path):
+    """Rank 3 fails at its end the first time, when the others are through: all run once more."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "env, out = os.environ, pathlib.Path(os.environ['PLAIN_OUT'])\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')\n"
+        "with (out / 'runs').open('a') as file: file.write(' '.join(env[name] for name in names) + '\\n')\n"
+        "if env['RANK'] == '3':\n"
+        "    time.sleep(2)\n"
+        "    if not (out / 'failed').exists():\n"
+        "        (out / 'failed').touch()\n"
+        "        sys.exit('no space left')\n"
+    )
+    (tmp_path / "out").mkdir()
+    settings = {"PLAIN_OUT": str(tmp_path / "out"), "UNICRON_RANKS_PER_NODE": "2"}
+    job = Job(tmp_path, controller.address, "62", 2, [sys.executable, str(script)], **settings)
+    try:
+        assert [agent.wait() for agent in job.agents] == [0, 0], job.logs
+    finally:
+        job.close()
+    runs = sorted((tmp_path / "out" / "runs").read_text().splitlines())
+    assert runs == sorted(["0 4 0 2", "1 4 1 2", "2 4 0 2", "3 4 1 2"] * 2), job.logs
+
+
+def test_a_script_that_fails_at_once_ends_the_job_with_its_traceback(controller, tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("import no_such_library\n")
+    job = Job(tmp_path, controller.address, "63", 2, [sys.executable, str(bad)])
+    try:
+        assert [agent.wait() for agent in job.agents] == [1, 1], job.logs
+    finally:
+        job.close()
+    log = job.agents[0].log
+    assert log.count("ModuleNotFoundError: No module named 'no_such_library'") >= 3 and "Traceback" in log
+    assert "the job's own error" in log.splitlines()[-1], log
+
+
+def test_modes_that_differ_are_refused_with_one_line(controller, tmp_path):
+    job = Job(tmp_path, controller.address, "64", 2, ["sleep", "600"])
+    try:
+        wait_for(lambda: controller.job("64").get("state") == "running", lambda: job.logs)
+        job.agents[1].process.kill()
+        job.agents[1].process.wait()
+        job.agents[1].folder.rename(tmp_path / "first")
+        again = job.agents[1] = Agent(job, 1, ["sleep", "600"], UNICRON_MODE="session")
+        assert again.wait() == 1
+        assert (
+            "job 64 is healed in restart mode, this agent would be in session mode (UNICRON_MODE=session)" in again.log
+        )
+    finally:
+        job.close()
