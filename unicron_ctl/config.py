@@ -28,6 +28,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     heartbeat_period: between two messages of an agent without news. lease_periods: so many of them without a message
     and the node counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts.
+    public_key: encrypt all traffic with the controller that has its secret (`unicrond --make-key`).
     offer_delay: newcomers are taken in together when they come within it. fault_grace: how long a rank that stopped by
     itself waits for the cause to show (its peers die of its death). report_timeout, enter_timeout: how long a survivor
     may take to stop, a member to enter. hint_grace: how long an agent whose end Slurm reported may take to prove that
@@ -55,6 +56,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
     state_dir: str = ""
+    public_key: str = ""
     auth: str = "munge"
     admins: list[str] = []
     observe: bool = False

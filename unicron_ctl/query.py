@@ -22,15 +22,18 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     """
     import zmq
 
+    from unicron_ctl.encryption import public_key, secure_client
+
     arguments = dict(question)
     what = arguments.pop("kind")
     credential = make_credential() if what in ORDERS else ""
     message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=credential)
-    where = controller_address(address)
+    where, key = controller_address(address), public_key()
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
+        secure_client(channel, key)
         try:
             channel.connect(where)
         except zmq.ZMQError as error:
@@ -38,8 +41,9 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
                 f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", 2
             ) from None
         channel.send(wire.encode(message))
+        hint = ", or see that public_key is the controller's" if key else ""
         if not channel.poll(int(timeout * 1000)):
-            raise UserError(f"no controller answers at {where}: start `unicrond` or pass --controller")
+            raise UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
         try:
             answer = wire.decode(channel.recv(), wire.Answer)
         except wire.BadMessage as error:

@@ -34,6 +34,7 @@ from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.credential import make_credential
+from unicron_ctl.encryption import public_key, secure_client
 from unicron_ctl.errors import one_line
 
 REGISTER_SECONDS = 0.5
@@ -53,7 +54,7 @@ class Agent:
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
-        self.identity = uuid.uuid4().hex
+        self.identity, key = uuid.uuid4().hex, public_key()
         self._context = zmq.Context()
         self._controller = self._context.socket(zmq.DEALER)
         self._controller.setsockopt(zmq.IDENTITY, f"{place.label}.{self.identity[:8]}".encode())
@@ -62,6 +63,7 @@ class Agent:
         self._controller.setsockopt(zmq.RECONNECT_IVL, 100)
         self._controller.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._controller.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
+        secure_client(self._controller, key)
         try:
             self._controller.connect(address)
         except zmq.ZMQError:

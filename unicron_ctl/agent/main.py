@@ -93,6 +93,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         agent = (Agent if chosen.name == SESSION else RestartAgent)(place, command, address)
     except zmq.ZMQError:
         return run_unprotected(place, command, f"{address} is no address of a controller (tcp://HOST:PORT)")
+    except UserError as error:  # of the configuration: the job goes on all the same
+        return run_unprotected(place, command, str(error))
     if agent.connect(seconds):
         told = f"{chosen.name} mode: {chosen.reason}"
         print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)

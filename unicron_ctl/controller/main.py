@@ -12,6 +12,7 @@ import click
 
 from detector.classify import Classifier, default_classifier
 from detector.severity import SeverityTableError
+from unicron_ctl import encryption
 from unicron_ctl.cli import run
 from unicron_ctl.config import Config, load, problems, state_dir
 from unicron_ctl.controller.server import Server, say
@@ -30,7 +31,10 @@ from unicron_ctl.slurm.client import SlurmClient
 @click.option("--listen", metavar="ADDRESS", help="For example tcp://0.0.0.0:7451; port 0 takes any free one.")
 @click.option("--state-dir", "state", type=click.Path(), help="Folder of the event log.")
 @click.option("--check", is_flag=True, help="Check the configuration and end.")
-def unicrond(config_path: str | None, listen: str | None, state: str | None, check: bool) -> None:
+@click.option(
+    "--make-key", is_flag=True, help="Make the secret of encrypted connections, print its public key, and end."
+)
+def unicrond(config_path: str | None, listen: str | None, state: str | None, check: bool, make_key: bool) -> None:
     """The controller of Unicron: heals and plans training jobs on Slurm."""
     config = load(config_path)
     classifier = classifier_of(config)
@@ -42,6 +46,9 @@ def unicrond(config_path: str | None, listen: str | None, state: str | None, che
         click.echo(f"{config.path or 'defaults'}: no problem found")
         return
     folder = Path(state) if state else state_dir(config)
+    if make_key:
+        click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
+        return
     lock = claim(folder)
     try:
         serve(config, config_path, folder, classifier)

@@ -21,6 +21,7 @@ from unicron_ctl.controller.background import Background, unmunge
 from unicron_ctl.controller.engine import Engine
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.store import Store, StoreError
+from unicron_ctl.encryption import secure_server
 from unicron_ctl.errors import UserError
 from unicron_ctl.query import ORDERS
 from unicron_ctl.slurm.client import SlurmClient
@@ -63,6 +64,7 @@ class Server:
             (zmq.MAXMSGSIZE, wire.MAX_BYTES),
         ):
             self._router.setsockopt(option, value)
+        secure_server(self._router, config.controller.public_key, store.path.parent)
         self.address = self._bind(listen)
         self._hints = self._bind_hints(self.address)
         self._stop_read, self._stop_write = os.pipe()
