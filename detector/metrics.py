@@ -29,6 +29,9 @@ DIRECTIONS = {
     "cpu_pressure": +1,
     "memory_used": +1,
     "memory_pressure": +1,
+    "shm_used": +1,
+    "rank_cpu": 0,
+    "rank_memory": +1,
     "nic_receive": 0,
     "nic_transmit": 0,
     "nic_errors": +1,
@@ -45,11 +48,17 @@ DIRECTIONS = {
 }
 # Differences under these are of no consequence however regular the peers are (units as collected).
 MINIMA = {
-    "file_latency": 0.05,
+    "file_latency": 0.25,
     "cpu_busy": 0.15,
     "cpu_pressure": 0.10,
     "memory_used": 0.05,
     "memory_pressure": 0.05,
+    "shm_used": 0.05,
+    "rank_cpu": 0.5,
+    "rank_memory": 2.0 * 2**30,
+    "nic_receive": 2e7,
+    "nic_transmit": 2e7,
+    "gpu_memory": 2.0 * 2**30,
     "nic_errors": 1.0,
     "nic_drops": 10.0,
     "carrier_changes": 0.001,
@@ -252,16 +261,25 @@ class Anomaly:
 class PeerWatch:
     """Judges rounds of metrics of the peers of one job (ranks of one group, or its nodes)."""
 
-    def __init__(self, threshold: float = 8.0, rounds: int = 3, min_peers: int = 4, floor: float = 0.02) -> None:
+    def __init__(
+        self,
+        threshold: float = 8.0,
+        rounds: int = 3,
+        min_peers: int = 4,
+        floor: float = 0.02,
+        minima: Mapping[str, float] = MINIMA,
+    ) -> None:
         """threshold: robust z-score or scaled distance that counts. rounds: so many in a row, since one sample proves
         nothing. min_peers: under these there is no majority to compare with. floor: smallest spread as a share of the
-        median, so that peers that agree to the last digit do not make a hair's breadth an anomaly."""
+        median, so that peers that agree to the last digit do not make a hair's breadth an anomaly. minima: metric ->
+        difference under which nothing counts."""
         self.threshold, self.rounds, self.min_peers, self.floor = threshold, rounds, min_peers, floor
+        self.minima = minima
         self._streaks: dict[str, int] = {}
 
     def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
         """One round: peer -> metric -> value. Returns who has stood out for ``rounds`` rounds, the worst first."""
-        scores = robust_scores(values, self.min_peers, self.floor)
+        scores = robust_scores(values, self.min_peers, self.floor, self.minima)
         found: dict[str, tuple[float, dict[str, float]]] = {}
         for peer, (distance, by_metric) in scores.items():
             bad = {metric: score for metric, score in by_metric.items() if _is_bad(metric, score, self.threshold)}
@@ -293,13 +311,17 @@ def _is_bad(metric: str, score: float, threshold: float) -> bool:
 
 
 def robust_scores(
-    values: Mapping[str, Mapping[str, float]], min_peers: int = 4, floor: float = 0.02
+    values: Mapping[str, Mapping[str, float]],
+    min_peers: int = 4,
+    floor: float = 0.02,
+    minima: Mapping[str, float] = MINIMA,
 ) -> dict[str, tuple[float, dict[str, float]]]:
     """peer -> (distance, metric -> z). z: distance from the median in units of the median absolute deviation.
 
     Distance: Mahalanobis distance of the clipped z-scores with a covariance shrunk towards the identity, scaled so that
-    sqrt(number of metrics) is usual and the result reads like a z-score. Metrics that fewer than ``min_peers`` report
-    are left out; so are values that are not finite or beyond 1e100.
+    sqrt(number of metrics) is usual and the result reads like a z-score; what is off in the good direction (a cool GPU)
+    adds nothing to it. Metrics that fewer than ``min_peers`` report are left out; so are values that are not finite or
+    beyond 1e100.
     """
     import numpy as np
 
@@ -315,10 +337,12 @@ def robust_scores(
         return {}
     center = np.nanmedian(table, axis=0)
     spread = 1.4826 * np.nanmedian(np.abs(table - center), axis=0)
-    least = np.array([MINIMA.get(name, 0.0) / 8.0 for name in names])
+    least = np.array([minima.get(name, 0.0) / 8.0 for name in names])
     spread = np.maximum.reduce([spread, floor * np.abs(center), least, np.full(len(names), 1e-12)])
     scores = (table - center) / spread
-    distances = _distances(np.nan_to_num(scores))
+    directions = np.array([DIRECTIONS.get(name, 0) for name in names])
+    good = scores * directions < 0.0
+    distances = _distances(np.where(good, 0.0, np.nan_to_num(scores)))
     return {
         peer: (
             float(distances[row]),

@@ -3,6 +3,7 @@ killed, replaced."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -51,3 +52,45 @@ def test_a_stopped_rank_is_named_killed_and_replaced(job):
     )
     assert job.job()["ledger_violations"] == 0
     assert len([f for f in job.status()["failures"] if f["slots"] == [1]]) == 1, "its end is no second failure"
+
+
+def faults(*wanted: dict) -> str:
+    return json.dumps([{"incarnation": 0, **fault} for fault in wanted])
+
+
+@pytest.mark.timeout(300)
+def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
+    """One job, one after the other: a rank stopped in its third iteration, one stopped between two iterations, and one
+    that sleeps there for ever. And no node or rank is odd among its peers meanwhile: all are on this machine."""
+    wanted = faults(
+        {"slot": 2, "iteration": 2, "at": "fetch", "kind": "hang"},
+        {"slot": 1, "iteration": 25, "at": "outside", "kind": "hang"},
+        {"slot": 0, "iteration": 50, "at": "outside", "kind": "sleep", "delay": 1000},
+    )
+    settings = "hang_floor_seconds = 1.0\nhang_idle_seconds = 6.0\nmetrics_seconds = 1.0\n"
+    with RealJob(
+        tmp_path, 3, settings, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02", TINY_FAULT=wanted
+    ) as job:
+
+        def hung(slot: int) -> dict:
+            return next((f for f in job.status()["failures"] if f["slots"] == [slot] and f["kind"] == "hang"), {})
+
+        def whole() -> bool:
+            return job.job()["members"] == [0, 1, 2] and job.job()["state"] == "running"
+
+        for slot, iteration, word in (
+            (2, 2, "is in micro-batch"),
+            (1, 25, "its process is stopped by a signal"),
+            (0, 50, "it does nothing there, and no rank was outside for more than"),
+        ):
+            found = job.wait(lambda slot=slot: hung(slot), f"the hang of slot {slot}")
+            struck = float((tmp_path / f"fault.{slot}.0.{iteration}").read_text())
+            assert word in found["reason"] and found["severity"] == 2, found
+            assert found["detected_at"] - struck < 45, "far from the 600 s of a checkpoint or a first iteration"
+            job.wait(whole, "it trains with three again")
+        before = job.job()["iteration"]
+        job.wait(lambda: job.job()["iteration"] > before + 5, "it trains on")
+        assert len(job.events("failure_detected")) == 3 and job.job()["ledger_violations"] == 0
+        measured = {node["node"]: node["metrics"] for node in job.ask("nodes")}
+        assert all(values["memory_used"] > 0 and values["file_latency"] > 0 for values in measured.values()), measured
+        assert not job.events("anomaly") and len(measured) == 3

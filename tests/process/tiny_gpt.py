@@ -5,14 +5,15 @@ Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation"
 whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, for a checkpoint every second iteration.
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
-(the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "enter" a generation's
-groups are built; "world" its world is there, the other groups are not; "entered" the groups are there; "transfer" of
-the state to newcomers; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
-"any" is any but the time before the first.
+(the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
+the next iteration; "enter" a generation's groups are built; "world" its world is there, the other groups are not;
+"entered" the groups are there; "transfer" of the state to newcomers; "import". With `recovery` n in place of `count`:
+the first time after n recoveries. `iteration` "any" is any but the time before the first.
 
-`kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "gloo" (the peers'
-connections break, nobody dies); "error" (they break, and the operation at hand fails here); "raise" (a fault of the
-script); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
+`kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
+seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
+here); "raise" (a fault of the script); "lost" (wait until the generation is over, then fail); "stop" (ask for the end);
+"wait" for gate number `gate`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
-COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "enter", "world", "entered", "transfer", "import")
+COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
+COUNTED += ("import",)
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -66,6 +68,8 @@ def strike(fault: dict) -> None:
         signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
     elif kind == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "sleep":
+        time.sleep(fault["delay"])
     elif kind == "wait":
         wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
     elif kind == "raise":
@@ -246,6 +250,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)
     for result in session:
+        point("outside")
         with (OUT / f"losses.{SLOT}").open("a") as file:
             file.write(
                 json.dumps({"iteration": result.iteration, "loss": result.loss, "generation": result.generation}) + "\n"

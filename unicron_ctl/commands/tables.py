@@ -91,13 +91,15 @@ def jobs(listed: list[dict[str, Any]]) -> Table:
 
 
 def _slow(job: dict[str, Any]) -> str:
-    """The straggler of a degraded job, in a few words."""
-    slow = job.get("degraded")
+    """The straggler of a degraded job, and who stands out among its peers, in a few words."""
+    slow, odd = job.get("degraded"), ""
+    if job.get("anomalies"):
+        odd = ", odd: " + ", ".join(f"{item['peer']} {item['metric']}" for item in job["anomalies"][:3])
     if not slow:
-        return ""
+        return odd
     factor = f" {slow['slowdown']:.1f}x" if slow["slowdown"] else ""
     who = f"slot {slow['slot']}{factor} in {slow['phase']}"
-    return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}"
+    return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}{odd}"
 
 
 def nodes(listed: list[dict[str, Any]]) -> Table:

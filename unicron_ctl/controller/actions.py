@@ -147,6 +147,7 @@ def end(engine: Engine, job: JobState, signal: Signal) -> None:
     engine.emit("job_ended", job.job, job.generation, code=signal.code, reason=signal.reason)
     engine.ledgers.pop(job.job, None)
     engine.watches.pop(job.job, None)
+    engine.peers.pop(job.job, None)
     engine.clocks.forget(job.job)
     engine.cluster.hurry()
 

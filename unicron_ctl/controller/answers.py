@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unicron_ctl.controller import injection, monitoring, planning
+from unicron_ctl.controller import injection, monitoring, peers, planning
 from unicron_ctl.controller.admission import checked
 from unicron_ctl.controller.placement import OCCUPIES
 from unicron_ctl.controller.state import JobState, NodeState
@@ -124,6 +124,7 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "iteration_seconds": seconds,
         "loss": state.loss,
         "degraded": monitoring.slow(engine, state),
+        "anomalies": peers.standing(engine, state.job),
         "weight": weight,
         "flops": flops,
         "waf": weight * flops if enough and not state.ended else 0.0,
@@ -180,6 +181,8 @@ def nodes(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, 
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
+                "anomalies": peers.of_node(engine, name),
+                "metrics": peers.of_machine(engine, view.job, view.element) if view else {},
                 "last_event": node_event(known),
                 **engine.cluster.gate.view(name),
             }

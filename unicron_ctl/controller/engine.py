@@ -15,7 +15,7 @@ import msgspec
 from detector.classify import Classifier
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, restarting
+from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, peers, restarting
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
@@ -59,6 +59,7 @@ class Engine:
         self.disturbed_until: dict[str, float] = {}
         self.kept_waiting: dict[str, tuple[int, tuple[int, ...]]] = {}  # job -> what was said of its newcomers
         self.watches: dict[str, monitoring.JobWatch] = {}
+        self.peers: dict[str, peers.JobPeers] = {}
         self.events: list[Event] = []
         self.outbox: list[tuple[tuple[bytes, ...], wire.Message]] = []
         self.requests: list[Any] = []
@@ -113,6 +114,8 @@ class Engine:
                 if self._speaker(route, message.job, message.slot):
                     told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
                     self.emit("inject_refused", message.job, slot=message.slot, fault=message.fault, reason=told)
+            case wire.Metrics():
+                peers.take(self, route, message)
             case wire.Timing():
                 if self._speaker(route, message.job, message.slot):
                     self.emit("timing", message.job, message.generation, slot=message.slot, seconds=message.seconds)
@@ -175,7 +178,16 @@ class Engine:
             self._of_job.setdefault(message.job, {})[message.element] = view
         view.route, view.last_heard, view.expired, view.suspect_since = route, self.now, False, None
         view.repeated.clear()
-        self.send(route, wire.Welcome(heartbeat_period=self.config.heartbeat_period, controller="unicrond"))
+        self.send(route, self._welcome())
+
+    def _welcome(self) -> wire.Welcome:
+        config = self.config
+        return wire.Welcome(
+            heartbeat_period=config.heartbeat_period,
+            controller="unicrond",
+            metrics_seconds=config.metrics_seconds,
+            metrics_directory=config.metrics_directory,
+        )
 
     def _on_status(self, route: tuple[bytes, ...], message: wire.Status) -> None:
         job, view = self.state.jobs.get(message.job), self.agents.get((message.job, message.element))
@@ -272,6 +284,7 @@ class Engine:
             if not job.ended:
                 failures.leases(self, job)
                 monitoring.look(self, job)
+                peers.look(self, job)
                 failures.notes(self, job)
                 restarting.look(self, job, waiting_elements(self.view(job), self.surroundings(job)))
                 self.update(job)

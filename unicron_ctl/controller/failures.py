@@ -11,8 +11,7 @@ from detector.escalation import END_JOB as END
 from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision, as_fault
 from detector.escalation import decide as escalate
 from detector.severity import Severity, Verdict
-from unicron_ctl.controller import collectives
-from unicron_ctl.controller import restarting
+from unicron_ctl.controller import collectives, peers, restarting
 from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
@@ -82,7 +81,7 @@ def record(
         severity=int(decision.severity),
         cause=verdict.cause,
         action=decision.action,
-        reason=decision.reason,
+        reason=decision.reason + peers.evidence(engine, more["node"]),
         detected_by=by,
         member=member,
         **more,
