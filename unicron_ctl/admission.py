@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 
 from detector.health import CHECKS, Report, load_settings, run
-from unicron_ctl.controller.placement import OURS
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.query import ask
 from unicron_ctl.slurm.client import NodeInfo, SlurmClient
 
+OURS = "unicron"  # as in controller.placement, which is too much to import at every check
 PROVEN_BAD = 100
 LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0

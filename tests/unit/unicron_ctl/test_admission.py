@@ -11,6 +11,7 @@ from unicron_ctl import admission
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.admission import Admission, checked, decide
+from unicron_ctl.controller.placement import OURS
 from unicron_ctl.controller.state import HealthReport
 from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import NodeInfo
@@ -26,6 +27,10 @@ def info(*states: str, reason: str = "") -> NodeInfo:
 @pytest.mark.parametrize("states", [["IDLE"], ["ALLOCATED"], ["MIXED"]])
 def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None:
     assert admission.drain_text(info(*states), "gpu:\n 7 of  8") == ("unicron[health]: gpu: 7 of 8", "")
+
+
+def test_the_leader_is_the_one_that_the_controller_takes_for_ours() -> None:
+    assert admission.LEADER.startswith(f"{OURS}[")
 
 
 def test_a_node_that_slurm_itself_set_down_is_drained() -> None:
