@@ -1,0 +1,236 @@
+"""Admission checks and paired tests on a real Slurm, with a real controller that hears of them."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from unicron_ctl import wire
+from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.cluster.health import PROLOG, health_conf, health_lines, wrapper
+from unicron_ctl.cluster.layout import Layout
+from unicron_ctl.query import ask
+from unicron_ctl.slurm.client import NodeInfo
+
+pytestmark = pytest.mark.slurm
+LIMIT = 40.0  # the machine may be busy with something else
+CONFIG = """
+[controller]
+auth = "none"
+slurm = "command"
+slurm_poll_seconds = 0.5
+listen = "tcp://127.0.0.1:0"
+admission_seconds = 600
+"""
+UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
+BAD = "[health]\ngpus = 99\n"
+
+
+class Site:
+    """Six nodes with prolog and HealthCheckProgram, and a unicrond."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        layout = Layout(folder / "cluster")
+        (folder / "unicron.toml").write_text(CONFIG)
+        environment = os.environ | {"SLURM_CONF": str(layout.slurm_conf)}
+        command = [sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(folder / "unicron.toml")]
+        self.unicrond = subprocess.Popen(
+            [*command, "--state-dir", str(folder / "state")],
+            env=environment | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/usr/bin"},
+            stdout=subprocess.PIPE,
+            stderr=(folder / "unicrond.log").open("ab"),
+            text=True,
+        )
+        assert self.unicrond.stdout is not None
+        self.address = self.unicrond.stdout.readline().split()[-1]
+        lines = health_lines(folder, layout, self.address, interval=2)
+        prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
+        (folder / "prolog.conf").write_text(
+            f"UNICRON_LOG={folder}/prolog.log\nUNICRON_HEALTH_CONF={folder}/health.conf\n"
+            "UNICRON_CHECK_SHM=off\nUNICRON_HEALTH_SECONDS=20\n"
+        )
+        lines += [f"Prolog={prolog}", "SchedulerParameters=bf_interval=1,sched_interval=2,nohold_on_prolog_fail"]
+        self.layout = layout
+        self.cluster = LocalCluster(folder / "cluster", nodes=6, gpus_per_node=1, auth="none", config_lines=lines)
+        self.cluster.up()
+        self.client = self.cluster.client()
+
+    def close(self) -> None:
+        self.cluster.down()
+        self.unicrond.terminate()
+        self.unicrond.wait(20)
+        assert self.unicrond.stdout is not None
+        self.unicrond.stdout.close()
+
+    def expect(self, node: str, text: str) -> None:
+        """From now on this is the node's [health]; empty: nothing is expected of it, as at the start."""
+        config = self.folder / f"{node}.toml"
+        conf = self.folder / f"health-{node}.conf"
+        config.write_text(text)
+        draft = conf.with_suffix(".new")
+        draft.write_text(health_conf(self.folder, self.layout, self.address, UNICRON_CONFIG=str(config)))
+        draft.rename(conf)
+
+    def node(self, name: str) -> NodeInfo:
+        return next(node for node in self.client.nodes() if node.name == name)
+
+    def shown(self, name: str) -> dict[str, Any]:
+        """What `unicronctl nodes` says of it."""
+        return next((n for n in ask({"kind": "nodes"}, self.address, timeout=20) if n["node"] == name), {})
+
+    def verdict(self, name: str) -> str:
+        return (self.shown(name).get("health") or {}).get("verdict", "")
+
+    def call(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env=os.environ | self.cluster.env() | {"UNICRON_CONTROLLER": self.address} | variables,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def pair_test(self, *options: str, **variables: str) -> dict[str, Any]:
+        """`unicronctl pair-test --json`."""
+        words = ["pair-test", "--backend", "sockets", "--seconds", "0.2", "--patience", "5", "--queue", "60", "--json"]
+        done = self.call(*UNICRONCTL, *words, *options, **variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("admission"))
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+@pytest.fixture
+def site(whole_site: Site) -> Iterator[Site]:
+    """With all nodes in service and nothing expected of them, before and after the test."""
+    yield whole_site
+    whole_site.call("scancel", f"--user={getpass.getuser()}")
+    for conf in whole_site.folder.glob("*-n?.conf"):
+        conf.unlink()
+    for name in whole_site.cluster.spec.node_names:
+        whole_site.cluster.power_on(name)
+        whole_site.client.resume(name)
+    wait_for(lambda: all(node.states == {"IDLE"} for node in whole_site.client.nodes()), whole_site.client.nodes)
+
+
+def wait_for(ready: Callable[[], object], look: Callable[[], object] = lambda: "", limit: float = LIMIT) -> None:
+    deadline = time.monotonic() + limit
+    while not ready():
+        assert time.monotonic() < deadline, f"waited in vain: {look()}"
+        time.sleep(0.1)
+
+
+def test_healthy_nodes_run_jobs_and_are_shown_as_such(site: Site) -> None:
+    done = site.call("srun", "-N2", "hostname")
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: all(site.verdict(name) in ("good", "warning") for name in site.cluster.spec.node_names))
+    assert all(node.reason == "" for node in site.client.nodes())
+    table = site.call(*UNICRONCTL, "nodes")
+    assert table.returncode == 0 and "health" in table.stdout and "ok (" in table.stdout
+
+
+def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(site: Site) -> None:
+    first = site.client.nodes()[0].name
+    (site.folder / "bad.toml").write_text(BAD)
+    # Only its prolog finds the node bad, or HealthCheckProgram would come first.
+    (site.folder / "bad.conf").write_text(
+        health_conf(site.folder, site.layout, UNICRON_CONFIG=str(site.folder / "bad.toml"))
+    )
+    (site.folder / f"prolog-{first}.conf").write_text(
+        f"UNICRON_LOG={site.folder}/prolog.log\nUNICRON_HEALTH_CONF={site.folder}/bad.conf\nUNICRON_CHECK_SHM=off\n"
+        "UNICRON_HEALTH_SECONDS=20\n"
+    )
+    done = site.call("sbatch", "--parsable", "--requeue", "--wrap", f"echo $SLURMD_NODENAME > {site.folder}/ran")
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: "DRAIN" in site.node(first).states, lambda: site.node(first))
+    reason = site.node(first).reason
+    assert reason == "unicron[health]: gpu: 99 GPUs expected, the driver shows none", "not Slurm's 'Prolog error'"
+    wait_for(lambda: site.client.elements()[0].state == "PENDING" or (site.folder / "ran").exists())
+    site.client.start_now(done.stdout.strip(), 0)  # Slurm would let it wait some seconds
+    wait_for(lambda: (site.folder / "ran").exists(), site.client.elements)
+    assert (site.folder / "ran").read_text().strip() not in ("", first)
+    assert "proven bad" in (site.folder / "prolog.log").read_text()
+
+
+def test_the_health_check_drains_a_bad_node_and_nobody_elses(site: Site) -> None:
+    assert site.call("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=NHC: fan 2").returncode == 0
+    site.expect("n2", BAD)
+    site.expect("n3", BAD)
+    site.expect("n4", BAD + 'skip = ["gpu"]\n')
+    site.expect("n5", "[health]\ngpus = 'many'\n")
+    wait_for(lambda: "DRAIN" in site.node("n2").states, lambda: site.node("n2"))
+    assert site.node("n2").reason.startswith("unicron[health]: gpu: 99 GPUs expected")
+    wait_for(lambda: site.verdict("n2") == site.verdict("n3") == "bad", lambda: site.shown("n3"))
+    wait_for(lambda: "gpus must be a number" in (site.folder / "health.log").read_text())
+    assert site.node("n3").reason == "NHC: fan 2" and "99 GPUs" in site.shown("n3")["health"]["reason"]
+    assert site.node("n4").states == site.node("n5").states == {"IDLE"}
+
+
+def test_a_node_that_was_set_down_comes_back_when_its_checks_pass(site: Site) -> None:
+    """Its agent falls silent, its slurmd is dead; it comes back bad, stays down, is mended, is resumed."""
+    submitted = site.call(
+        "sbatch", "--parsable", "--array=0", "--nodelist=n6", "--output=/dev/null", "--wrap", "sleep 99"
+    )
+    job = submitted.stdout.strip()
+    wait_for(lambda: any(e.job == job and e.state == "RUNNING" for e in site.client.elements()), site.client.elements)
+    context = zmq.Context()
+    agent = context.socket(zmq.DEALER)
+    agent.setsockopt(zmq.LINGER, 0)
+    agent.connect(site.address)
+    try:
+        settings = wire.Settings(name="admission", user=getpass.getuser())
+        place = {"job": job, "element": 0, "agent": "a", "node": "n6", "address": "127.0.0.1", "slots": [0]}
+        agent.send(wire.encode(wire.Register(**place, settings=settings)))
+        site.cluster.power_off("n6")
+        wait_for(lambda: site.node("n6").reason.startswith("unicron[node_problem]"), lambda: site.node("n6"))
+    finally:
+        agent.close()
+        context.term()
+    told = ask({"kind": "explain", "job": job}, site.address, timeout=20)["failures"][-1]["actions"]
+    assert any("unicronctl pair-test --nodes n6" in text for text in told)
+    site.expect("n6", BAD)
+    site.cluster.power_on("n6")
+    wait_for(lambda: "99 GPUs" in site.shown("n6").get("admission", ""), lambda: site.shown("n6"))
+    assert "DOWN" in site.node("n6").states
+    site.expect("n6", "")
+    wait_for(lambda: site.node("n6").states == {"IDLE"}, lambda: site.shown("n6"))
+    shown = site.shown("n6")
+    assert not shown["unverified"] and shown["health"]["verdict"] in ("good", "warning")
+    assert shown["suspect"], "it was set down"
+    assert site.pair_test("--nodes", "n6")["good"] and not site.shown("n6")["suspect"]
+
+
+def test_the_paired_test_finds_the_node_that_corrupts_data(site: Site) -> None:
+    found = site.pair_test("--nodes", "n3", "--drain", UNICRON_PAIR_FAULT="n3:corrupt")
+    assert list(found["bad"]) == ["n3"] and "wrong sum" in found["bad"]["n3"]
+    assert sorted(found["good"]) == ["n1", "n2", "n4", "n5", "n6"] and not found["unknown"]
+    assert "DRAIN" in site.node("n3").states and site.node("n3").reason.startswith("unicron[health]: pair test")
+    assert site.shown("n3")["pair_test"]["verdict"] == "bad"
+    assert {test["round"] for test in found["tests"]} == {1, 2}
+
+
+def test_the_paired_test_survives_a_node_that_crashes_and_drains_only_when_told(site: Site) -> None:
+    found = site.pair_test(UNICRON_PAIR_FAULT="n5:crash")
+    assert list(found["bad"]) == ["n5"] and len(found["good"]) == 5
+    assert all(node.healthy for node in site.client.nodes())
+    assert all(test["bandwidth"] > 0 and test["latency"] > 0 for test in found["tests"] if test["passed"])
