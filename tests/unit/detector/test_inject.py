@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from detector import blackhole, cage
 from detector.classify import default_classifier
 from detector.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
 
@@ -43,7 +47,7 @@ def test_an_injected_exception_is_what_the_table_takes_it_for(kind):
         ("slow:0.5", "write a factor above 1"),
         ("slow:nan", "write a factor above 1"),
         ("rank-kill:9", "write rank-kill"),
-        ("lost-node", "unicronctl cluster power-off NODE"),
+        ("full-disk:2", "write full-disk"),
     ],
 )
 def test_wrong_faults_say_what_is_right(fault, says):
@@ -111,3 +115,60 @@ def test_the_interpreters_lock_is_held():
     began = time.monotonic()
     took, ticked = run(code).stdout.split()
     assert 0.6 <= float(took) < time.monotonic() - began and int(ticked) == 0
+
+
+def test_a_full_disk_is_the_kernels_own_error():
+    injector = Injector()
+    injector.take({"fault": "full-disk"})
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        injector.point()
+    assert caught.value.errno == errno.ENOSPC
+    assert default_classifier().text(f"OSError: {caught.value}").cause == "disk_full"
+    injector.point()
+
+
+def test_a_corrupted_checkpoint_is_sent_once_for_every_order():
+    injector = Injector()
+    assert not injector.spoils_transfer()
+    injector.take({"fault": "corrupt-checkpoint"})
+    injector.take({"fault": "corrupt-checkpoint"})
+    assert [injector.spoils_transfer() for _ in range(3)] == [True, True, False]
+
+
+def test_a_black_hole_swallows_packets_and_breaks_no_connection():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname(), 5)
+        there, _ = server.accept()
+        with here, there:
+            inodes = {os.fstat(here.fileno()).st_ino}
+            keep = {inode for inode, view in blackhole._sockets() if not view.close()} - inodes
+            dug = blackhole.dig(pace=False)
+            blackhole.fill(keep)
+            there.sendall(b"lost")
+            here.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                here.recv(10)
+            blackhole.fill(dug)
+            here.settimeout(20.0)
+            assert here.recv(10) == b"lost", "TCP sends it again"
+
+
+def test_the_kernel_kills_a_process_in_a_cage_or_the_cage_says_why_it_cannot_be_made():
+    program = "import sys; from detector import cage; sys.stdin.readline(); cage.fill()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True) as process:
+        try:
+            made = cage.Cage(process.pid, 32 << 20)
+        except cage.CageError as error:
+            assert "cgroup" in str(error) and "\n" not in str(error)
+            process.kill()
+            return
+        process.communicate("go\n", timeout=60)
+        assert process.returncode == -signal.SIGKILL and made.killed()
+        made.close()
+        assert not made.folder.exists()
+
+
+def test_without_a_memory_cgroup_there_is_no_cage(monkeypatch):
+    monkeypatch.setattr(cage, "counter_file", lambda: None)
+    with pytest.raises(cage.CageError, match="no memory cgroup"):
+        cage.Cage(os.getpid())

@@ -1,0 +1,187 @@
+"""The transfer of the training state between ranks that are threads: what arrives corrupted is never kept."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transition import migrate
+
+
+class World:
+    """Collectives between threads, in place of torch.distributed. `damage(sender, number)` may spoil a broadcast."""
+
+    class ReduceOp:
+        MIN = MAX = None
+
+    def __init__(self, size: int, damage=lambda sender, number: False):
+        self.size, self.damage = size, damage
+        self.ranks = threading.local()
+        self.barrier = threading.Barrier(size, timeout=10)
+        self.box: dict = {}
+        self.number = 0
+
+    def get_rank(self) -> int:
+        return self.ranks.me
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if self.get_rank() == source:
+            sent = tensor.clone()
+            if self.damage(source, self.number) and sent.dtype == torch.float32:
+                sent.view(torch.uint8)[0] ^= 1
+            self.box["sent"] = sent
+            self.number += 1
+        self.barrier.wait()
+        if self.get_rank() != source:
+            tensor.copy_(self.box["sent"])
+        self.barrier.wait()
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.box[self.get_rank()] = tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(sum(self.box[rank] for rank in range(self.size)))
+        self.barrier.wait()
+
+
+class State:
+    """A training state of two tensors."""
+
+    def __init__(self, value: float):
+        self.parts = [torch.full((5,), value), torch.full((2, 3), value)]
+
+    def header(self, iteration: int) -> bytes:
+        return iteration.to_bytes(4, "big")
+
+    def adopt(self, header: bytes) -> int:
+        return int.from_bytes(header, "big")
+
+    def tensors(self):
+        return iter(self.parts)
+
+    @property
+    def value(self) -> float:
+        return float(self.parts[0][0])
+
+
+def run(monkeypatch, values, newcomers, damage=lambda sender, number: False):
+    """Transfers between ranks that hold `values`; returns each rank's state, its outcome and the notes."""
+    size = len(values)
+    world, states = World(size, damage), [State(value) for value in values]
+    monkeypatch.setattr(migrate, "dist", world)
+    holders = [rank for rank in range(size) if rank not in newcomers]
+    outcomes: list = [None] * size
+    notes: list = []
+
+    def rank(me: int) -> None:
+        world.ranks.me = me
+        try:
+            outcomes[me] = migrate.transfer(
+                states[me],
+                7 if me in holders else 0,
+                holders[0],
+                me in newcomers,
+                torch.device("cpu"),
+                holders,
+                lambda *what: notes.append((me, *what)),
+            )
+        except (RuntimeError, threading.BrokenBarrierError) as error:
+            outcomes[me] = error
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return states, outcomes, notes
+
+
+def test_newcomers_get_the_state_and_the_iteration(monkeypatch):
+    states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0, 9.0], {2, 3})
+    assert [state.value for state in states] == [1.5] * 4 and outcomes == [7] * 4 and not notes
+
+
+def test_what_arrives_corrupted_is_taken_from_another_member(monkeypatch):
+    states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2}, damage=lambda sender, number: sender == 0)
+    assert [state.value for state in states] == [1.5] * 3 and outcomes == [7] * 3
+    assert [(me, sender, following) for me, sender, parts, following in notes] == [(2, 0, 1)]
+    assert notes[0][2] == 2, "two tensors differ"
+
+
+def test_the_only_member_sends_again(monkeypatch):
+    states, outcomes, notes = run(monkeypatch, [1.5, 0.0], {1}, damage=lambda sender, number: number < 6)
+    assert states[1].value == 1.5 and outcomes == [7, 7] and notes == [(1, 0, 2, 0)]
+
+
+def test_a_newcomer_that_never_gets_it_ends_and_no_member_is_harmed(monkeypatch):
+    states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2}, damage=lambda sender, number: True)
+    assert isinstance(outcomes[2], migrate.CorruptTransfer) and "checksum mismatch 4 times" in str(outcomes[2])
+    assert outcomes[:2] == [7, 7] and [state.value for state in states[:2]] == [1.5, 1.5]
+    assert len(notes) == migrate.TRIES - 1
+
+
+def test_a_member_that_differs_from_most_ends_alone(monkeypatch):
+    states, outcomes, _ = run(monkeypatch, [1.5, 1.5, 2.5, 0.0], {3})
+    assert isinstance(outcomes[2], migrate.StateMismatch) and "corrupt here" in str(outcomes[2])
+    assert outcomes[0] == outcomes[1] == outcomes[3] == 7 and states[3].value == 1.5
+
+
+def test_a_source_that_differs_from_most_is_found_out(monkeypatch):
+    states, outcomes, _ = run(monkeypatch, [2.5, 1.5, 1.5, 0.0], {3})
+    assert isinstance(outcomes[0], migrate.StateMismatch) and states[1].value == states[2].value == 1.5
+    assert states[3].value == 1.5, "the newcomer was given what most hold"
+
+
+def test_two_members_that_differ_cannot_be_told_apart(monkeypatch):
+    _, outcomes, _ = run(monkeypatch, [2.5, 1.5, 0.0], {2})
+    assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+
+
+def test_a_header_that_arrives_corrupted_is_sent_again(monkeypatch):
+    crc, spoiled = zlib.crc32, []
+
+    def once(data):
+        if len(data) == 4 and threading.current_thread().name != "MainThread" and migrate.dist.get_rank() == 1:
+            spoiled.append(data)
+            if len(spoiled) == 2:  # the first is of its own empty bytes
+                return crc(data) ^ 1
+        return crc(data)
+
+    monkeypatch.setattr(migrate.zlib, "crc32", once)
+    states, outcomes, _ = run(monkeypatch, [1.5, 0.0], {1})
+    assert states[1].value == 1.5 and outcomes == [7, 7]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_no_single_wrong_byte_goes_unseen(data, draw):
+    good = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    place = draw.draw(st.integers(0, len(data) - 1))
+    bad = good.clone()
+    bad[place] ^= draw.draw(st.integers(1, 255))
+    assert not torch.equal(migrate.checksum(good), migrate.checksum(bad))
+
+
+def test_the_checksum_sees_order_and_works_in_pieces(monkeypatch):
+    tensor = torch.randn(1001)
+    whole = migrate.checksum(tensor)
+    monkeypatch.setattr(migrate, "CHUNK", 16)
+    assert torch.equal(migrate.checksum(tensor), whole), "the pieces' size makes no difference"
+    swapped = tensor.clone()
+    swapped[[2, 500]] = tensor[[500, 2]]
+    assert not torch.equal(migrate.checksum(swapped), whole)
+    assert torch.equal(migrate.checksum(torch.cat([torch.zeros(1), tensor])[1:]), whole), "wherever it lies in memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_any_dtype_and_shape_has_a_checksum(dtype):
+    assert migrate.checksum(torch.ones(3, 7).to(dtype)).shape == (2,)
+    assert migrate.checksum(torch.ones(0).to(dtype)).tolist() == [0, 0]
+    assert migrate.checksum(torch.tensor(1).to(dtype)).shape == (2,)
