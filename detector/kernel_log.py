@@ -27,6 +27,7 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;]*;")
 _ESCAPED = re.compile(r"\\x([0-9a-fA-F]{2})")
 _XID = re.compile(r"Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)", re.IGNORECASE)
 _PID = re.compile(r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask \S+?:(\d+) blocked|\[(\d+)\]: segfault")
+_KILLED = re.compile(r"\bkill(ed)? process \d+", re.IGNORECASE)
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
@@ -171,7 +172,7 @@ def of_a_kernel(verdict: Verdict, line: str) -> bool:
     if verdict.rule.startswith("xid"):
         return True
     if verdict.cause == "host_out_of_memory":
-        return "kill" in line.lower() and pid_in(line) is not None
+        return _KILLED.search(line) is not None
     return verdict.scope != "application" and (verdict.action != REPORT or verdict.cause == "hardware_warning")
 
 
