@@ -24,6 +24,8 @@ def _valid(rng: random.Random) -> list[bytes]:
         wire.Step(job="7", slot=slot, generation=1, iteration=2**40, micro_batches=[-1, 2**40], computed=[], total=-5,
                   seconds=float("nan"), loss=float("inf"), at=-1.0, phases={"data": float("nan")}),
         wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
+        wire.Metrics(job="7", element=slot, agent="x", node={"cpu_busy": float("nan"), "x" * 500: 1e308},
+                     ranks={slot: {"rank_cpu": -1.0}}),
         wire.Timing(job="7", slot=slot, generation=1, seconds={"x": float("inf")}),
         wire.Ask(what="events", args={"after": -(2**60), "limit": "x"}),
         wire.Ask(what="inject", args={"fault": "rank-kill", "job": "7", "slot": 0}),

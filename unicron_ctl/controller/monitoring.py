@@ -216,6 +216,17 @@ def behind(job: JobView) -> list[Culprit]:
     ]
 
 
+def frozen(job: JobView) -> list[Culprit]:
+    """Where nobody is behind: the members whose processes are stopped by a signal, unless all are."""
+    stopped = [slot for slot in job.state.members if _stopped(job, slot)]
+    if len(stopped) == len(job.state.members):
+        return []
+    return [
+        Culprit(slot, job.status(slot).phase, math.inf, f"slot {slot} is in {_place(job, slot)} like the others")
+        for slot in sorted(stopped)
+    ]
+
+
 def _stopped(job: JobView, slot: int) -> str:
     return "its process is stopped by a signal" if job.status(slot).process == STOPPED else ""
 
@@ -348,7 +359,7 @@ def _all_answered(engine: Engine, view: JobView, since: float) -> bool:
 
 def _hung(engine: Engine, job: JobState, watch: JobWatch, limits: dict[int, Limit]) -> None:
     view, took = engine.view(job), engine.now - watch.since
-    least = behind(view)
+    least = behind(view) or frozen(view)
     culprits = [
         replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
         for culprit in least
@@ -361,7 +372,8 @@ def _hung(engine: Engine, job: JobState, watch: JobWatch, limits: dict[int, Limi
     long = f"iteration {watch.standing.iteration} runs for {took:.2f} s{usual}"
     phases = {view.status(slot).phase for slot in job.members}
     many = 2 * len(culprits) > len(job.members) and took < MANY_PATIENCE * limit
-    if engine.config.observe or many or (not culprits and phases & {"computing", "stepped"}):
+    suspended = all(_stopped(view, slot) for slot in job.members)  # somebody stopped the whole job on purpose
+    if engine.config.observe or many or suspended or (not culprits and phases & {"computing", "stepped"}):
         if not watch.said:
             watch.said = True
             who = "; ".join(culprit.reason for culprit in culprits[:8]) or "no rank waits for another"

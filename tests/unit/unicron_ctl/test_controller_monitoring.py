@@ -264,6 +264,23 @@ def test_nobody_is_idle_too_long_before_it_has_been_outside_often(world):
     assert not events(world, "hang")
 
 
+def test_a_process_stopped_in_the_same_collective_is_named(trained):
+    hang(trained, [])
+    trained.agents[2].set(2, process="T")
+    trained.run(3 * USUAL + 0.5)
+    (failure,) = [event.payload for event in events(trained, "failure_detected")]
+    assert failure["slots"] == [2] and failure["cause"] == "task_hang"
+    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure["reason"]
+
+
+def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(trained):
+    hang(trained, [1])
+    for agent in trained.agents:
+        agent.set(agent.element, process="T")
+    trained.run(60)
+    assert len(events(trained, "overdue")) == 1 and not events(trained, "hang") and not sent(trained, ORDERS)
+
+
 def test_only_who_has_no_excuse_is_stopped(trained):
     """Slot 0 writes a checkpoint, slot 2 is stopped meanwhile: both are behind."""
     trained.agents[0].set(0, iteration=19, phase="stepped")
