@@ -27,7 +27,7 @@ OURS = "unicron"  # as in controller.placement, which is too much to import at e
 PROVEN_BAD = 100
 LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0
-REPORT_SECONDS = 1.0  # for the controller's answer; a node must not wait for a controller that is away
+REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
 REASON_LENGTH = 200
 # Out of service already. DOWN may be Slurm's own doing; its words give way to ours (slurmctld writes these reasons).
 _DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())

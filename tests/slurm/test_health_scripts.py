@@ -1,0 +1,117 @@
+"""The admission checks as the prolog and HealthCheckProgram call them: directly, with hardly any environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.cluster.health import HEALTH, PROLOG
+
+BAD = "[health]\nmemory_mb = 999999999\n"
+
+
+class Scripts:
+    """Both scripts with configuration files of their own. `bad`: what the script's status is on a proven-bad node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.config = folder, folder / "log", folder / "unicron.toml"
+        self.health = {"UNICRON_PYTHON": sys.executable, "UNICRON_CONFIG": str(self.config)}
+        self.prolog = {"UNICRON_CHECK_SHM": "off", "UNICRON_HEALTH_SECONDS": "20"}
+
+    def __call__(self, script: Path, limit: float = 30.0) -> int:
+        self.log.unlink(missing_ok=True)
+        log = {"UNICRON_LOG": str(self.log)}
+        # Without a Slurm of its own nothing can be drained: the status and the log are looked at here.
+        health = self.health | {"UNICRON_HEALTH_DRAIN": "off"} | log
+        if script == HEALTH:
+            health = {"UNICRON_HEALTH_SECONDS": self.prolog["UNICRON_HEALTH_SECONDS"]} | health
+        (self.folder / "health.conf").write_text(_lines(health))
+        prolog = self.prolog | {"UNICRON_HEALTH_CONF": str(self.folder / "health.conf")} | log
+        (self.folder / "prolog.conf").write_text(_lines(prolog))
+        variable = "UNICRON_HEALTH_CONF" if script == HEALTH else "UNICRON_PROLOG_CONF"
+        conf = self.folder / ("health.conf" if script == HEALTH else "prolog.conf")
+        began = time.monotonic()
+        done = subprocess.run(
+            [script],
+            env={variable: str(conf), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "8", "SLURM_CONF": "/nonexistent"},
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+        )
+        assert time.monotonic() - began < limit
+        assert done.stdout == done.stderr == b""
+        return done.returncode
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _lines(keys: dict[str, str]) -> str:
+    return "".join(f"{key}={value}\n" for key, value in keys.items())
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)
+
+
+@pytest.mark.parametrize("script", [PROLOG, HEALTH])
+def test_a_good_node_passes_in_silence(scripts: Scripts, script: Path) -> None:
+    scripts.config.write_text("[health]\n")
+    assert scripts(script) == 0 and scripts.said() == ""
+
+
+def test_a_bad_node_fails_the_prolog_but_not_the_health_program(scripts: Scripts) -> None:
+    scripts.config.write_text(BAD)
+    assert scripts(PROLOG) == 1 and "proven bad: memory" in scripts.said()
+    assert scripts(HEALTH) == 0 and "node n1: proven bad: memory" in scripts.said()
+    scripts.prolog["UNICRON_CHECK_HEALTH"] = "warn"
+    assert scripts(PROLOG) == 0 and "mode warn" in scripts.said()
+
+
+def test_kill_switches(scripts: Scripts) -> None:
+    scripts.config.write_text(BAD)
+    scripts.health["UNICRON_HEALTH_SKIP"] = "memory,clock"
+    assert scripts(PROLOG) == 0 and scripts.said() == ""
+    assert scripts(HEALTH) == 0 and scripts.said() == ""
+    scripts.health["UNICRON_HEALTH_SKIP"] = ""
+    scripts.prolog["UNICRON_CHECK_HEALTH"] = "off"
+    assert scripts(PROLOG) == 0 and scripts.said() == ""
+
+
+@pytest.mark.parametrize("script", [PROLOG, HEALTH])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"UNICRON_PYTHON": "/nonexistent/python"}, ""),
+        ({"UNICRON_PYTHON": "/bin/false"}, ""),  # ends with 1, as Python does when it cannot import us
+        ({"UNICRON_CONFIG": "/nonexistent.toml"}, "the defaults are used"),
+    ],
+)
+def test_an_error_of_our_own_drains_nobody(scripts: Scripts, script: Path, keys: dict[str, str], words: str) -> None:
+    scripts.config.write_text(BAD)
+    scripts.health |= keys
+    assert scripts(script) == 0
+    assert (words or "nothing is concluded from that") in scripts.said()
+
+
+@pytest.mark.parametrize("script", [PROLOG, HEALTH])
+def test_a_check_that_hangs_holds_nobody(scripts: Scripts, script: Path) -> None:
+    hanging = scripts.folder / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    scripts.health["UNICRON_PYTHON"] = str(hanging)
+    scripts.prolog["UNICRON_HEALTH_SECONDS"] = "1"
+    assert scripts(script, limit=15.0) == 0
+    assert "took" in scripts.said()
+
+
+@pytest.mark.parametrize("script", [PROLOG, HEALTH])
+def test_a_slip_in_the_time_limit_is_said(scripts: Scripts, script: Path) -> None:
+    scripts.config.write_text("[health]\n")
+    scripts.prolog["UNICRON_HEALTH_SECONDS"] = "soon"
+    assert scripts(script) == 0 and "couldn't use UNICRON_HEALTH_SECONDS=soon" in scripts.said()
