@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from detector.classify import default_classifier
 from detector.escalation import (
     TABLE,
+    WHOLE_JOB,
     Event,
     History,
     Policy,
@@ -297,3 +298,23 @@ def test_healing_never_goes_on_for_ever_without_progress(cause, nodes, after):
         assert "end_job" in actions
     elif known.scope in ("hardware",):
         assert "isolate" in actions
+
+
+def test_a_fault_without_a_culprit_restarts_processes_and_never_costs_a_node():
+    run = Run()
+    decisions = []
+    for _ in range(6):
+        decisions.append(run.fault("nccl_timeout", slot=WHOLE_JOB, node=""))
+        run.iteration(slot=WHOLE_JOB)
+    assert [d.action for d in decisions] == ["reattempt"] + ["restart"] * 5
+    assert [int(d.severity) for d in decisions] == [3] + [2] * 5
+    assert "no node can be named" in decisions[1].reason and not run.history.by_node
+    assert decisions[5].wait_seconds > decisions[1].wait_seconds > 0.0
+    assert run.fault("nccl_timeout", after=3600.0, slot=WHOLE_JOB, node="").action == "reattempt", "another window"
+
+
+def test_a_fault_without_a_culprit_that_comes_during_its_own_action_escalates_too():
+    run = Run()
+    assert run.fault("nccl_timeout", slot=WHOLE_JOB, node="").action == "reattempt"
+    assert run.fault("nccl_timeout", slot=WHOLE_JOB, node="").action == "restart"
+    assert run.fault("connection_reset", slot=1, node="n2", after=1.0).action == "reattempt"

@@ -1,0 +1,69 @@
+"""How long an iteration, or the script's own code between two, may take before anybody acts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.patience import OUTSIDE_LEARNED, Patience
+from unicron_ctl.wire import RankStatus
+
+CONFIG = ControllerConfig(hang_floor_seconds=1.0)
+
+
+def shown(*early: float, warm_up: float = 0.0, outside: float | None = None) -> Patience:
+    patience = Patience()
+    for seconds in early:
+        patience.stepped(seconds, learned=False, warm_up=False)
+    if warm_up:
+        patience.stepped(warm_up, learned=True, warm_up=True)
+    for _ in range(OUTSIDE_LEARNED if outside is not None else 0):
+        patience.was_outside(1, outside)
+    return patience
+
+
+def test_before_the_usual_time_is_known():
+    assert shown().warm_up(0.0, CONFIG) == 600.0, "first_iteration_seconds"
+    assert shown(0.2).warm_up(0.0, CONFIG) == 10.0, "10x the floor"
+    assert shown(4.0, 4.0, 4.0).warm_up(0.0, CONFIG) == 40.0, "10x what was seen"
+    assert shown(90.0, 2.0, 2.0).warm_up(0.0, CONFIG) == 270.0, "3x the longest"
+    assert shown(100.0).warm_up(0.0, CONFIG) == 600.0, "never 10x a long one alone"
+    assert shown(1000.0).warm_up(0.0, CONFIG) == 3000.0
+
+
+def test_after_a_recovery_or_at_a_new_size():
+    assert shown(2.0).warm_up(2.0, CONFIG) == 20.0
+    assert shown(2.0, warm_up=80.0).warm_up(2.0, CONFIG) == 240.0, "a newcomer compiles as the first ones did"
+
+
+def between(patience: Patience, waited: float, **process) -> float:
+    status = RankStatus(state="running", phase="stepped", **process)
+    return patience.between(1, status, waited, 3.0, CONFIG)[0]
+
+
+def test_between_two_iterations():
+    idle = {"process": "S", "idle": 50.0}
+    assert between(shown(outside=0.1), 50.0, **idle) == 60.0, "hang_idle_seconds"
+    assert between(shown(outside=50.0), 50.0, **idle) == 150.0
+    assert between(shown(outside=400.0), 50.0, **idle) == 600.0
+    assert between(shown(), 50.0, **idle) == 600.0, "nothing is known yet"
+    assert between(shown(outside=0.1), 50.0, process="S", idle=20.0) == 600.0, "it did something meanwhile"
+    assert between(shown(outside=0.1), 50.0) == 600.0, "an agent that does not say"
+    assert between(shown(), 0.0, process="T") == 3.0
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=20), st.floats(0.0, 1e5), st.sampled_from("RSDTZ"), st.floats(0.0, 1e6))
+def test_no_history_makes_anybody_impatient(early, usual, state, idle):
+    patience = shown(*early)
+    assert patience.warm_up(usual, CONFIG) >= max(3.0 * usual, 10.0 * CONFIG.hang_floor_seconds)
+    status = RankStatus(state="running", process=state, idle=idle)
+    limit, why = patience.between(0, status, 10.0, 5.0, CONFIG)
+    assert limit >= 5.0 and bool(why) == (state == "T")
+
+
+@given(st.floats())
+def test_strange_times_are_not_learned(seconds):
+    patience = Patience()
+    patience.was_outside(0, seconds)
+    assert 0.0 <= patience.longest_outside < float("inf")
