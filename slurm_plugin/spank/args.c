@@ -12,6 +12,9 @@ static struct plugin_args said = { .last = -1 };
 static int option_unicron(int val, const char *optarg, int remote);
 static int option_weight(int val, const char *optarg, int remote);
 static int option_min_nodes(int val, const char *optarg, int remote);
+static int option_mode(int val, const char *optarg, int remote);
+
+static const char *const modes[] = { "auto", "session", "restart" };
 
 static struct spank_option options[] = {
 	{
@@ -33,6 +36,12 @@ static struct spank_option options[] = {
 		"unicron-min-nodes", "NODES",
 		"[unicron] fewest nodes on which this job may run: a whole number from 1 (default: 1); implies --unicron",
 		1, 0, option_min_nodes
+	},
+	{
+		"unicron-mode", "MODE",
+		"[unicron] how failures are healed: session (the script uses transition.Session), restart (any program, all "
+		"processes start again) or auto (by the text of the script; the default); implies --unicron",
+		1, 0, option_mode
 	},
 	SPANK_OPTIONS_TABLE_END
 };
@@ -71,6 +80,14 @@ int args_check_min_nodes(const char *text)
 	return ((errno == 0 && value >= 1 && value <= INT32_MAX) ? 0 : -1);
 }
 
+const char *args_find_mode(const char *text)
+{
+	for (size_t i = 0; text != NULL && i < sizeof(modes) / sizeof(*modes); ++i)
+		if (strcmp(text, modes[i]) == 0)
+			return (modes[i]);
+	return (NULL);
+}
+
 /* `name` is how the user knows the value: an option or an environment variable. */
 static int take_weight(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
 {
@@ -90,6 +107,18 @@ static int take_min_nodes(char target[UNICRON_NUMBER_MAX], const char *name, con
 		return (-1);
 	}
 	strcpy(target, text);
+	return (0);
+}
+
+static int take_mode(const char **target, const char *name, const char *text)
+{
+	const char *mode = args_find_mode(text);
+
+	if (mode == NULL) {
+		slurm_error("unicron: couldn't use %s=%s: write auto, session or restart", name, text ? text : "");
+		return (-1);
+	}
+	*target = mode;
 	return (0);
 }
 
@@ -117,6 +146,12 @@ static int option_min_nodes(int val, const char *optarg, int remote)
 {
 	(void) val;
 	return (take_min_nodes(said.min_nodes, "--unicron-min-nodes", optarg) < 0 && !remote ? -1 : 0);
+}
+
+static int option_mode(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_mode(&said.mode, "--unicron-mode", optarg) < 0 && !remote ? -1 : 0);
 }
 
 /* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
@@ -179,7 +214,7 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		choice->enabled = option;
 	else if (environment >= 0)
 		choice->enabled = environment;
-	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0')
+	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL)
 		choice->enabled = true;
 	else {
 		choice->enabled = by_default;
@@ -199,6 +234,13 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		rv = -1;
 	if (choice->min_nodes[0] == '\0')
 		strcpy(choice->min_nodes, "1");
+
+	choice->mode = said.mode;
+	text = job_getenv(sp, "UNICRON_MODE", buffer, sizeof(buffer));
+	if (choice->mode == NULL && text != NULL && text[0] != '\0' && take_mode(&choice->mode, "UNICRON_MODE", text) < 0)
+		rv = -1;
+	if (choice->mode == NULL)
+		choice->mode = modes[0];
 	return (rv);
 }
 

@@ -15,6 +15,7 @@ struct plugin_args {
 	int last;                              /* the one of the two that came last: 1, 0, or -1 for neither */
 	char weight[UNICRON_NUMBER_MAX];       /* empty: not given */
 	char min_nodes[UNICRON_NUMBER_MAX];    /* empty: not given */
+	const char *mode;                      /* NULL: not given */
 };
 
 /* The decision, after options, environment and the administrator's default. */
@@ -23,14 +24,16 @@ struct plugin_choice {
 	bool spoken;                           /* the user said yes or no in some way: the default did not decide */
 	char weight[UNICRON_NUMBER_MAX];
 	char min_nodes[UNICRON_NUMBER_MAX];
+	const char *mode;                      /* "auto", "session" or "restart" */
 };
 
 /* Registers the options; to be called from slurm_spank_init in each context in which they may be used. */
 int args_register(spank_t sp);
 
 /*
- * Combines what was said. An option beats its environment variable (UNICRON, UNICRON_WEIGHT, UNICRON_MIN_NODES), which
- * beats the default. --unicron-weight and --unicron-min-nodes mean --unicron as well, unless something said no.
+ * Combines what was said. An option beats its environment variable (UNICRON, UNICRON_WEIGHT, UNICRON_MIN_NODES,
+ * UNICRON_MODE), which beats the default. --unicron-weight, --unicron-min-nodes and --unicron-mode mean --unicron as well,
+ * unless something said no.
  * A bad environment variable: -1 with one line logged; the choice then holds the default in its place.
  */
 int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice);
@@ -38,6 +41,9 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice);
 /* 0 when the text is a finite number above zero (a whole number of at least one), which fits the field; else -1. */
 int args_check_weight(const char *text);
 int args_check_min_nodes(const char *text);
+
+/* The mode of that name, or NULL. */
+const char *args_find_mode(const char *text);
 
 /* Forgets all options: for tests. */
 void args_reset(void);

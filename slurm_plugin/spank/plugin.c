@@ -53,6 +53,7 @@ static void hand_on(spank_t sp)
 	if (choice.enabled) {
 		setenv("UNICRON_WEIGHT", choice.weight, 1);
 		setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
+		setenv("UNICRON_MODE", choice.mode, 1);
 		spank_job_control_setenv(sp, "UNICRON", "1", 1);
 	}
 }
@@ -97,6 +98,7 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	spank_setenv(sp, "UNICRON", "1", 1);
 	spank_setenv(sp, "UNICRON_WEIGHT", choice.weight, 1);
 	spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
+	spank_setenv(sp, "UNICRON_MODE", choice.mode, 1);
 	if (config.controller[0] != '\0')
 		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
 	if (config.file[0] != '\0')

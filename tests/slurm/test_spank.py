@@ -187,6 +187,7 @@ def test_srun_runs_the_command_under_the_agent(bench: Bench) -> None:
         "UNICRON_CONFIG=/etc/unicron/unicron.toml",
         f"UNICRON_CONTROLLER=tcp://127.0.0.1:{bench.listener.port}",
         "UNICRON_MIN_NODES=1",
+        "UNICRON_MODE=auto",
         "UNICRON_WEIGHT=2.5",
     ]
     seen = bench.record(job)
@@ -225,6 +226,7 @@ def test_what_the_user_set_is_kept(bench: Bench) -> None:
     [
         ([], {"UNICRON": "1", "UNICRON_WEIGHT": "3", "UNICRON_MIN_NODES": "2"}, 1),
         (["--unicron-min-nodes=2", "--unicron-weight=3"], {}, 1),
+        (["--unicron-mode=restart", "--unicron-min-nodes=2"], {"UNICRON_WEIGHT": "3", "UNICRON_MODE": "session"}, 1),
         (["--no-unicron"], {"UNICRON": "1"}, 0),
         (["--unicron-weight=3", "--no-unicron"], {}, 0),
         ([], {"UNICRON_WEIGHT": "3"}, 0),
@@ -238,7 +240,8 @@ def test_options_beat_the_environment(
     job = done.stdout.split()[0]
     assert done.returncode == 0 and len(bench.recorded(job)) == agents
     if agents:
-        assert "UNICRON_MIN_NODES=2\nUNICRON_WEIGHT=3\n" in done.stdout
+        mode = "restart" if "--unicron-mode=restart" in options else "auto"
+        assert f"UNICRON_MIN_NODES=2\nUNICRON_MODE={mode}\nUNICRON_WEIGHT=3\n" in done.stdout
     elif options:
         assert "UNICRON=0\n" in done.stdout
 
@@ -249,6 +252,7 @@ def test_options_beat_the_environment(
     [
         ("--unicron-weight=0", {}, "--unicron-weight=0: write a number above 0"),
         ("--unicron-min-nodes=1.5", {}, "--unicron-min-nodes=1.5: write a whole number from 1"),
+        ("--unicron-mode=fast", {}, "--unicron-mode=fast: write auto, session or restart"),
         ("--unicron", {"UNICRON_WEIGHT": "nan"}, "UNICRON_WEIGHT=nan: write a number above 0"),
         ("--no-unicron", {"UNICRON": "yes"}, "UNICRON=yes: write UNICRON=1 or UNICRON=0"),
     ],

@@ -74,7 +74,7 @@ def jobs(listed: list[dict[str, Any]]) -> Table:
         state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"] + _slow(job)
         table.add_row(
             job["job"],
-            Text(job["name"]),
+            Text(job["name"] + (" (restart mode)" if job.get("mode") == "restart" else "")),
             Text(state, style=STATE_STYLES.get(job["state"], "")),
             f"{job['nodes']} of {job['max_nodes']}{plan}",
             str(job["generation"]),
@@ -186,6 +186,8 @@ def failures(listed: list[dict[str, Any]]) -> Table:
 
 def explanation(data: dict[str, Any]) -> RenderableType:
     lines = [f"job {data['job']} ({data['name']}): {data['state']}, generation {data['generation']}"]
+    if data.get("mode") == "restart":
+        lines.append(f"restart mode: all processes start again when one fails ({data['mode_reason']})")
     if data["ended"]:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data["plan_reason"]:

@@ -257,7 +257,7 @@ static void test_choice(void)
 {
 	static const struct {
 		spank_context_t where;
-		const char *options;     /* y: --unicron, n: --no-unicron, w: --unicron-weight */
+		const char *options;     /* y: --unicron, n: --no-unicron, w: --unicron-weight, m: --unicron-mode */
 		const char *environment;
 		bool by_default, enabled, spoken;
 		int rc;
@@ -270,6 +270,8 @@ static void test_choice(void)
 		{ S_CTX_LOCAL, "nw", NULL, true, false, true, 0 },
 		{ S_CTX_LOCAL, "wn", NULL, false, false, true, 0 },
 		{ S_CTX_LOCAL, "w", "0", false, false, true, 0 },
+		{ S_CTX_LOCAL, "m", NULL, false, true, true, 0 },
+		{ S_CTX_LOCAL, "nm", NULL, true, false, true, 0 },
 		{ S_CTX_LOCAL, "y", "0", false, true, true, 0 },
 		{ S_CTX_LOCAL, "n", "1", true, false, true, 0 },
 		{ S_CTX_LOCAL, "", "1", false, true, true, 0 },
@@ -297,8 +299,8 @@ static void test_choice(void)
 		else if (cases[i].environment != NULL)
 			setenv("UNICRON", cases[i].environment, 1);
 		for (const char *c = cases[i].options; *c; ++c)
-			option(*c == 'y' ? "unicron" : *c == 'n' ? "no-unicron" : "unicron-weight", *c == 'w' ? "2" : NULL,
-			       context == S_CTX_REMOTE);
+			option(*c == 'y' ? "unicron" : *c == 'n' ? "no-unicron" : *c == 'm' ? "unicron-mode" : "unicron-weight",
+			       *c == 'w' ? "2" : *c == 'm' ? "restart" : NULL, context == S_CTX_REMOTE);
 		rc = args_choose(NULL, cases[i].by_default, &choice);
 		if (rc != cases[i].rc || choice.enabled != cases[i].enabled || choice.spoken != cases[i].spoken) {
 			fprintf(stderr, "case %zu: rc %d enabled %d spoken %d\n", i, rc, choice.enabled, choice.spoken);
@@ -321,6 +323,18 @@ static void test_choice(void)
 	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.min_nodes, "1") == 0);
 	unsetenv("UNICRON_WEIGHT");
 	unsetenv("UNICRON_MIN_NODES");
+	args_reset();
+	assert(args_choose(NULL, false, &choice) == 0 && strcmp(choice.mode, "auto") == 0);
+	setenv("UNICRON_MODE", "session", 1);
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.mode, "session") == 0);
+	assert(option("unicron-mode", "restart", 0) == 0 && args_choose(NULL, false, &choice) == 0);
+	assert(choice.enabled && strcmp(choice.mode, "restart") == 0);
+	assert(option("unicron-mode", "Restart", 0) == -1 && option("unicron-mode", NULL, 0) == -1);
+	assert(option("unicron-mode", "fast", 1) == 0);
+	args_reset();
+	setenv("UNICRON_MODE", "fast", 1);
+	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.mode, "auto") == 0);
+	unsetenv("UNICRON_MODE");
 	args_reset();
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
 from unicron_ctl.agent.ranks import last_words
+from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import restarting
 from unicron_ctl.errors import UserError
@@ -402,10 +404,14 @@ def test_status_names_the_mode(tmp_path):
 
     world = World()
     start(world)
-    store = Store(tmp_path / "events.sqlite") if isinstance(Store, type) else None
+    store = Store(tmp_path / "events.sqlite")
     assert jobs(world.engine, store, {})[0]["mode"] == "restart"
     told = explain(world.engine, store, {"job": "1"})
     assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
+    console = tables.Console(record=True, width=200, file=io.StringIO())
+    console.print(tables.jobs(jobs(world.engine, store, {})), tables.explanation(told))
+    shown = console.export_text()
+    assert "(restart mode)" in shown and "all processes start again when one fails (train.py does not" in shown
 
 
 def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
