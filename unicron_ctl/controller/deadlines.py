@@ -78,6 +78,8 @@ def pending(job: JobView, slot: int, state: State, node: str, aside: set[str]) -
         return ""  # the monitor judges its iterations
     if known.phase == Phase.FORMING or record.node in aside:
         return ""
+    if known.restart_mode and status.state == "waiting":
+        return ""  # newcomers may be kept waiting for the next world (`restarting.worth`)
     return f"it is {status.state} while the job is {known.phase}"
 
 

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detector.escalation import State
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
 from tests.unit.unicron_ctl.test_controller_engine import follow
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig, problems
+from unicron_ctl.controller.deadlines import pending
 from unicron_ctl.controller.isolation import allowed, withheld
 
 ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
@@ -119,6 +121,16 @@ def test_a_restarted_controller_begins_the_clock_anew():
     assert failed(world) == []
     world.run(15)
     assert failed(world) == [("restart", "isolate")]
+
+
+def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
+    world = World()
+    agents = world.start_job()
+    agents[1].set(1, state="waiting")
+    job, view = world.job(), world.engine.view(world.job())
+    assert pending(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
+    job.settings.mode = wire.RESTART
+    assert pending(view, 1, State.RESTARTING, "n2", set()) == ""
 
 
 # ---------------------------------------------------------------- Slurm refuses
