@@ -72,6 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     box = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
     box.daemon = True
     box.start()
+    try:
+        return _examine(options, log, status)
+    finally:
+        box.cancel()  # whoever calls this within a process of its own lives on
+
+
+def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
+    """Checks, drains, reports. `status` is what the process ends with if its time runs out meanwhile."""
     began, mono = time.time(), time.monotonic()
     found = _check(options, log)
     if found.verdict == "bad":
