@@ -19,6 +19,7 @@ from typing import Any
 
 import unicron_ctl
 from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.cluster.health import health_lines
 from unicron_ctl.cluster.layout import Layout
 from unicron_ctl.errors import UserError
 from unicron_ctl.query import ask
@@ -94,6 +95,7 @@ class Stage:
                 nodes=self.nodes,
                 gpus_per_node=1,
                 auth="munge",
+                config_lines=health_lines(self.folder, Layout(self.folder / "slurm"), address),
                 plugstack_lines=[f"optional {PLUGIN} agent={bindir / 'unicron-agent'} controller={address}"],
             )
             self.cluster.up()
