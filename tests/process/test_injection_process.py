@@ -42,6 +42,7 @@ def strike(job: RealJob, fault: str, **more) -> dict:
         ("rank-kill", "killed_from_outside", "process exit"),
         ("exception:cuda", "illegal_memory_access", "exception"),
         ("oom", "host_out_of_memory", "exception"),
+        ("full-disk", "disk_full", "exception"),
         ("hang-gil", "task_hang", "statistics"),
     ],
 )
@@ -75,6 +76,28 @@ def test_a_lost_network_is_a_lost_lease_and_the_agent_comes_back(job):
     job.wait(lambda: job.events("agent_back"), "the agent speaks again")
     healed(job)
     assert job.job()["ledger_violations"] == 0
+
+
+def test_swallowed_packets_are_a_lost_lease_and_no_connection_breaks(job):
+    began = time.time()
+    failure = strike(job, "black-hole", seconds=4.0)
+    assert failure["detected_by"] == "lease" and failure["detected_at"] - began < 4.0
+    job.wait(lambda: [e for e in job.events("agent_back") if e["time"] > began], "the agent speaks again")
+    healed(job)
+    assert not [e for e in job.events("failure_detected") if e["time"] > began and e["slots"] == [0]]
+    assert job.job()["ledger_violations"] == 0
+
+
+def test_the_kernel_kills_for_want_of_memory_or_the_agent_says_why_it_cannot_be_done(job):
+    known = {failure["id"] for failure in job.status()["failures"]}
+    job.ask("inject", fault="oom-kill", job="7", slot=1)
+    struck = lambda: [f for f in job.status()["failures"] if f["id"] not in known]  # noqa: E731
+    job.wait(lambda: struck() or job.events("inject_refused"), "it is killed, or the agent refuses")
+    if not struck():
+        assert "cgroup" in job.events("inject_refused")[0]["reason"]
+        return
+    assert struck()[0]["cause"] == "host_out_of_memory" and struck()[0]["detected_by"] == "process exit", struck()
+    healed(job)
 
 
 def test_it_is_refused_where_the_configuration_does_not_allow_it(job):

@@ -129,8 +129,8 @@ def _raise_refusal(done: dict[str, Any], controller: str | None) -> None:
     while time.monotonic() < deadline:
         time.sleep(0.1)
         for event in ask({"kind": "events", "after": done["event"]}, controller):
-            if event["kind"] == "inject_refused" and event["payload"]["slot"] == done["slot"]:
-                raise UserError(event["payload"]["reason"])
+            if event["kind"] == "inject_refused" and event["slot"] == done["slot"]:
+                raise UserError(event["reason"])
 
 
 @click.command(name="punish")
