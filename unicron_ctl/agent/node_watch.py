@@ -25,7 +25,7 @@ from unicron_ctl import config, wire
 from unicron_ctl.errors import UserError
 
 TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
-KEPT = 100  # events that are sent again to a controller that was restarted
+KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted
 LINES_PER_SECOND = 500  # above it the kernel log is looked at once a second only
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's word for it
 
@@ -65,7 +65,8 @@ class NodeWatch:
             fresh = list(self._new)
             self._new.clear()
             self._kept += fresh
-            found = list(self._kept) if again else fresh
+            recent = [event for event in self._kept if time.time() - event.at < KEPT_SECONDS]
+            found = recent if again else fresh
         for event in found:
             event.job, event.element, event.agent = job, element, agent
         return found

@@ -7,6 +7,7 @@ the node's memory (`NodeState.events`) is a fold over them.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -174,6 +175,7 @@ class NodeEvents:
         known, mark = engine.state.nodes.get(view.node, NodeState()), f"{message.agent[:12]}:{message.number}"
         if mark in known.heard or self._same_line(known, message) or not self._may(view.node):
             return
+        message.at = message.at if math.isfinite(message.at) else engine.now
         verdict = classify(engine.classifier, message)
         action, reason = first_action(verdict, engine.config.act_on_node_events, self._aside(view.node))
         event = engine.emit(

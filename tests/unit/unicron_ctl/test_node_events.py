@@ -7,9 +7,11 @@ import pytest
 from detector.classify import default_classifier
 from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
 from unicron_ctl import wire
+from unicron_ctl.config import parse
 from unicron_ctl.controller import node_events, slurm_states
 from unicron_ctl.controller.answers import nodes as answer_nodes
 from unicron_ctl.controller.fold import replay
+from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import ElementInfo
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -243,6 +245,25 @@ def test_a_node_that_does_not_stop_talking_is_cut_short():
     world.run(61)
     speaker.say(PAGE_FAULT)
     assert len(events(world, "node_event")) == node_events.PER_MINUTE + 1
+
+
+def test_senseless_numbers_and_texts_are_taken_without_harm():
+    world, agents = cluster()
+    speaker = Speaker(agents[1])
+    for number, at in enumerate((float("nan"), float("inf"), -1e300)):
+        speaker.say(f"NVRM: Xid (PCI:0000:0{number}:00): 31, pid=999999999999999999999, \0 {'x' * 100_000}", at=at)
+    agents[1].die(1, -6)
+    world.run(1)
+    assert all(len(event.payload["text"]) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
+    assert len(world.job().failures) == 1
+    world.check_replay()
+
+
+def test_the_agents_section_is_checked_like_the_controllers():
+    assert parse({"agent": {"link_seconds": 2.0, "node_events": False}}).agent.link_seconds == 2.0
+    for wrong in ({"link_seconds": 0.0}, {"kmsg": 3}, {"kernel": "/dev/kmsg"}):
+        with pytest.raises(UserError, match=r"\[agent\]"):
+            parse({"agent": wrong})
 
 
 def test_nodes_shows_the_last_event():
