@@ -228,8 +228,8 @@ class Server:
                 self._answer(route, ask)
             else:
                 who = user or "nobody that munge knows"
-                whose = "root" if ask.what == "health" else "the job's owner"
-                error = f"{who} may not {ask.what} here: only {whose} and admins"
+                whose, what = ("root", "report health") if ask.what == "health" else ("the job's owner", ask.what)
+                error = f"{who} may not {what} here: only {whose} and admins"
                 self._send(route, wire.Answer(ok=False, error=error))
 
         self.background.call(lambda: unmunge(ask.credential), then)
