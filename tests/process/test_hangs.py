@@ -79,7 +79,7 @@ def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
             return job.job()["members"] == [0, 1, 2] and job.job()["state"] == "running"
 
         for slot, iteration, word in (
-            (2, 2, "is in micro-batch"),
+            (2, 2, "its process is stopped by a signal"),
             (1, 25, "its process is stopped by a signal"),
             (0, 50, "it does nothing there, and no rank was outside for more than"),
         ):
