@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-__all__ = ["CheckpointError", "Checkpoints", "Session", "StepResult", "init_process_group"]
+_MODULES = {
+    "CheckpointError": "checkpoint",
+    "Checkpoints": "checkpoint",
+    "Session": "session",
+    "StepResult": "session",
+    "init_process_group": "process",
+}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:  # lazy: the agent imports this package without torch
-    if name in __all__:
-        from transition import session
-
-        return getattr(session, name)
+    if name in _MODULES:
+        return getattr(import_module(f"transition.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'transition' has no attribute '{name}'")

@@ -18,30 +18,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from detector.inject import injector
-from detector.rank_channel import RankChannel
-from transition import groups, migrate
+from transition import groups, migrate, process
 from transition.checkpoint import CheckpointError, Checkpoints
 from transition.gradients import Gradients, PeerLost
 from transition.ledger import Ledger, LedgerError, deal
-from transition.unblock import Unblocker
-from transition.watch import Plan, PlanTimeout, Watch
+from transition.watch import Plan, PlanTimeout
 
-PLAN_TIMEOUT = (
-    600.0  # seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while
-)
+# Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
+PLAN_TIMEOUT = 600.0
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
-FATAL = (
+FATAL = (  # never answered by another try
     migrate.StateMismatch,
     migrate.CorruptTransfer,
     groups.UnsupportedLayout,
     PlanTimeout,
     LedgerError,
     CheckpointError,
-)  # never answered by another try
-SELF_STOPS = (
-    3  # how often an iteration may fail in this rank without any Break before the error is taken as the script's own
 )
+# How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
+SELF_STOPS = 3
 
 
 @dataclass(frozen=True)
@@ -59,43 +54,6 @@ class StepResult:
 
 class _Rejoined(Exception):
     """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
-
-
-class Process:
-    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
-    channel."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
-        self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
-        self.unblocker = Unblocker()
-        self.watch = Watch(self.slot, self.unblocker.unblock)
-        injector.break_connections = self.unblocker.unblock
-        self.channel = RankChannel.from_environment(self.watch.on_message)
-        if self.channel is not None:
-            self.channel.install_excepthook()
-
-    @property
-    def device(self) -> torch.device:
-        """Where collectives of this backend want their tensors."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-
-
-_process: Process | None = None
-
-
-def init_process_group(backend: str) -> None:
-    """In place of `torch.distributed.init_process_group`.
-
-    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's
-    generations. Without an agent it is torch's own call with the usual environment variables.
-    """
-    global _process
-    _process = Process(backend)
-    if _process.channel is None:
-        dist.init_process_group(backend, timeout=groups.collective_timeout())
-        return
-    groups.init_world(backend, dist.HashStore(), 0, 1)
 
 
 class Session:
@@ -122,16 +80,14 @@ class Session:
         start_iteration: int = 0,
         checkpoints: Checkpoints | None = None,
     ):
-        if _process is None:
-            raise RuntimeError("call transition.init_process_group(backend) before transition.Session(...)")
+        self._process = process.current()
         if micro_batches < 1 or train_iterations < start_iteration:
             raise ValueError(
                 f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and "
                 f"{start_iteration}"
             )
         groups.check_layout()
-        self._process = _process
-        self._watch, self._channel, self.slot = _process.watch, _process.channel, _process.slot
+        self._watch, self._channel, self.slot = self._process.watch, self._process.channel, self._process.slot
         self._model, self._optimizer, self._scheduler = list(model), optimizer, scheduler
         self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
         self._state = migrate.TrainingState(model, optimizer, scheduler)

@@ -80,15 +80,15 @@ def strike(fault: dict) -> None:
 
 def strike_session(kind: str) -> None:
     """What needs the session."""
-    from transition import session
+    from transition import process
 
     if kind == "stop":
         SESSIONS[0].request_stop()
     elif kind == "lost":
-        wait(session._process.watch.lost)
+        wait(process.current().watch.lost)
         raise RuntimeError("an error of the training script")
     else:
-        session._process.unblocker.unblock()
+        process.current().unblocker.unblock()
         if kind == "error":
             raise RuntimeError("Connection closed by peer")
 

@@ -1,0 +1,58 @@
+"""What one rank's process has once, and how it begins: its channel to the agent, its watch, its unblocker."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from detector.inject import injector
+from detector.rank_channel import RankChannel
+from transition import groups
+from transition.unblock import Unblocker
+from transition.watch import Watch
+
+
+class Process:
+    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
+    channel."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+        self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
+        self.unblocker = Unblocker()
+        self.watch = Watch(self.slot, self.unblocker.unblock)
+        injector.break_connections = self.unblocker.unblock
+        self.channel = RankChannel.from_environment(self.watch.on_message)
+        if self.channel is not None:
+            self.channel.install_excepthook()
+
+    @property
+    def device(self) -> torch.device:
+        """Where collectives of this backend want their tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+
+_process: Process | None = None
+
+
+def current() -> Process:
+    """This process. Raises RuntimeError before :func:`init_process_group`."""
+    if _process is None:
+        raise RuntimeError("call transition.init_process_group(backend) before transition.Session(...)")
+    return _process
+
+
+def init_process_group(backend: str) -> None:
+    """In place of `torch.distributed.init_process_group`.
+
+    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's
+    generations. Without an agent it is torch's own call with the usual environment variables.
+    """
+    global _process
+    _process = Process(backend)
+    if _process.channel is None:
+        dist.init_process_group(backend, timeout=groups.collective_timeout())
+        return
+    groups.init_world(backend, dist.HashStore(), 0, 1)
