@@ -75,6 +75,7 @@ class KernelLog:
                 self.lost += 1  # the kernel overwrote what was not read in time; the next read goes on behind it
                 continue
             if not record:
+                self.pollable = False  # it has an end, as /dev/null: always "readable", and never with anything
                 break
             found.append(line_of(record))
         return [line for line in found if line]

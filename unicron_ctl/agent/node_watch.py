@@ -130,7 +130,7 @@ class NodeWatch:
             self._log = None
             return
         self._lines += len(lines)
-        if self._lines >= LINES_PER_SECOND:
+        if self._lines >= LINES_PER_SECOND or not self._log.pollable:
             self._unpoll(poll, self._log)
         for line in lines:
             fault = self._faults.take(line, time.monotonic())

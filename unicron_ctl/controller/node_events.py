@@ -111,8 +111,8 @@ def explains(seen: Mapping[str, Any], code: int, pid: int, own: Verdict, pids: I
         return False
     if seen["pid"] is not None and seen["pid"] != pid and seen["pid"] in set(pids):
         return False
-    if seen["cause"] == "host_out_of_memory":
-        return code in KILLED or own.rule == "dataloader-child"
+    if seen["cause"] == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
+        return seen["pid"] == pid if code in KILLED else own.rule == "dataloader-child"
     if seen["cause"] == "exited_abnormally":  # the kernel's line about a crash
         return code in CRASHED
     if code in KILLED:

@@ -85,6 +85,12 @@ def test_a_file_is_followed_through_truncation_and_replacement(tmp_path):
     log.close()
 
 
+def test_a_device_that_has_an_end_is_not_polled():
+    log = KernelLog("/dev/null")
+    assert log.pollable and log.read() == [] and not log.pollable
+    log.close()
+
+
 def test_what_cannot_be_opened_is_one_line_with_a_remedy(tmp_path):
     with pytest.raises(FileNotFoundError) as missing:
         KernelLog(str(tmp_path / "nothing"))

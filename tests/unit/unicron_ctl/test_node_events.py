@@ -280,6 +280,7 @@ def test_nodes_shows_the_last_event():
         (PAGE_FAULT, -6, 7, (-6,), True),  # 4242 is no rank's here: a container's numbers differ
         (PAGE_FAULT, -9, 7, (-9,), False),  # nothing of CUDA kills a process with SIGKILL
         (OOM, -9, 4242, (-9,), True),
+        (OOM, -9, 7, (-9,), False),  # another process was killed
         (OOM, 1, 4242, (1,), False),
         (OOM, 1, 5, (1, "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed."), True),
         ("python[4242]: segfault at 0 ip 00007f error 4 in libtorch.so", -11, 4242, (-11,), True),
