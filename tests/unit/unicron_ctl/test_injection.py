@@ -102,3 +102,88 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
         runs.append(asked)
     assert runs[0] == runs[1] and 10 <= len(runs[0]) <= 40
     assert len({fault for _, fault, _ in runs[0]}) > 2
+
+
+def test_the_next_sender_of_the_state_is_meant_when_nobody_is_named(world):
+    assert ask(world, fault="corrupt-checkpoint")["slot"] == 0
+    assert ask(world, fault="corrupt-checkpoint", slot=2)["slot"] == 2
+    assert [m.slot for m in orders(world)] == [0, 2]
+
+
+def test_a_nodes_power_is_not_the_agents_matter(world):
+    done = ask(world, fault="lost-node", node="n2")
+    assert done["node"] == "n2" and not orders(world)
+    assert [e.payload["fault"] for e in world.log if e.kind == "injected"] == ["lost-node"]
+
+
+def test_what_an_agent_cannot_inject_is_an_event(world):
+    done = ask(world, fault="oom-kill", slot=1)
+    world.to_engine(world.agents[1], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="it takes root"))
+    event = world.log[-1]
+    assert event.kind == "inject_refused" and event.id > done["event"]
+    assert event.payload["reason"] == "oom-kill was not injected into slot 1: it takes root"
+    world.to_engine(world.agents[0], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="not my slot"))
+    assert world.log[-1] == event
+
+
+class Controller:
+    """What the commands ask, answered."""
+
+    def __init__(self, nodes=("n1", "n2")):
+        self.asked, self.nodes = [], nodes
+
+    def __call__(self, question, _address=None):
+        self.asked.append(question)
+        if question["kind"] == "jobs":
+            elements = [{"node": node, "gone": ""} for node in self.nodes]
+            return [{"job": "1", "name": "gpt", "ended": None, "members": [0, 1], "elements": elements}]
+        if question["kind"] == "events":
+            return [{"kind": "inject_refused", "slot": 0, "reason": "oom-kill was not injected: it takes root"}]
+        done = {"slot": 0, "node": "n1", "dry_run": False, "seconds": 20.0, "event": 5, "job": "1"}
+        return done | {key: value for key, value in question.items() if key != "kind"}
+
+
+def test_a_refused_fault_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "ask", Controller())
+    assert run("unicronctl", commands.command, ["oom-kill", "--job", "1"]) == 1
+    assert "it takes root" in capsys.readouterr().err
+
+
+def test_a_node_elsewhere_is_for_its_admin_and_nothing_is_logged(monkeypatch, capsys, tmp_path):
+    asked = Controller()
+    monkeypatch.setattr(commands, "ask", asked)
+    assert run("unicronctl", commands.command, ["lost-node", "--node", "n1", "--state-dir", str(tmp_path)]) == 1
+    assert "ipmitool -H n1-bmc chassis power off" in capsys.readouterr().err
+    assert [question["dry_run"] for question in asked.asked if question["kind"] == "inject"] == [True]
+    monkeypatch.setattr(commands, "ask", Controller(nodes=()))
+    assert run("unicronctl", commands.command, ["lost-node", "--node", "n9"]) == 2
+    assert "no jobs run on n9" in capsys.readouterr().err
+
+
+def test_a_lost_node_of_the_local_cluster_is_powered_off_and_on_again(monkeypatch, tmp_path):
+    calls, now = [], [0.0]
+
+    class Local:
+        spec = type("Spec", (), {"node_names": ["n1", "n2"]})
+
+        @classmethod
+        def load(cls, _folder):
+            return cls()
+
+        def power_off(self, node):
+            calls.append(("off", node, now[0]))
+
+        def power_on(self, node):
+            calls.append(("on", node, now[0]))
+
+    monkeypatch.setattr(commands, "LocalCluster", Local)
+    monkeypatch.setattr(commands, "ask", Controller())
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(commands.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert CliRunner().invoke(commands.command, ["lost-node", "--node", "n1"]).exit_code == 0
+    assert calls == [("off", "n1", 0.0)]
+    calls.clear()
+    words = ["--mtbf", "20", "--minutes", "3", "--faults", "lost-node"]
+    assert CliRunner().invoke(commands.punish, words).exit_code == 0
+    kinds = [kind for kind, _, _ in calls]
+    assert kinds.count("off") >= 3 and kinds[-1] == "on" and now[0] == pytest.approx(180.0)
