@@ -163,6 +163,7 @@ class Runner:
         self._environment = {**kept, "UNICRON": "0"}
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._lock = threading.Lock()
+        self._stopped = False
 
     def play(self, tested: Sequence[str], helpers: Sequence[str]) -> Findings:
         """Both rounds."""
@@ -190,16 +191,22 @@ class Runner:
     def wave(self, number: int, groups: Sequence[Group]) -> list[Test]:
         """The groups' tests side by side; they share no node."""
         with ThreadPoolExecutor(min(AT_ONCE, len(groups))) as pool:
-            return list(pool.map(lambda group: self._test(number, group), groups))
+            try:
+                return list(pool.map(lambda group: self._test(number, group), groups))
+            except BaseException:
+                self.stop()  # the pool would wait for them
+                raise
 
     def stop(self) -> None:
-        """Ends all tests, at an interrupt."""
+        """Ends all tests, at an interrupt; no other is started."""
         with self._lock:
-            running = dict(self._running)
+            self._stopped, running = True, dict(self._running)
         for token, process in running.items():
             self._end(token, process)
 
     def _test(self, number: int, group: Group) -> Test:
+        if self._stopped:
+            return Test(number, group, None, "interrupted")
         token = secrets.token_hex(6)
         line = command(group, self._nodes, self._wish, token)
         try:

@@ -78,6 +78,16 @@ def test_down_has_a_reason_and_resume_takes_it_back(client: SlurmClient) -> None
     assert "IDLE" in node.states and node.reason == ""
 
 
+def test_a_drained_node_gets_no_work_and_resume_takes_it_back(client: SlurmClient) -> None:
+    client.drain("n3", "unicron[health]: gpu: 7 of 8 [really]")
+    node = next(node for node in client.nodes() if node.name == "n3")
+    assert {"IDLE", "DRAIN"} <= node.states and not node.healthy
+    assert node.reason == "unicron[health]: gpu: 7 of 8 [really]"
+    client.resume("n3")
+    node = next(node for node in client.nodes() if node.name == "n3")
+    assert "IDLE" in node.states and "DRAIN" not in node.states and node.reason == ""
+
+
 def test_elements_of_arrays_and_plain_jobs_are_told_apart(client: SlurmClient, submit: Submit, wait_for: Wait) -> None:
     plain = submit("--job-name=plain one|x", "--comment=a=b | c  %d")
     array = submit("--array=0,2-3", "--hold", "--job-name=array")
@@ -212,6 +222,7 @@ def test_a_dry_run_says_everything_and_changes_nothing(
     dry.requeue_hold(job, 1, "no node")
     dry.pin(job, 1, "n4")
     dry.down("n2", "unicron[node_problem]: x y")
+    dry.drain("n2", "unicron[health]: z")
     dry.resume("n2")
     dry.cancel(job)
     assert said == [
@@ -219,6 +230,7 @@ def test_a_dry_run_says_everything_and_changes_nothing(
         f"scontrol update JobId={job}_1 'Comment=no node'",
         f"scontrol update JobId={job}_1 ReqNodeList=n4",
         "scontrol update NodeName=n2 State=DOWN 'Reason=unicron[node_problem]: x y'",
+        "scontrol update NodeName=n2 State=DRAIN 'Reason=unicron[health]: z'",
         "scontrol update NodeName=n2 State=RESUME",
         f"scancel {job}",
     ]

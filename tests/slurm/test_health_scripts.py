@@ -37,7 +37,7 @@ class Scripts:
         began = time.monotonic()
         done = subprocess.run(
             [script],
-            env={variable: str(conf), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "8", "SLURM_CONF": "/nonexistent"},
+            env={variable: str(conf), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "8", "SLURM_CONF": "/dev/null"},
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=60,

@@ -1,4 +1,8 @@
-"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`."""
+"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`.
+
+Of each: health and pair_test (verdict, reason, source, at; null: unknown), unverified (back without passed checks),
+suspect (why it should be tested) and admission (why it is not given back yet).
+"""
 
 from __future__ import annotations
 

@@ -80,11 +80,7 @@ def command(
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
         raise UserError(f"nothing to test: {why}")
     runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else click.echo(text, err=True))
-    try:
-        found = runner.play(tested, helpers)
-    except BaseException:
-        runner.stop()
-        raise
+    found = runner.play(tested, helpers)
     found.left_out = {**left_out, **found.left_out}
     drained = _drain(client, found) if drain else {}
     told = _tell(found, controller)
@@ -179,7 +175,7 @@ def _print(found: Findings, drained: dict[str, str], told: str) -> None:
             click.echo(f"  to take it out of service: unicronctl pair-test --nodes {name} --drain")
     for text in drained.values():
         click.echo(f"  {text}")
-    for word, nodes in (("is slow", judgement.slow), ("is not cleared", judgement.unknown)):
+    for word, nodes in (("is slow (for 1 GB)", judgement.slow), ("is not cleared", judgement.unknown)):
         for name, why in nodes.items():
             click.echo(f"{name} {word}: {why}")
     for name, why in found.left_out.items():

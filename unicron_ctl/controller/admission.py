@@ -7,6 +7,7 @@ agents: a datagram can be forged, and an agent is its user's process, who must n
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,8 @@ class Gate:
         known = engine.state.nodes.get(node) or NodeState()
         last = known.paired if source == "pair-test" else known.health
         self._heard[node] = engine.now
-        news = last is None or (last.verdict, last.reason) != (verdict, reason) or known.downed or known.unverified
-        if news or source == "pair-test" or engine.now - last.at >= REFRESH_SECONDS:
+        news = last is None or _gist(last.verdict, last.reason) != _gist(verdict, reason)
+        if news or known.downed or known.unverified or source == "pair-test" or engine.now - last.at >= REFRESH_SECONDS:
             engine.emit("node_health", node=node, source=source, verdict=verdict, reason=reason, checked_at=at)
         if known.downed:
             engine.cluster.hurry()
@@ -169,6 +170,11 @@ class Gate:
             "source": report.source,
             "at": max(report.at, heard),
         }
+
+
+def _gist(verdict: str, reason: str) -> tuple[str, str]:
+    """What makes two reports different: times and sizes in a reason change at every check."""
+    return verdict, re.sub(r"[-+\d.]+", "", reason)
 
 
 def _ours(node: NodeInfo) -> bool:

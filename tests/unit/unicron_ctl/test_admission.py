@@ -235,9 +235,9 @@ def test_what_is_set_down_is_a_suspect_until_a_paired_test_clears_it() -> None:
 def test_the_log_holds_news_only() -> None:
     world = World(FakeSlurm(2))
     world.run(1.5)
-    for verdict in ("good", "good", "good", "bad", "bad", "good"):
+    for number, verdict in enumerate(("good", "good", "good", "bad", "bad", "good")):
         world.run(60.0)
-        tell(world, "n1", verdict)
+        tell(world, "n1", verdict, f"took {number}.5 s")
     assert [e.payload["verdict"] for e in world.log if e.kind == "node_health"] == ["good", "bad", "good"]
     assert listed(world, "n1")["health"]["at"] == world.engine.now
     with pytest.raises(answers.Unanswerable, match="no node 'n77'"):
