@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -81,6 +81,12 @@ def test_every_command_of_the_table_exists_and_explains_itself(name: str, capsys
     assert f"Usage: unicronctl {name}" in capsys.readouterr().out
 
 
+def cpu_seconds_of_children() -> float:
+    """Does not depend on what else the machine does, as the time on the wall would."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
         "import sys; from unicron_ctl.cli import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
@@ -88,9 +94,9 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     )
     took = []
     for _ in range(3):
-        began = time.monotonic()
+        began = cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
-        took.append(time.monotonic() - began)
+        took.append(cpu_seconds_of_children() - began)
         assert done.stdout.splitlines()[-1] == "[]", done.stdout
     assert all(name in done.stdout for name in cli.COMMANDS)
     assert statistics.median(took) < 0.5  # 0.1 s on an idle machine
