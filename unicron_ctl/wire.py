@@ -119,6 +119,7 @@ class Register(Message, tag="register"):
     slots: list[int]
     settings: Settings
     credential: str = ""
+    step: int = 0  # of Slurm: the number of the srun in its batch script
 
 
 class Status(Message, tag="status"):
@@ -232,10 +233,12 @@ class Ping(Message, tag="ping"):
 
 
 class Refused(Message, tag="refused"):
-    """The controller does not accept the last message; `final` means that asking again is useless."""
+    """The controller does not accept the last message; `final` means that asking again is useless, `alone`
+    that the command is to run in a world of its own node."""
 
     reason: str
     final: bool = False
+    alone: bool = False
 
 
 class Break(Message, tag="break"):

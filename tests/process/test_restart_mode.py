@@ -64,20 +64,20 @@ class Plain:
 
 
 def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp_path):
-    plain = Plain(tmp_path, controller.address, "60", 3, PLAIN_BACKEND="gloo", UNICRON_MIN_NODES="2")
+    plain = Plain(tmp_path, controller.address, "60", 2, PLAIN_BACKEND="gloo", UNICRON_MIN_NODES="2")
     try:
-        before = plain.world(3)
+        before = plain.world(2)
         assert "60_0 on n0: restart mode: plain_train.py does not import transition" in plain.job.agents[0].log
-        pids = [plain.steps(element)[-1]["pid"] for element in range(3)]
+        pids = [plain.steps(element)[-1]["pid"] for element in range(2)]
         os.kill(pids[1], signal.SIGKILL)
-        after = plain.world(3, before["generation"])
+        after = plain.world(2, before["generation"])
         assert after["begun"] >= before["step"] and after["port"] != before["port"]
         assert not any(is_alive(pid) for pid in pids), "all processes are new"
-        assert plain.stop() == [0, 0, 0], plain.job.logs
+        assert plain.stop() == [0, 0], plain.job.logs
     finally:
         plain.job.close()
-    last = [plain.steps(element)[-1] for element in range(3)]
-    assert [each["rank"] for each in last] == [0, 1, 2] and len({each["step"] for each in last}) == 1
+    last = [plain.steps(element)[-1] for element in range(2)]
+    assert [each["rank"] for each in last] == [0, 1] and len({each["step"] for each in last}) == 1
     job = controller.job("60")
     assert (job["mode"], job["state"], job["iteration"], job["ended"]["code"]) == ("restart", "ended", -1, 0)
     kinds = [f["kind_of_failure"] for f in controller.events("60", "failure_detected") if f["severity"] == 2]
@@ -161,6 +161,25 @@ def test_a_script_that_fails_at_once_ends_the_job_with_its_traceback(controller,
     log = job.agents[0].log
     assert log.count("ModuleNotFoundError: No module named 'no_such_library'") >= 3 and "Traceback" in log
     assert "the job's own error" in log.splitlines()[-1], log
+
+
+def test_a_step_that_the_others_have_behind_them_runs_alone(controller, tmp_path):
+    """An element that was requeued runs its batch script from the start."""
+    show = "import os; print('world', os.environ['WORLD_SIZE'], flush=True)"
+    job = Job(tmp_path, controller.address, "65", 2, ["sleep", "600"], SLURM_STEP_ID="1")
+    try:
+        wait_for(lambda: controller.job("65").get("state") == "running", lambda: job.logs)
+        job.agents[1].process.kill()
+        job.agents[1].process.wait()
+        job.agents[1].folder.rename(tmp_path / "first")
+        again = job.agents[1] = Agent(job, 1, [sys.executable, "-c", show], SLURM_STEP_ID="0")
+        assert again.wait() == 0 and "\nworld 1\n" in again.log
+        assert (
+            "step 0 of job 65 is over for the other elements, which are at step 1; the job runs unprotected"
+            in again.log
+        )
+    finally:
+        job.close()
 
 
 def test_modes_that_differ_are_refused_with_one_line(controller, tmp_path):

@@ -89,7 +89,10 @@ class Site:
 
     def logs(self) -> str:
         files = [*self.folder.glob("slurm-*.out"), self.folder / "unicrond.log"]
-        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
+        said = [
+            f"{e['job']} {e['kind']}: {e.get('reason', '')}" for e in ask({"kind": "events"}, self.address, timeout=20)
+        ]
+        return "\n".join([*(f"--- {file.name}\n{file.read_text()}" for file in files), "--- events", *said])
 
 
 @pytest.fixture
@@ -104,7 +107,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 @pytest.mark.timeout(240)
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:
     command = ["sbatch", "--parsable", "--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive"]
-    command += ["--wrap", f"srun python {SCRIPT}"]
+    command += [
+        "--wrap",
+        f"srun python -c 'print(\"prepared\")' && srun python {SCRIPT}",
+    ]  # two steps, one after the other
     done = subprocess.run(
         command, cwd=site.folder, env=site.environment, capture_output=True, text=True, timeout=30, check=False
     )
@@ -112,7 +118,7 @@ def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site
     number = done.stdout.strip()
     before = site.world(0)
     assert "restart mode: plain_train.py does not import transition" in site.logs()
-    assert site.job(number)["mode"] == "restart"
+    assert site.job(number)["mode"] == "restart" and site.logs().count("\nprepared\n") == 2
     victim = site.steps(1)[-1]
     assert (before["rank"], victim["rank"]) == (0, 1)
     os.kill(victim["pid"], signal.SIGKILL)

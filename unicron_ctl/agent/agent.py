@@ -87,6 +87,7 @@ class Agent:
         self._last_register = self._last_status = self._last_heard = 0.0
         self._dirty = False
         self.exit_code: int | None = None
+        self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
         self._stop_seconds = STOP_SECONDS
@@ -103,7 +104,7 @@ class Agent:
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        while not self._welcomed and self.exit_code is None and time.monotonic() < deadline:
+        while not self._welcomed and not self.alone and self.exit_code is None and time.monotonic() < deadline:
             if time.monotonic() - self._last_register >= REGISTER_SECONDS:
                 self._register()
             self._serve(0.1)
@@ -336,6 +337,7 @@ class Agent:
                 address=self.place.address,
                 slots=self.place.slots,
                 settings=self.place.settings,
+                step=self.place.step,
                 credential=make_credential(),
             )
         )
@@ -429,8 +431,10 @@ class Agent:
         self._end_if_over(time.monotonic())
 
     def _on_refused(self, message: wire.Refused) -> None:
-        self.refusal = message.reason
-        if message.final:
+        self.refusal, self.alone = message.reason, self.alone or message.alone
+        if message.alone and self._registered:
+            self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
+        elif message.final:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")
         elif self._welcomed:

@@ -102,6 +102,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     agent.close()
     if agent.exit_code is not None:
         return agent.exit_code
+    if agent.alone:
+        return run_unprotected(place.alone(), command, agent.refusal)
     refusal = f" ({agent.refusal})" if agent.refusal else ""
     return run_unprotected(place, command, f"no controller answers at {address}{refusal}")
 

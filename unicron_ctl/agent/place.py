@@ -24,12 +24,17 @@ class Place:
     node: str
     address: str
     settings: Settings
+    step: int = 0
 
     @property
     def slots(self) -> list[int]:
         """The slots of this element's ranks."""
         count = self.settings.ranks_per_node
         return [self.element * count + local for local in range(count)]
+
+    def alone(self) -> Place:
+        """This place of a job that is as large as the node."""
+        return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=1))
 
     def in_mode(self, mode: str, reason: str) -> Place:
         """This place of a job that is healed in this mode."""
@@ -83,6 +88,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
+        step=int(number(environment, "SLURM_STEP_ID", "0", least=0)),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job),
             user=environment.get("SLURM_JOB_USER") or getpass.getuser(),

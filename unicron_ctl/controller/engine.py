@@ -10,12 +10,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from detector.classify import Classifier
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, peers, restarting
+from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, peers, restarting, steps
 from unicron_ctl.controller.cluster import Cluster
 from unicron_ctl.controller.fold import fold
 from unicron_ctl.controller.ledger import JobLedger
@@ -134,14 +132,24 @@ class Engine:
             view.suspect_since = self.now
             self.send(view.route, wire.Ping())
 
+    def forget(self, job: str) -> None:
+        """What is known for now of a job that is over."""
+        for element in self._of_job.pop(job, {}):
+            self.agents.pop((job, element), None)
+        for memory in (self.ledgers, self.watches, self.peers, self.disturbed_until, self.kept_waiting):
+            memory.pop(job, None)
+
     def _on_register(self, route: tuple[bytes, ...], message: wire.Register) -> None:
+        if refused := steps.turn_away(self, message):
+            self.send(route, refused)
+            return
         job = self.state.jobs.get(message.job)
         problem = _register_problem(message, job)
         if problem:
             self.send(route, wire.Refused(reason=problem, final=True))
             return
         if job is None:
-            self.emit("job_registered", message.job, settings=msgspec.to_builtins(message.settings))
+            steps.begin(self, message)
             job = self.state.jobs[message.job]
         if job.ended:
             self.send(route, wire.End(code=job.ended["code"], reason=job.ended["reason"]))
@@ -213,9 +221,8 @@ class Engine:
         if message.leaving:
             failures.on_leaving(self, job, view, message.leaving)
         for slot, rank in view.ranks.items():
-            if rank.state in ("waiting", "entering", "running") and job.slot(slot).ready != Identity(
-                view.agent, rank.incarnation
-            ):
+            ready = rank.state in ("waiting", "entering", "running") and not job.restart_mode  # a program says nothing
+            if ready and job.slot(slot).ready != Identity(view.agent, rank.incarnation):
                 self.emit("rank_ready", job.job, slot=slot, agent=view.agent, incarnation=rank.incarnation)
         if (
             news or was_gone or message.leaving

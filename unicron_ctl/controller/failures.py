@@ -143,11 +143,14 @@ def _died(engine: Engine, job: JobState, view: AgentView, slot: int, status: Ran
     text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
     verdict = engine.classifier.exit(end.code, "\n".join(part for part in (text, end.last_line) if part), end.oom)
     verdict = engine.node_events.note(view, end.code, end.at, status.pid, verdict)
+    verdict = restarting.reading(job, verdict, end)
     decision, memory = restarting.consequence(engine, job, verdict, end), None
     if decision is None:
         decision, memory = judge(engine, job, slot, verdict, end.lived)
     identity = Identity(view.agent, status.incarnation)
     quick = known.quick_deaths + 1 if known.ready != identity and end.lived <= config.quick_death_seconds else 0
+    if memory is None:
+        quick = known.quick_deaths  # it was not its own doing
     action, reason = decision.action, decision.reason
     if quick >= config.quick_deaths and action == RESTART:
         action = END

@@ -76,7 +76,10 @@ _DECISIONS = {
 # ---------------------------------------------------------------- the cluster
 def _job_registered(state: ClusterState, event: Event) -> None:
     settings = msgspec.convert(event.payload["settings"], Settings)
-    state.jobs[event.job] = JobState(event.job, settings, event.time, since=event.time)
+    step = event.payload.get("step", 0)
+    if event.job in state.jobs:  # its next step: the plan has forgotten it
+        state.plan_inputs = ""
+    state.jobs[event.job] = JobState(event.job, settings, event.time, since=event.time, step=step)
 
 
 def _slurm_action(state: ClusterState, event: Event) -> None:

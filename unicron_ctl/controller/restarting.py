@@ -7,6 +7,7 @@ of those that are there, and there is no boundary at which a node could join. Wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from detector.escalation import REATTEMPT, Decision
@@ -50,6 +51,13 @@ def exhausted(job: JobState) -> str:
     last = job.failures[-1]["reason"] if job.failures else ""
     short = f"the world broke {job.restarts} times in a row within {STEADY_SECONDS:.0f} s of its start"
     return f"{short}, the last time because: {last}" if last else short
+
+
+def reading(job: JobState, verdict: Verdict, end: Exit) -> Verdict:
+    """The verdict, with this knowledge: an exit status that no rule knows is the plain program's own word."""
+    if job.restart_mode and verdict.scope == "unknown" and 0 < end.code < 128:
+        return replace(verdict, scope="application")
+    return verdict
 
 
 def consequence(engine: Engine, job: JobState, verdict: Verdict, end: Exit) -> Decision | None:

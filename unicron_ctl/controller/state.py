@@ -57,7 +57,8 @@ class AgentRecord:
 class JobState:
     """One job. `generation` is the highest number ever used. `plan` is the generation that its members are in or enter,
     `offer` the boundary plan that is outstanding. `lost` are the members that the present Break goes on without.
-    `restarts`: losses in a row, and `steady` the last generation that has proved itself, in restart mode."""
+    `restarts`: losses in a row, and `steady` the last generation that has proved itself, in restart mode. `step`: the
+    Slurm step that trains."""
 
     job: str
     settings: Settings
@@ -90,6 +91,7 @@ class JobState:
     ledger_violations: int = 0
     restarts: int = 0
     steady: int = 0
+    step: int = 0
 
     @property
     def restart_mode(self) -> bool:

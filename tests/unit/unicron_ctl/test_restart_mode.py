@@ -368,6 +368,86 @@ def test_all_agents_of_a_job_are_in_the_same_mode():
     assert "--unicron-mode=restart" in refused.reason
 
 
+def test_a_program_that_ends_with_a_status_of_its_own_costs_no_node():
+    slurm = FakeSlurm(1)
+    slurm.submit("1", 1)
+    world = World(slurm)
+    (agent,) = start(world, nodes=1)
+    for _ in range(4):
+        world.run(3)
+        if world.job().ended:
+            break
+        agent.die(0, code=3, lived=1.0, last_line="usage: program FILE")
+    assert world.job().ended["code"] == 3 and "usage: program FILE" in world.job().ended["reason"]
+    assert slurm.node_states["n1"] == {"IDLE"}
+
+
+def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
+    world = World()
+    agents = start(world, nodes=2)
+
+    def register(element: int, step: int, mode: str = "restart") -> PlainAgent:
+        agent = PlainAgent(world, "1", element, f"n{element + 1}", mode=mode, nodes=2, name=f"{element} in {step}")
+        message = wire.Register(
+            job="1",
+            element=element,
+            agent=agent.agent,
+            node=agent.node,
+            address="127.0.0.1",
+            slots=agent.slots,
+            settings=agent.settings,
+            step=step,
+        )
+        agent.obedient = False  # it would ask once more
+        world.to_engine(agent, message)
+        agent.obedient = True
+        return agent
+
+    early = register(0, 1)
+    world.agents.remove(early)
+    assert [m.final for m in early.heard if isinstance(m, wire.Refused)] == [False], "step 0 still runs"
+    for agent in agents:
+        agent.set(agent.element, state="finished")
+    world.run(1)
+    assert world.job().ended and not any(isinstance(m, wire.Welcome) for m in early.heard)
+    world.agents.clear()
+    second = [register(element, 1, "session") for element in range(2)]
+    for agent in second:
+        agent.ready()
+    world.run(1)
+    assert world.job().phase == "running" and world.job().step == 1 and world.job().settings.mode == "session"
+    requeued = register(1, 0)
+    (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refused)]
+    assert refused.alone and "over for the other elements, which are at step 1" in refused.reason
+    assert world.job().phase == "running" and world.job().agents[1].agent == second[1].agent
+    world.check_replay()
+
+
+def test_the_next_step_keeps_its_nodes():
+    slurm = FakeSlurm(2)
+    slurm.submit("1", 2)
+    world = World(slurm)
+    agents = start(world, nodes=2)
+    world.run(3)
+    for agent in agents:
+        agent.set(agent.element, state="finished")
+    assert world.job().ended
+    world.agents.clear()
+    for element in range(2):
+        agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=2)
+        settings = {"settings": agent.settings, "slots": agent.slots, "step": 1}
+        world.to_engine(
+            agent,
+            wire.Register(
+                job="1", element=element, agent=agent.agent, node=agent.node, address="127.0.0.1", **settings
+            ),
+        )
+        agent.status()
+    world.run(5)
+    assert world.job().phase == "running" and len(world.job().members) == 2
+    assert world.job().allotted == [0, 1] and not world.job().leaving
+
+
 def test_observe_mode_lets_a_newcomer_wait():
     world = World(observe=True)
     for element in range(2):
