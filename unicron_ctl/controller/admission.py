@@ -78,7 +78,8 @@ class Gate:
         engine = self._engine
         known = engine.state.nodes.get(node) or NodeState()
         last = known.paired if source == "pair-test" else known.health
-        self._heard[node] = engine.now
+        if source != "pair-test":
+            self._heard[node] = engine.now
         news = last is None or _gist(last.verdict, last.reason) != _gist(verdict, reason)
         if news or known.downed or known.unverified or source == "pair-test" or engine.now - last.at >= REFRESH_SECONDS:
             engine.emit("node_health", node=node, source=source, verdict=verdict, reason=reason, checked_at=at)

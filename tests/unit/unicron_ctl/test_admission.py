@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from detector.escalation import Decision, Fault
+from detector.severity import Severity
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
 from unicron_ctl import admission
 from unicron_ctl.commands import tables
@@ -230,6 +232,18 @@ def test_what_is_set_down_is_a_suspect_until_a_paired_test_clears_it() -> None:
     node = listed(world, "n2")
     assert not node["suspect"] and node["pair_test"]["verdict"] == "good" and node["health"]["source"] == "interval"
     world.check_replay()
+
+
+def test_two_moments_of_hardware_faults_make_a_suspect() -> None:
+    world = World(FakeSlurm(2))
+    world.run(1.5)
+    decision = Decision(Severity.SEV2, "restart", "why")
+    for ago, shown in ((100.0, False), (50.0, True)):
+        fault = Fault(world.now - ago, "1", 0, "n1", "gpu_lost", "hardware", Severity.SEV2)
+        world.engine.state.history.record(fault, decision)
+        assert bool(listed(world, "n1")["suspect"]) == shown
+    tell(world, "n1", "good", source="pair-test")
+    assert not listed(world, "n1")["suspect"] and listed(world, "n1")["health"] is None
 
 
 def test_the_log_holds_news_only() -> None:

@@ -10,6 +10,7 @@ import pytest
 from detector.pair_probe import MARK, added, numbers, ports
 from detector.paired import Outcome
 from unicron_ctl import pairs
+from unicron_ctl.commands import pair_test
 from unicron_ctl.commands.pair_test import as_data
 from unicron_ctl.errors import UserError
 from unicron_ctl.slurm.client import NodeInfo
@@ -143,6 +144,14 @@ def test_a_bad_suspect_is_proven_bad_beside_a_witness_that_round_1_proved() -> N
     assert list(found.judgement.bad) == ["n3"] and "wrong sum" in found.why_bad("n3")
     assert found.judgement.good == ("n1", "n2", "n4")
     json.dumps(as_data(found, {}))
+
+
+def test_people_are_told_who_is_bad_and_what_to_do(capsys) -> None:
+    pair_test._print(play(["n1", "n2", "n3"], ["n4"], bad=["n3"]), {}, "no controller answers")
+    said = capsys.readouterr()
+    assert "n3 is bad: failed in round 1 and again beside" in said.out and "wrong sum" in said.out
+    assert "unicronctl pair-test --nodes n3 --drain" in said.out and "good: n1 n2 n4" in said.out
+    assert "no speeds were compared" in said.out and "not told: no controller answers" in said.err
 
 
 def test_a_bad_helper_does_not_condemn_the_suspect() -> None:
