@@ -64,10 +64,11 @@ def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
     that sleeps there for ever. And no node or rank is odd among its peers meanwhile: all are on this machine."""
     wanted = faults(
         {"slot": 2, "iteration": 2, "at": "fetch", "kind": "hang"},
-        {"slot": 1, "iteration": 25, "at": "outside", "kind": "hang"},
-        {"slot": 0, "iteration": 50, "at": "outside", "kind": "sleep", "delay": 1000},
+        {"slot": 1, "iteration": "any", "at": "outside", "kind": "hang", "file": "strike.1"},
+        {"slot": 0, "iteration": "any", "at": "outside", "kind": "sleep", "delay": 1000, "file": "strike.0"},
     )
     settings = "hang_floor_seconds = 1.0\nhang_idle_seconds = 6.0\nmetrics_seconds = 1.0\n"
+    settings += "lease_periods = 10.0\nreport_timeout = 30.0\n"  # this test is about hangs, and the machine may be busy
     with RealJob(
         tmp_path, 3, settings, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02", TINY_FAULT=wanted
     ) as job:
@@ -75,21 +76,24 @@ def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
         def hung(slot: int) -> dict:
             return next((f for f in job.status()["failures"] if f["slots"] == [slot] and f["kind"] == "hang"), {})
 
-        def whole() -> bool:
-            return job.job()["members"] == [0, 1, 2] and job.job()["state"] == "running"
+        def trains(least: int = 0) -> bool:
+            found = job.job()
+            whole = found is not None and found["members"] == [0, 1, 2] and found["state"] == "running"
+            return whole and found["iteration"] >= least
 
-        for slot, iteration, word in (
-            (2, 2, "its process is stopped by a signal"),
-            (1, 25, "its process is stopped by a signal"),
-            (0, 50, "it does nothing there, and no rank was outside for more than"),
+        for slot, word in (
+            (2, "its process is stopped by a signal"),
+            (1, "its process is stopped by a signal"),
+            (0, "it does nothing there, and no rank was outside for more than"),
         ):
+            (tmp_path / f"strike.{slot}").touch()
             found = job.wait(lambda slot=slot: hung(slot), f"the hang of slot {slot}")
-            struck = float((tmp_path / f"fault.{slot}.0.{iteration}").read_text())
+            (struck,) = tmp_path.glob(f"fault.{slot}.0.*")
             assert word in found["reason"] and found["severity"] == 2, found
-            assert found["detected_at"] - struck < 45, "far from the 600 s of a checkpoint or a first iteration"
-            job.wait(whole, "it trains with three again")
-        before = job.job()["iteration"]
-        job.wait(lambda: job.job()["iteration"] > before + 5, "it trains on")
+            assert found["detected_at"] - float(struck.read_text()) < 45, "far from the 600 s of a checkpoint"
+            job.wait(trains, "three are in it again")
+            before = job.job()["iteration"]
+            job.wait(lambda before=before: trains(before + 16), "it trains on with three")
         assert len(job.events("failure_detected")) == 3 and job.job()["ledger_violations"] == 0
         measured = {node["node"]: node["metrics"] for node in job.ask("nodes")}
         assert all(values["memory_used"] > 0 and values["file_latency"] > 0 for values in measured.values()), measured

@@ -8,7 +8,8 @@ whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, for a check
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
 the next iteration; "enter" a generation's groups are built; "world" its world is there, the other groups are not;
 "entered" the groups are there; "transfer" of the state to newcomers; "import". With `recovery` n in place of `count`:
-the first time after n recoveries. `iteration` "any" is any but the time before the first.
+the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only once that
+file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -51,6 +52,7 @@ def point(name: str) -> None:
     """A place where a fault may be wanted."""
     for fault in FAULTS:
         due = fault["recovery"] == now["entered"] if "recovery" in fault else fault.get("count", 0) == now[name]
+        due = due and ("file" not in fault or (OUT / fault["file"]).exists())
         if due and fault["at"] == name and fault["iteration"] in (now["iteration"], "any" if BEGUN else None):
             FAULTS.remove(fault)
             strike(fault)

@@ -165,9 +165,10 @@ class JobWatch:
 
 
 def standing(job: JobView) -> Standing | None:
-    """Where the job stands; None when its iteration is not to be judged: it recovers, forms, grows, shrinks or ends."""
+    """Where the job stands; None when its iteration is not to be judged: it forms, recovers, ends, or members enter
+    another generation."""
     state = job.state
-    if state.phase != "running" or state.plan is None or not state.members:
+    if state.phase not in ("running", "offering") or state.plan is None or not state.members:
         return None
     statuses = {slot: job.status(slot) for slot in state.members}
     for slot, status in statuses.items():

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, World
+from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl import wire
 from unicron_ctl.controller.resume import deal
 
@@ -406,6 +406,21 @@ def test_a_job_that_recovers_or_grows_is_not_judged(trained):
     trained.agents[1].die(1)
     trained.run(8)
     assert trained.job("1").phase == "breaking" and not events(trained, "hang")
+
+
+def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
+    newcomer = FakeAgent(trained, "1", 3, "n4")
+    newcomer.register()
+    newcomer.ready()
+    trained.run(0.5)
+    assert trained.job("1").phase == "offering"
+    train(trained, 1)
+    hang(trained, [1])
+    trained.run(3 * USUAL + 0.5)
+    assert [e.payload["slots"] for e in events(trained, "failure_detected")] == [[1]]
+    trained.run(1.5)
+    assert sent(trained, wire.Break)[0].lost == [1]
+    trained.check_replay()
 
 
 def test_observe_mode_only_says_it(trained):
