@@ -1,0 +1,159 @@
+"""How a job's mode is chosen, and what the agent does for plain programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl import wire
+from unicron_ctl.agent.main import import_folders
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
+from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
+from unicron_ctl.agent.ranks import last_words
+from unicron_ctl.errors import UserError
+
+
+# ---------------------------------------------------------------- which mode
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("import transition\n", "session"),
+        ("import os, transition as t\n", "session"),
+        ("import os as o, transition.session\n", "session"),
+        ("def main():\n    from transition import Session\n", "session"),
+        ("from transition.session import Session\n", "session"),
+        ("import torch\n# import transition some day\n", "restart"),
+        ("import transitions\nfrom transition_models import x\n", "restart"),
+        ("from . import transition\n", "restart"),
+        ("print('import transition')\n", "restart"),
+        ("", "restart"),
+    ],
+)
+def test_the_text_of_the_script_chooses(tmp_path, text, mode):
+    (tmp_path / "train.py").write_text(text)
+    assert choose_mode("auto", "", ["python", "-u", "train.py", "--lr", "1"], tmp_path, [tmp_path]).name == mode
+
+
+def test_modules_code_and_other_programs(tmp_path):
+    package = tmp_path / "lib" / "mine"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("import transition\n")
+    (package / "__main__.py").write_text("import torch\n")
+    (tmp_path / "other.py").write_text("import transition\n")
+
+    def chosen(*command: str) -> Mode:
+        folders = import_folders(command, str(tmp_path), str(tmp_path / "lib"))
+        return choose_mode("auto", "", command, tmp_path, folders)
+
+    assert chosen("python3.11", "-m", "mine.train") == Mode("session", "-m mine.train imports transition")
+    assert chosen("python", "-m", "mine") == Mode("restart", "-m mine does not import transition")
+    assert chosen("python", "-m", "torch.distributed.run", "other.py").reason.startswith("module torch.distributed.run")
+    assert chosen("python", "-c", "import transition").name == "session"
+    assert chosen("python", "-c", "pass", "other.py").name == "restart", "the code runs, not what follows it"
+    assert chosen("nice", "-n", "5", "python", "other.py").name == "session"
+    assert chosen("bash", "-c", "python gone.py") == Mode("restart", "bash is no Python script")
+    assert chosen("python", "-m").name == "restart"
+
+
+def test_what_was_said_goes_before(tmp_path):
+    assert asked_mode(None, {}) == ("auto", "")
+    assert asked_mode("restart", {"UNICRON_MODE": "session"}) == ("restart", "--mode")
+    asked = asked_mode(None, {"UNICRON_MODE": "session"})
+    assert choose_mode(*asked, ["hostname"], tmp_path, []) == Mode("session", "UNICRON_MODE=session")
+    with pytest.raises(UserError, match="UNICRON_MODE='fast': write auto, session or restart"):
+        asked_mode(None, {"UNICRON_MODE": "fast"})
+
+
+def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
+    from unicron_ctl.agent.main import check_command
+
+    (tmp_path / "detector.py").write_text("")
+    script = Path(tmp_path, "train.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNICRON_MODE", raising=False)
+    script.write_text("import detector\n")
+    assert check_command(["python3", "train.py"]).name == "restart"
+    script.write_text("import detector, transition\n")
+    with pytest.raises(
+        UserError, match="hides unicron's package 'detector': rename it, or run with --unicron-mode=restart"
+    ):
+        check_command(["python3", "train.py"])
+
+
+# ---------------------------------------------------------------- the agent's parts
+def test_the_world_of_a_plan_is_torchruns():
+    place = read_place(
+        {
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "5",
+            "UNICRON_RANKS_PER_NODE": "2",
+            "UNICRON_NODE_ADDRESS": "a",
+        }
+    )
+    plan = wire.Plan(generation=3, members=[2, 3, 10, 11, 14, 15], store="10.0.0.1:20123", prefix="")
+    assert world_of(plan, place).environment(1) == {
+        "RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "20123",
+    }
+
+
+def test_ports_are_free_and_new_each_time():
+    port = FreePort()
+    seen = []
+    for _ in range(50):
+        port.start()
+        seen.append(port.port)
+    port.close()
+    assert len(set(seen)) == 50 and all(20000 <= each < 32000 for each in seen) and port.port is None
+
+
+def test_a_slot_waits_runs_and_waits_again():
+    rank = PlainRank(4, 0, ["sleep", "600"])
+    rank.start(0)
+    assert (rank.status.state, rank.alive) == ("waiting", False)
+    rank.enter(3, {"PATH": "/usr/bin:/bin"})
+    assert (rank.status.state, rank.status.generation, rank.alive) == ("running", 3, True)
+    assert not rank.break_(2), "an order about an older world"
+    assert rank.break_(3) and not rank.break_(3), "the second copy of the order changes nothing"
+    rank.told = True
+    rank.kill()
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert (rank.status.state, rank.status.broken, rank.status.incarnation, rank.status.exit) == ("waiting", 3, 0, None)
+    rank.enter(5, {"PATH": "/usr/bin:/bin"})
+    rank.kill()
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert rank.status.state == "exited" and rank.status.exit.code == -9
+    assert not rank.break_(5) and rank.status.state == "exited", "only the controller's order starts it again"
+    rank.start(1)
+    assert not rank.break_(5) and (rank.status.state, rank.status.broken) == ("waiting", 5)
+
+
+def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended():
+    rank = PlainRank(0, 0, ["true"])
+    rank.start(0)
+    rank.enter(1, {"PATH": "/usr/bin:/bin"})
+    assert rank.child.ended(10.0)
+    rank.collect()
+    assert rank.status.state == "finished"
+    rank.break_(1)
+    assert (rank.status.state, rank.status.broken) == ("waiting", 1)
+    gone = PlainRank(0, 0, ["/nonexistent/program"])
+    gone.start(0)
+    gone.enter(1, {})
+    assert gone.status.state == "exited" and gone.status.exit.code == 127
+
+
+def test_the_line_that_tells_why():
+    assert last_words("Traceback\n  File x\nValueError: no\nframe #0: c10::f() (0x12 in libc10.so)") == "ValueError: no"
+    assert last_words("[rank1]: torch.OutOfMemoryError: CUDA\n[W] destroy_process_group() was not called").endswith(
+        "CUDA"
+    )
+    assert last_words("killed by somebody") == "killed by somebody" and last_words("") == ""
