@@ -26,32 +26,39 @@ OTHER_SECTIONS = ("severity", "planner", "health")
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [controller]; all times are in seconds.
 
-    heartbeat_period: between two messages of an agent without news. lease_periods: so many of them without a message
-    and the node counts as lost. forming_settle_seconds: how long a job waits for further nodes before it starts.
-    public_key: encrypt all traffic with the controller that has its secret (`unicrond --make-key`).
-    offer_delay: newcomers are taken in together when they come within it. fault_grace: how long a rank that stopped by
-    itself waits for the cause to show (its peers die of its death). report_timeout, enter_timeout: how long a survivor
-    may take to stop, a member to enter. hint_grace: how long an agent whose end Slurm reported may take to prove that
-    it lives. restart_grace: how long agents may take to come back after the controller was restarted. repeat_seconds:
-    between two copies of an order that was not obeyed yet. allow_inject: let `unicronctl inject` break jobs on purpose.
-    monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is taken for hung sooner.
-    hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may take.
-    hang_idle_seconds: the same for a process that does nothing meanwhile, where that code was short so far.
-    first_iteration_seconds: how long a job's first iteration may take (it compiles, opens its data).
-    metrics_seconds: between two rounds of metrics that nodes and ranks are compared by; 0 for none. metrics_directory:
-    whose latency is measured on each node, by default a local one.
-    admission: a node that was set down comes back after passing its health checks: "require" them, "prefer" them (after
-    admission_seconds without any it comes back unverified), "off".
-    stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. regroup_seconds,
-    restart_seconds, isolate_seconds: how long an action may take before it has failed and the next severity follows:
-    all train again; a started process takes part; a node is down in Slurm and its element runs elsewhere.
-    max_isolated_nodes, max_isolated_share, max_isolated_job_share, isolation_window_seconds: without an admin, living
-    nodes are set down only while those set down within the window are at most so many, or this share of the cluster if
-    that is more, and at most this share of the job's own nodes (one is always allowed). join_after_seconds,
-    checkpoint_seconds: in restart mode newcomers are taken in together when none has come for so long; how often
-    scripts save their state. mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all sizes at which the job
-    (or an earlier one of its name) has run, "linear" trusts one size and scales it. act_on_node_events: isolate a node
-    on the word of its kernel alone; false records it only.
+    Connections
+        public_key: encrypt all traffic with the controller that has its secret (`unicrond --make-key`).
+        heartbeat_period: between two messages of an agent without news; lease_periods: so many of them without a
+        message and the node counts as lost. hint_grace: how long an agent whose end Slurm reported may take to prove
+        that it lives; restart_grace: how long agents may take to come back after the controller was restarted.
+        repeat_seconds: between two copies of an order that was not obeyed yet.
+    Generations
+        forming_settle_seconds: how long a job waits for further nodes before it starts. offer_delay: newcomers are
+        taken in together when they come within it. fault_grace: how long a rank that stopped by itself waits for the
+        cause to show (its peers die of its death). report_timeout, enter_timeout: how long a survivor may take to
+        stop, a member to enter. join_after_seconds: in restart mode newcomers are taken in together when none has
+        come for so long; checkpoint_seconds: how often such scripts save their state.
+    Monitoring
+        monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is taken for hung sooner.
+        hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may
+        take; hang_idle_seconds: the same for a process that does nothing meanwhile, where that code was short so far.
+        first_iteration_seconds: how long a job's first iteration may take (it compiles, opens its data).
+        stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. metrics_seconds:
+        between two rounds of metrics that nodes and ranks are compared by, 0 for none; metrics_directory: whose
+        latency is measured on each node, by default a local one.
+    Actions
+        regroup_seconds, restart_seconds, isolate_seconds: how long an action may take before it has failed and the
+        next severity follows: all train again; a started process takes part; a node is down in Slurm and its element
+        runs elsewhere. max_isolated_nodes, max_isolated_share, max_isolated_job_share, isolation_window_seconds:
+        without an admin, living nodes are set down only while those set down within the window are at most so many,
+        or this share of the cluster if that is more, and at most this share of the job's own nodes (one is always
+        allowed). act_on_node_events: isolate a node on the word of its kernel alone; false records it only.
+        admission: a node that was set down comes back after passing its health checks: "require" them, "prefer" them
+        (after admission_seconds without any it comes back unverified), "off". allow_inject: let `unicronctl inject`
+        break jobs on purpose.
+    Planning
+        mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all
+        sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales it.
     """
 
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"

@@ -61,7 +61,9 @@ def perform(
         raise NotInjected(f"job {job.job} is in restart mode, its ranks are plain programs: rank-kill breaks them, too")
     if not dry_run:
         logged = {key: done[key] for key in ("fault", "slot", "node", "seconds")}
-        event = engine.emit("injected", job.job, job.generation, **logged, reason=f"{fault} into slot {slot} on {agent.node}")
+        event = engine.emit(
+            "injected", job.job, job.generation, **logged, reason=f"{fault} into slot {slot} on {agent.node}"
+        )
         done["event"] = event.id
         incarnation = agent.ranks[slot].incarnation
         if inject.FAULTS[name][0] != "command":

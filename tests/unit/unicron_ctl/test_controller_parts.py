@@ -70,7 +70,6 @@ def test_a_damaged_a_locked_and_a_foreign_log_give_one_clear_line(tmp_path):
 def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path):
     store = Store(tmp_path / "events.sqlite")
     kinds = ["entered", *["step"] * 100, "break", *["step"] * 5, "", *["step"] * 5]
-    jobs = ["1" if kind else "2" for kind in kinds]
     store.append(
         Event(number, float(number), "1" if kind else "2", 1, kind or "plan", {})
         for number, kind in enumerate(kinds, 1)
