@@ -1,0 +1,159 @@
+"""The controller's decisions with a Slurm: lost nodes, spares, nodes that come back, elements held and released."""
+
+from __future__ import annotations
+
+from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+
+
+def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
+    slurm = FakeSlurm(nodes)
+    world = World(slurm)
+    for job, count, _ in jobs:
+        slurm.submit(job, count)
+    for job, count, weight in jobs:
+        follow(world, job, count, weight)
+    world.run(0.6)
+    for agent in world.agents:
+        agent.ready()
+    world.run(3.0)
+    return world, slurm
+
+
+def follow(world: World, job: str, count: int, weight: float = 1.0) -> list[FakeAgent]:
+    """Agents start where Slurm runs elements and end where it does not."""
+    fresh = []
+    for agent in world.agents:
+        entry = world.slurm.queue[agent.job, agent.element]
+        if agent.job == job and (entry["state"] != "RUNNING" or entry["node"] != agent.node):
+            agent.silent = True
+    for (owner, element), entry in world.slurm.queue.items():
+        here = [
+            a
+            for a in world.agents
+            if a.job == job and a.element == element and a.node == entry["node"] and not a.silent
+        ]
+        if owner == job and entry["state"] == "RUNNING" and not here and entry["node"] not in world.dead_nodes:
+            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
+            agent.register()
+            fresh.append(agent)
+    return fresh
+
+
+def power_off(world: World, node: str) -> None:
+    world.dead_nodes.add(node)
+    for agent in world.agents:
+        if agent.node == node:
+            agent.silent = True
+
+
+def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
+    world, slurm = on_slurm(4, ("1", 3, 1.0))
+    assert world.job().phase == "running" and len(world.job().members) == 3
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.reasons["n2"] == "unicron[node_problem]: lost heartbeat of 1_1"
+    assert ("pin", "1", 1, "n4") in slurm.calls
+    assert slurm.queue["1", 1]["node"] == "n4"
+    assert world.job().plan.members == [0, 2], "the survivors did not wait for Slurm"
+    for agent in follow(world, "1", 3):
+        agent.ready()
+    world.run(0.6)
+    for agent in world.agents:
+        agent.take_offer()
+    assert sorted(world.job().members) == [0, 1, 2]
+    failure = world.job().failures[-1]
+    assert failure["severity"] == 1 and failure["restored_at"] and len(failure["actions"]) == 2
+    world.check_replay()
+
+
+def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
+    world, slurm = on_slurm(4, ("1", 2, 2.0), ("2", 2, 1.0))
+    for _ in range(3):
+        world.iterate("1", world.job("1").iteration + 1)
+        world.iterate("2", world.job("2").iteration + 1)
+    world.run(2.0)
+    assert world.engine.state.assignment == {"1": 2, "2": 2}
+    power_off(world, "n1")
+    world.run(3.5)
+    assert world.engine.state.assignment == {"1": 2, "2": 1}
+    assert world.job("2").phase == "offering" and world.job("2").leaving == [1]
+    assert slurm.queue["2", 1]["state"] == "RUNNING", "it trains until the boundary"
+    for agent in world.agents:
+        agent.take_offer()
+    world.run(2.0)
+    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith(
+        "unicron"
+    )
+    assert slurm.queue["1", 0]["state"] == "RUNNING" and slurm.queue["1", 0]["node"] == "n4"
+    order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
+    assert order == ["pin", "requeue_hold", "start_now"]
+    assert sorted(world.job("2").members) == [0] and world.job("2").phase == "running"
+    world.check_replay()
+
+
+def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.queue["1", 1]["state"] == "PENDING"
+    world.dead_nodes.clear()
+    slurm.starts["n2"] = world.now
+    world.run(3.0)
+    assert ("resume", "", -1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n2"
+    assert not world.engine.state.nodes["n2"].downed
+
+
+def test_a_node_that_others_drained_is_left_alone():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    slurm.node_states["n2"], slurm.reasons["n2"] = {"IDLE", "DRAIN"}, "bad fan"
+    world.run(2.0)
+    power_off(world, "n2")
+    world.run(3.0)
+    assert slurm.reasons["n2"] == "bad fan" and not [c for c in slurm.calls if c[0] in ("down", "resume")]
+    assert any("left as it is" in text for text in world.job().failures[-1]["actions"])
+
+
+def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    agent = next(a for a in world.agents if a.element == 1)
+    agent.silent = True
+    world.run(4.0)
+    assert ("requeue", "1", 1, "n2") in slurm.calls and not [c for c in slurm.calls if c[0] == "down"]
+    assert slurm.queue["1", 1]["state"] == "RUNNING" and slurm.queue["1", 1]["node"] == "n2"
+    assert world.job().failures[-1]["severity"] == 2
+
+
+def test_no_answer_of_slurm_is_never_read_as_clean():
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    slurm.refuse = "squeue: no answer"
+    before = len(slurm.calls)
+    world.run(6.0)
+    power_off(world, "n3")
+    world.run(5.0)
+    assert world.job().plan.members == [0, 1], "training goes on without Slurm"
+    assert [c for c in slurm.calls[before:] if c[0] != "down"] == []
+    assert [e.payload["reason"] for e in world.log if e.kind == "slurm_error"] == ["squeue: no answer"]
+    slurm.refuse = ""
+    world.run(3.0)
+    assert [e.kind for e in world.log].count("slurm_back") == 1
+
+
+def test_elements_that_the_plan_has_no_node_for_are_held_and_those_of_an_ended_job_cancelled():
+    world, slurm = on_slurm(3, ("1", 5, 1.0))
+    assert slurm.queue["1", 4]["reason"] == "JobHeldAdmin"
+    for agent in world.agents:
+        agent.set(agent.slots[0], state="finished", iteration=99, phase="stepped")
+    world.run(2.0)
+    assert world.job().ended["code"] == 0 and slurm.queue["1", 4]["state"] == "CANCELLED"
+
+
+def test_observe_mode_asks_nothing_of_slurm():
+    slurm = FakeSlurm(3)
+    world = World(slurm, observe=True)
+    slurm.submit("1", 4)
+    follow(world, "1", 4)
+    for agent in world.agents:
+        agent.ready()
+    world.run(4.0)
+    assert world.job().phase == "running" and slurm.calls == []
+    assert [e.payload["would"] for e in world.log if e.kind == "observed"] == ["hold 1_3"]
