@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from detector.escalation import State
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
-from tests.unit.unicron_ctl.test_controller_engine import follow
+from tests.unit.unicron_ctl.test_controller_slurm import follow
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig, problems
 from unicron_ctl.controller.deadlines import pending
