@@ -32,8 +32,8 @@ def perform(
 ) -> dict[str, Any]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
-    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and "event" where it was not a dry run. A fault
-    that the command itself carries out (a node's power) is only logged here.
+    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and "event" where it was not a dry run.
+    A fault that the command itself carries out (a node's power) is only logged here.
     """
     if not engine.config.allow_inject:
         raise NotInjected(
