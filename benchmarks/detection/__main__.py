@@ -32,9 +32,13 @@ NODES, LEARNED = 2, 13  # iterations after which a deadline is known
 
 def trains(job: RealJob, more: int = LEARNED) -> None:
     """Both nodes train again, and the deadline is learned."""
-    job.wait(
-        lambda: job.job() and job.job()["members"] == list(range(NODES)) and job.job()["state"] == "running", "training"
-    )
+
+    def whole(now: dict[str, Any] | None) -> bool:
+        """All are in it, and not because the last failure has only just been seen."""
+        healed = now is not None and (now["last_failure"] is None or now["last_failure"]["stepped_at"])
+        return bool(healed) and now["members"] == list(range(NODES)) and now["state"] == "running"
+
+    job.wait(lambda: whole(job.job()), "training")
     before = job.job()["iteration"]
     job.wait(lambda: job.job()["iteration"] >= before + more, "iterations")
 
