@@ -52,19 +52,19 @@ def rounds(world: World, count: int, change: dict[str, dict[str, float]] | None 
     rng = random.Random(len(world.log))
     for _ in range(count):
         metrics(world, rng, change, host)
-        world.run(10.0)
+        world.run(2.0)
 
 
 @pytest.fixture
 def world():
-    made = World(hang_floor_seconds=1000.0, first_iteration_seconds=1e6)
+    made = World(hang_floor_seconds=1000.0, first_iteration_seconds=1e6, metrics_seconds=2.0)
     made.start_job(nodes=6)
     rounds(made, 1)
     return made
 
 
 def test_agents_are_told_how_often(world):
-    assert [m.metrics_seconds for m in sent(world, wire.Welcome)] == [10.0] * 6
+    assert [m.metrics_seconds for m in sent(world, wire.Welcome)] == [2.0] * 6
 
 
 def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done(world):
@@ -127,7 +127,7 @@ def test_a_rank_whose_memory_grows_is_named_by_slot(world):
         agent = world.agents[4]
         ranks = {4: {"rank_cpu": 1.0, "rank_memory": 6e9 + 1e9 * turn}}
         world.to_engine(agent, wire.Metrics(job="1", element=4, agent=agent.agent, host="x", ranks=ranks))
-        world.run(10.0)
+        world.run(2.0)
     (anomaly,) = [event.payload for event in events(world, "anomaly")]
     assert anomaly["slot"] == 4 and anomaly["node"] == "n5" and anomaly["metric"] == "rank_memory"
 
