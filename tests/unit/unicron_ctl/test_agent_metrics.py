@@ -40,27 +40,36 @@ def test_idle_is_who_neither_computes_nor_reads_or_writes(busy, idle):
     assert activity.idle(busy, 103.5) == idle + 0.5, "too soon to judge"
 
 
+def wait_for_state(pid: int, letter: str) -> bool:
+    deadline = time.monotonic() + 20
+    while (state := look(pid).state) != letter and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return state == letter
+
+
 def test_a_real_process_is_stopped_idle_and_gone():
     child = subprocess.Popen(["sleep", "60"])
     rank = SimpleNamespace(slot=3, alive=True, status=wire.RankStatus(state="running", pid=child.pid))
     vitals = Vitals()
     try:
+        assert wait_for_state(child.pid, "S")
         vitals.update([rank], 10.0)
         assert rank.status.process in "SRD" and rank.status.idle == 0.0
         assert vitals.sample([rank], 10.0)[3].keys() == {"rank_memory"}
         os.kill(child.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 20
-        while look(child.pid).state != "T" and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert wait_for_state(child.pid, "T")
         vitals.update([rank], 15.0)
-        assert rank.status.process == "T" and rank.status.idle == 5.0
-        found = vitals.sample([rank], 20.0)[3]
+        assert rank.status.process == "T" and rank.status.idle >= 0.0
+        vitals.update([rank], 20.0)
+        vitals.update([rank], 25.0)
+        assert rank.status.idle >= 5.0
+        found = vitals.sample([rank], 30.0)[3]
         assert found["rank_cpu"] < 0.05 and found["rank_memory"] > 0.0
     finally:
         child.kill()
         child.wait()
-    vitals.update([rank], 30.0)
-    assert (rank.status.process, rank.status.idle) == ("", 0.0) and vitals.sample([rank], 30.0) == {}
+    vitals.update([rank], 40.0)
+    assert (rank.status.process, rank.status.idle) == ("", 0.0) and vitals.sample([rank], 40.0) == {}
 
 
 def test_a_new_process_in_a_slot_begins_anew():
