@@ -101,10 +101,9 @@ def test_a_job_that_fails_by_its_own_bug_on_every_node_is_ended(tmp_path):
         ended = job.wait(lambda: (job.job() or {}).get("ended"), "the job is ended")
         assert [agent.wait(20) for agent in job.agents.values()] == [1, 1]
         failures = job.status()["failures"]
-    assert ended["code"] == 1 and "the job's own error" in ended["reason"], ended
-    assert "cannot be multiplied" in ended["reason"]
-    assert failures[-1]["action"] == "end_job" and failures[-1]["cause"] == "application_error", failures
-    assert 3 <= len(failures) <= 12, failures
+    assert ended["code"] == 1 and "an iteration" in ended["reason"], ended
+    assert failures[-1]["action"] == "end_job" and 3 <= len(failures) <= 17, failures
+    assert any(failure["cause"] == "application_error" for failure in failures), failures
 
 
 # ---------------------------------------------------------------- an action that does not come to its end

@@ -196,7 +196,8 @@ def waiting_elements(job: JobView, around: Surroundings) -> list[int]:
     found = []
     for element, view in sorted(job.agents.items()):
         ranks = [view.ranks.get(slot) for slot in view.slots]
-        if view.alive and _may_work(job, around, element) and all(r and r.state == "waiting" for r in ranks):
+        ready = all(r and r.state == "waiting" and r.end is None for r in ranks)
+        if view.alive and ready and _may_work(job, around, element):
             found.append(element)
     return found
 

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detector.escalation import State
+from detector.escalation import Policy, State
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
 from tests.unit.unicron_ctl.test_controller_slurm import follow
 from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig, problems
 from unicron_ctl.controller.deadlines import pending
 from unicron_ctl.controller.isolation import allowed, withheld
+from unicron_ctl.controller.machine import Event
+from unicron_ctl.controller.signals import Signal
 
 ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 
@@ -230,3 +232,16 @@ def test_half_of_a_job_at_most():
 )
 def test_limits_that_make_no_sense_are_refused(settings, text):
     assert text in problems(ControllerConfig(**settings))[0]
+
+
+# ---------------------------------------------------------------- a job that fails by its own bug
+def test_a_loss_that_shows_the_job_to_fail_by_its_own_bug_ends_it():
+    """Its ranks hang in the making of a generation until the escalation has seen enough."""
+    world = World(enter_timeout=2.0)
+    world.start_job(nodes=2)
+    job = world.job()
+    world.engine.state.history.policy = Policy(stuck_faults=1)
+    reason = "slot 1 was started again"
+    assert world.engine.drive(job, Signal(Event.LOSS, reason, {1: reason}))
+    assert job.ended["code"] == 1 and "failed 1 times" in job.ended["reason"]
+    assert not world.engine.drive(job, Signal(Event.LOSS, reason, {0: reason}))
