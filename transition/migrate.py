@@ -47,9 +47,14 @@ class TrainingState:
             for group in inner.param_groups:
                 yield inner, group
 
+    def _plain_groups(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
+
+    def _schedule(self) -> dict[str, Any] | None:
+        return self.scheduler.state_dict() if self.scheduler is not None else None
+
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
         layout = [
             [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
             for inner, group in self._groups()
@@ -57,15 +62,20 @@ class TrainingState:
         return msgpack.packb(
             {
                 "iteration": iteration,
-                "groups": groups,
+                "groups": self._plain_groups(),
                 "layout": layout,
-                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "scheduler": self._schedule(),
                 "rng": torch.get_rng_state().numpy().tobytes(),
                 "trackers": {
                     name: state.cpu().numpy().tobytes() for name, state in _rng_tracker().get_states().items()
                 },
             }
         )
+
+    def settings(self) -> torch.Tensor:
+        """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule. Shape (2,)."""
+        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self._schedule()])
+        return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
 
     @staticmethod
     def _layout(state: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +102,8 @@ class TrainingState:
             for parameter, layout in zip(group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
         if self.scheduler is not None:
+            if hasattr(self.scheduler, "num_steps"):
+                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self.scheduler.load_state_dict(data["scheduler"])
         torch.set_rng_state(torch.frombuffer(bytearray(data["rng"]), dtype=torch.uint8))
         states = {
@@ -191,7 +203,7 @@ def _send_once(
         return iteration, int(receiving and not sound)
     if receiving:
         iteration = state.adopt(header)
-    sums = []
+    sums = [state.settings()]
     for tensor in state.tensors():
         keep = (receiving or am_source) and tensor.device.type == device.type
         wire = tensor if keep and not spoil else tensor.to(device, copy=True)

@@ -116,6 +116,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import transition  # noqa: E402
@@ -147,12 +148,30 @@ def build():
     )
     wrapped = DistributedDataParallel(config, settings, model)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), [wrapped]
+        OptimizerConfig(optimizer="adam", lr=5e-3, min_lr=5e-4, weight_decay=0.01, clip_grad=1.0), [wrapped]
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = wrapped.no_sync if overlap else None
     return wrapped, optimizer
+
+
+def schedule(optimizer):
+    """A learning rate that falls from the first iteration on, so that a rank with another one is found out."""
+    samples = MICRO_BATCHES * SIZE
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=5e-3,
+        min_lr=5e-4,
+        lr_warmup_steps=0,
+        lr_decay_steps=100 * samples,
+        lr_decay_style="linear",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=100 * samples,
+        wd_incr_style="constant",
+    )
 
 
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
@@ -240,7 +259,7 @@ def main() -> None:
     session = transition.Session(
         model=[model],
         optimizer=optimizer,
-        scheduler=None,
+        scheduler=schedule(optimizer),
         micro_batches=MICRO_BATCHES,
         forward_step=forward_step,
         fetch=fetch,

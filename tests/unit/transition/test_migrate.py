@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class State:
     """A training state of two tensors."""
 
     def __init__(self, value: float):
-        self.parts = [torch.full((5,), value), torch.full((2, 3), value)]
+        self.parts, self.rate = [torch.full((5,), value), torch.full((2, 3), value)], 3
 
     def header(self, iteration: int) -> bytes:
         return iteration.to_bytes(4, "big")
@@ -65,6 +66,9 @@ class State:
 
     def tensors(self):
         return iter(self.parts)
+
+    def settings(self) -> torch.Tensor:
+        return torch.tensor([1, self.rate])
 
     @property
     def value(self) -> float:
@@ -137,6 +141,47 @@ def test_a_source_that_differs_from_most_is_found_out(monkeypatch):
     states, outcomes, _ = run(monkeypatch, [2.5, 1.5, 1.5, 0.0], {3})
     assert isinstance(outcomes[0], migrate.StateMismatch) and states[1].value == states[2].value == 1.5
     assert states[3].value == 1.5, "the newcomer was given what most hold"
+
+
+def test_settings_that_differ_are_a_difference(monkeypatch):
+    """A learning rate is no tensor, and a wrong one parts the replicas all the same."""
+    monkeypatch.setattr(State, "settings", lambda self: torch.tensor([1, 3 + (migrate.dist.get_rank() == 2)]))
+    _, outcomes, _ = run(monkeypatch, [1.5, 1.5, 1.5, 0.0], {3})
+    assert isinstance(outcomes[2], migrate.StateMismatch) and outcomes[0] == outcomes[1] == outcomes[3] == 7
+
+
+@pytest.mark.parametrize("own_steps", [0, 40])
+def test_the_schedule_is_the_senders_whatever_the_receiver_did_before(own_steps):
+    """A rank that went on from a checkpoint, or that had left, has a schedule that is under way."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    def state(steps: int) -> migrate.TrainingState:
+        module = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(module.parameters(), lr=1.0)
+        scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=1.0,
+            min_lr=0.1,
+            lr_warmup_steps=0,
+            lr_decay_steps=1000,
+            lr_decay_style="cosine",
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=1000,
+            wd_incr_style="constant",
+        )
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        scheduler.step(increment=steps)
+        return migrate.TrainingState([SimpleNamespace(module=module)], optimizer, scheduler)
+
+    sender, receiver = state(300), state(own_steps)
+    for _ in range(2):  # a transfer may have to be made again
+        assert receiver.adopt(sender.header(7)) == 7
+        assert receiver.scheduler.num_steps == 300
+        assert receiver.optimizer.param_groups[0]["lr"] == sender.optimizer.param_groups[0]["lr"]
+        assert torch.equal(receiver.settings(), sender.settings())
 
 
 def test_two_members_that_differ_cannot_be_told_apart(monkeypatch):
