@@ -57,10 +57,18 @@ def test_plan_prints_the_contract(files, capsys):
 def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
     asked = []
     module = types.ModuleType("unicron_ctl.query")
-    module.ask = lambda question: asked.append(question) or to_dict(case(2))
+
+    def ask(question, controller):
+        asked.append((question["kind"], controller))
+        return to_dict(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
+
+    module.ask = ask
     monkeypatch.setitem(sys.modules, "unicron_ctl.query", module)
-    status, out, _ = call(capsys, "plan", "--live", "--if", "job task6-13b finishes", "--json")
-    assert status == 0 and asked == [{"kind": "scenario"}] and len(json.loads(out)["assignment"]) == 5
+    where = ("--controller", "tcp://head:1")
+    for name in ("task6-13b", "gpt"):
+        status, out, _ = call(capsys, "plan", "--live", "--if", f"job {name} finishes", "--json", *where)
+        assert status == 0 and len(json.loads(out)["assignment"]) == 5
+    assert set(asked) == {("scenario", "tcp://head:1"), ("jobs", "tcp://head:1")}
 
 
 def test_simulate_prints_the_contract(files, capsys):
