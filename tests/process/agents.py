@@ -232,5 +232,4 @@ class FakeController:
 
     def close(self) -> None:
         """Nothing is sent any more."""
-        self._socket.close()
-        self._context.term()
+        self._context.destroy(linger=0)
