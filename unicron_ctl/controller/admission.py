@@ -22,6 +22,8 @@ REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this ofte
 VERDICTS = ("good", "warning", "unknown", "bad")
 SOURCES = ("prolog", "interval", "pair-test")
 PASSING = ("good", "warning")
+# slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
+START_SLACK = 5.0
 SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
 
 
@@ -51,7 +53,7 @@ def decide(
         return Admission(True, True, "its slurmd has been started again since, and admission is off")
     if report is not None and report.verdict == "bad":
         return Admission(False, False, f"its hardware is proven bad: {report.reason}")
-    if report is not None and report.checked_at >= slurmd_start and report.verdict in PASSING:
+    if report is not None and report.checked_at >= slurmd_start - START_SLACK and report.verdict in PASSING:
         return Admission(True, True, "its slurmd has been started again since, and it has passed the admission checks")
     missing = "no admission check has passed since its slurmd was started again"
     if policy == "require":

@@ -111,9 +111,10 @@ def health(verdict: str, checked_at: float) -> HealthReport:
     [
         ("prefer", health("good", START), True, 0, True, True),
         ("prefer", health("warning", START + 5), True, 0, True, True),
+        ("prefer", health("good", START - 3), True, 0, True, True),  # as its slurmd was starting
         ("require", health("good", START), True, 0, True, True),
-        ("prefer", health("good", START - 1), True, 5, False, False),  # of before its slurmd was started
-        ("prefer", health("good", START - 1), True, 30, True, False),
+        ("prefer", health("good", START - 6), True, 5, False, False),  # of before its slurmd was started
+        ("prefer", health("good", START - 6), True, 30, True, False),
         ("prefer", health("unknown", START + 1), True, 5, False, False),
         ("prefer", health("unknown", START + 1), True, 31, True, False),
         ("prefer", None, True, 5, False, False),
