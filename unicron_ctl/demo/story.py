@@ -13,7 +13,7 @@ from unicron_ctl.errors import UserError
 HEAL_SECONDS = 150.0
 FINISH_SECONDS = 400.0
 FIRST_ITERATION = 3  # nothing is broken before the jobs have warmed up
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.25
 
 
 @dataclass
