@@ -418,21 +418,18 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     checkpoints = (
         transition.Checkpoints(options.save, options.save_interval, options.save_keep) if options.save else None
     )
-    try:
-        session = transition.Session(
-            model=[chunk],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            micro_batches=options.micro_batches,
-            forward_step=make_forward_step(device),
-            fetch=make_fetch(dataset, options),
-            seq_length=options.seq_length,
-            micro_batch_size=options.micro_batch_size,
-            train_iterations=options.train_iterations,
-            checkpoints=checkpoints,
-        )
-    except transition.CheckpointError as error:
-        raise SystemExit(f"train_gpt: {error}") from None
+    session = transition.Session(
+        model=[chunk],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        micro_batches=options.micro_batches,
+        forward_step=make_forward_step(device),
+        fetch=make_fetch(dataset, options),
+        seq_length=options.seq_length,
+        micro_batch_size=options.micro_batch_size,
+        train_iterations=options.train_iterations,
+        checkpoints=checkpoints,
+    )
     # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     saver = GradientSaver(chunk, options.save_gradients, slot) if options.save_gradients else None
@@ -462,7 +459,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ModuleNotFoundError, RuntimeError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
-    train(options, device, backend)
+    from transition import CheckpointError
+
+    try:
+        train(options, device, backend)
+    except CheckpointError as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -8,6 +8,7 @@ Nothing is unpickled but tensors and plain values.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -116,7 +117,8 @@ class Checkpoints:
             self._prune()
         except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
             self._error = error
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system that fails may fail at this too
+                unfinished.unlink()
             _say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _prune(self) -> None:

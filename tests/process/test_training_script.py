@@ -116,10 +116,16 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(dataset, tmp_path):
     two = ["--data-path", dataset, *SMALL, "--train-iterations", "2", "--warmup", "1", "--save", saves]
     train(1, *two)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for change, says in ((["--num-layers", "3"], "give the options that it was written with"), ([], "can be read")):
+    (tmp_path / "file").touch()
+    changes = (
+        (["--num-layers", "3"], "give the options that it was written with"),
+        (["--save", tmp_path / "file" / "saves"], "the last checkpoint was not written"),
+        ([], "can be read"),
+    )
+    for change, says in changes:
         if not change:
             (saves / "iteration-00000002.pt").write_bytes(b"torn")
-        command = [sys.executable, str(SCRIPT), *map(str, two), *change]
+        command = [sys.executable, str(SCRIPT), *map(str, two), *map(str, change)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert result.stderr.splitlines()[-1].startswith("train_gpt: ")
