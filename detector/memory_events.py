@@ -6,11 +6,13 @@ Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # how a process ends by it; the second is a shell's word
 CLAIM_SECONDS = 60.0  # a process with much memory needs long to end after it was killed
 REPORT_SECONDS = 3.0  # a kill that no rank's end has explained by then hit another process of the cgroup
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from pathlib import Path
 from detector.classify import Classifier, default_classifier
 from detector.kernel_log import KMSG, KernelFaults, KernelLog, why_not
 from detector.links import LinkWatch, describe
-from detector.memory_events import OomKills, counter_file
+from detector.memory_events import KILLED, OomKills, counter_file
 from detector.severity import SeverityTableError
 from unicron_ctl import config, wire
 from unicron_ctl.errors import UserError
@@ -27,7 +26,6 @@ from unicron_ctl.errors import UserError
 TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
 KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted
 LINES_PER_SECOND = 500  # above it the kernel log is looked at once a second only
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's word for it
 
 Say = Callable[[str], None]
 

@@ -10,6 +10,7 @@ import time
 import click
 
 from unicron_ctl.commands import tables
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import UserError
 from unicron_ctl.query import ask
 
@@ -26,11 +27,7 @@ PAGE = 1000
     "-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="At most so many old events."
 )
 @click.option("--steps", is_flag=True, help="Optimizer steps, too (JSON has them always).")
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option()
 def command(
     follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from unicron_ctl.commands import tables
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.query import ask
 
 
@@ -31,11 +32,7 @@ def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
 @click.command(name="explain")
 @click.argument("job")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option()
 def command(job: str, as_json: bool, controller: str | None) -> None:
     """Say why a job was treated as it was. JOB is an id or a name."""
     data = ask({"kind": "explain", "job": job}, controller)

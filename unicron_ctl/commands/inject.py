@@ -16,17 +16,14 @@ import click
 from detector.inject import EXCEPTIONS, FAULTS, InjectError, parse
 from unicron_ctl.cluster import LocalCluster
 from unicron_ctl.cluster.layout import default_state_dir
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.query import ask
 
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"
 )
-_controller = click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+_controller = controller_option()
 _state_dir = click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),

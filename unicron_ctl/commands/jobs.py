@@ -7,16 +7,13 @@ import json
 import click
 
 from unicron_ctl.commands import tables
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.query import ask
 
 
 @click.command(name="jobs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option()
 def command(as_json: bool, controller: str | None) -> None:
     """List protected jobs."""
     data = ask({"kind": "jobs"}, controller)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from detector.pair_probe import BACKENDS
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,11 +39,7 @@ TELL_SECONDS = 2.0
 @click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
 @click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option()
 def command(
     nodes: str,
     seconds: float,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import click
 
 from planner.model import PlanError, Scenario
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
 
 
@@ -26,11 +27,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--ahead", is_flag=True, help="Also list the plan for every next event.")
 @click.option("--oversubscribed", is_flag=True, help="Allow minimum sizes that add up to more than the nodes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="With --live: tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option("With --live: ")
 def command(
     scenario: str | None,
     live: bool,

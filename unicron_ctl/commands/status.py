@@ -12,6 +12,7 @@ import time
 import click
 
 from unicron_ctl.commands import tables
+from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.query import ask
 
@@ -22,11 +23,7 @@ from unicron_ctl.query import ask
 @click.option(
     "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS", help="With --watch."
 )
-@click.option(
-    "--controller",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT [default: UNICRON_CONTROLLER, state folder, configuration].",
-)
+@controller_option()
 def command(as_json: bool, watch: bool, interval: float, controller: str | None) -> None:
     """Show jobs, nodes and the last failures."""
     if as_json and watch:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from detector.classify import Classifier
 from detector.escalation import ISOLATE, Policy
 from detector.kernel_log import pid_in
+from detector.memory_events import KILLED
 from detector.severity import REPORT, Severity, Verdict
 from unicron_ctl.controller import failures
 from unicron_ctl.controller.machine import Event as Happening
@@ -35,7 +36,6 @@ BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an
 LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it
 PER_MINUTE = 60  # events of one node that are recorded
 TEXT_KEPT = 400
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT, 139, 135, 134)
 # Rules that tell how a process ended rather than why.
 ENDINGS = (
