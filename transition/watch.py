@@ -17,7 +17,7 @@ KICK_SECONDS = 0.02  # how often a main thread that enters a collective late is 
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation as the controller planned it; the fields are those of `unicron_ctl.wire.Plan`."""
+    """A generation as the controller planned it; the fields are those of `unicron_ctl.protocol.wire.Plan`."""
 
     generation: int
     members: list[int]

@@ -9,7 +9,7 @@ import socket
 import msgspec
 import zmq
 
-from unicron_ctl import wire
+from unicron_ctl.protocol import wire
 
 
 def _valid(rng: random.Random) -> list[bytes]:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from unicron_ctl import wire
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ask
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.client import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Path(__file__).resolve().parent / "tiny_gpt.py"

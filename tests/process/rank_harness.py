@@ -18,10 +18,10 @@ import msgpack
 import msgspec
 import zmq
 
-from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.controller import resume
+from unicron_ctl.protocol import wire
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 240.0  # a busy machine may need minutes for the imports

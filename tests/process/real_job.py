@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unicron_ctl.query import ask
+from unicron_ctl.protocol.client import ask
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -22,7 +22,7 @@ from tests.process.agents import (
     outside_slurm,
     wait_for,
 )
-from unicron_ctl import wire
+from unicron_ctl.protocol import wire
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"

@@ -17,9 +17,9 @@ import msgpack
 import pytest
 import zmq
 
-from unicron_ctl import wire
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ask
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.client import ask
 
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]

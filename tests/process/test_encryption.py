@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from tests.process.test_controller_process import CONFIG, Agent, Controller
-from unicron_ctl import wire
-from unicron_ctl.encryption import SECRET_FILE, make_key, secure_client
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ask
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.client import ask
+from unicron_ctl.protocol.encryption import SECRET_FILE, make_key, secure_client
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.slurm import ElementInfo, SlurmClient
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import zmq
 
-from unicron_ctl import wire
-from unicron_ctl.cluster import LocalCluster
-from unicron_ctl.cluster.health import PROLOG, health_conf, health_lines, wrapper
-from unicron_ctl.cluster.layout import Layout
-from unicron_ctl.query import ask
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.localslurm.health import PROLOG, health_conf, health_lines, wrapper
+from unicron_ctl.localslurm.layout import Layout
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.client import ask
 from unicron_ctl.slurm.client import NodeInfo
 
 pytestmark = pytest.mark.slurm

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.cluster import LocalCluster, binaries
+from unicron_ctl.localslurm import LocalCluster, binaries
 from unicron_ctl.slurm import CommandLineClient, ElementInfo, SlurmClient, SlurmError
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
 

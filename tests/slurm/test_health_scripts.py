@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.cluster.health import HEALTH, PROLOG
+from unicron_ctl.localslurm.health import HEALTH, PROLOG
 
 BAD = "[health]\nmemory_mb = 999999999\n"
 

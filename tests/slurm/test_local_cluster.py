@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.cluster import LocalCluster, binaries, ports
 from unicron_ctl.errors import UserError
+from unicron_ctl.localslurm import LocalCluster, binaries, ports
 
 pytestmark = pytest.mark.slurm
 
@@ -67,7 +67,7 @@ def _output(command: list[str], cluster: LocalCluster) -> str:
 
 CRASHING_UP = """
 import os, signal, sys
-from unicron_ctl.cluster import LocalCluster
+from unicron_ctl.localslurm import LocalCluster
 launch, left = LocalCluster._launch, [int(sys.argv[2])]
 def launch_or_die(self, name, command):
     pid = launch(self, name, command)

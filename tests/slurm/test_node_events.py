@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.slurm.conftest import wait_until
-from unicron_ctl.query import ask
+from unicron_ctl.protocol.client import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."

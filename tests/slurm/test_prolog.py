@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.cluster.local import LocalCluster
+from unicron_ctl.localslurm.local import LocalCluster
 
 HOOKS = Path(__file__).resolve().parents[2] / "slurm_plugin"
 PROLOG, EPILOG = (HOOKS / f"{name}.d" / "50-unicron" for name in ("prolog", "epilog"))

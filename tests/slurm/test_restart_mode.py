@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.slurm.test_spank import build
-from unicron_ctl.cluster import LocalCluster
-from unicron_ctl.query import ask
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.protocol.client import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "process" / "plain_train.py"

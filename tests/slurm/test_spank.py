@@ -17,7 +17,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from unicron_ctl.cluster.local import LocalCluster
+from unicron_ctl.localslurm.local import LocalCluster
 
 pytestmark = pytest.mark.slurm
 

@@ -24,7 +24,6 @@ import zmq
 
 from detector.stacks import Dump
 from detector.supervise import shell_status
-from unicron_ctl import wire
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
@@ -33,9 +32,10 @@ from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalP
 from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
-from unicron_ctl.credential import make_credential
-from unicron_ctl.encryption import public_key, secure_client
 from unicron_ctl.errors import one_line
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.encryption import public_key, secure_client
+from unicron_ctl.protocol.munge import make_credential
 
 REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making

@@ -14,7 +14,7 @@ from unicron_ctl import cli as programs
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
 from unicron_ctl.agent.place import number, read_place
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.wire import SESSION
+from unicron_ctl.protocol.wire import SESSION
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
 PACKAGES = ("detector", "transition")

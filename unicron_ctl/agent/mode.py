@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.wire import RESTART, SESSION
+from unicron_ctl.protocol.wire import RESTART, SESSION
 
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)

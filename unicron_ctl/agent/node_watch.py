@@ -20,8 +20,9 @@ from detector.kernel_log import KMSG, KernelFaults, KernelLog, why_not
 from detector.links import LinkWatch, describe
 from detector.memory_events import KILLED, OomKills, counter_file
 from detector.severity import SeverityTableError
-from unicron_ctl import config, wire
+from unicron_ctl import config
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol import wire
 
 TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
 KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.wire import Settings
+from unicron_ctl.protocol.wire import Settings
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from detector.supervise import Child
-from unicron_ctl import wire
 from unicron_ctl.agent.agent import Agent
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, Rank, package_path
 from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World
+from unicron_ctl.protocol import wire
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error

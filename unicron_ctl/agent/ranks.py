@@ -14,8 +14,8 @@ import msgspec
 
 import transition
 from detector.supervise import Child
-from unicron_ctl import wire
 from unicron_ctl.agent.place import Place
+from unicron_ctl.protocol import wire
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL

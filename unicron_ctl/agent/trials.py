@@ -13,8 +13,8 @@ import zmq
 
 from detector import blackhole, inject
 from detector.cage import Cage, CageError
-from unicron_ctl import wire
 from unicron_ctl.agent.ranks import Rank
+from unicron_ctl.protocol import wire
 
 
 class Trials:

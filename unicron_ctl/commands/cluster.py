@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from unicron_ctl.cluster import LocalCluster
-from unicron_ctl.cluster.layout import default_state_dir
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.localslurm.layout import default_state_dir
 
 _state_dir = click.option(
     "--state-dir",

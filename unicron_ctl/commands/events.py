@@ -12,7 +12,7 @@ import click
 from unicron_ctl.commands import tables
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ask
+from unicron_ctl.protocol.client import ask
 
 POLL_SECONDS = 0.5
 PAGE = 1000

@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 from detector.inject import EXCEPTIONS, FAULTS, InjectError, parse
-from unicron_ctl.cluster import LocalCluster
-from unicron_ctl.cluster.layout import default_state_dir
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.query import ask
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.localslurm.layout import default_state_dir
+from unicron_ctl.protocol.client import ask
 
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"

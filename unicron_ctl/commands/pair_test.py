@@ -20,7 +20,7 @@ from unicron_ctl.errors import UserError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from unicron_ctl.pairs import Findings
+    from unicron_ctl.node.pairs import Findings
 
 TELL_SECONDS = 2.0
 
@@ -57,7 +57,7 @@ def command(
     """Test idle nodes in pairs, those that failed again beside good ones; say which is bad."""
     import dataclasses
 
-    from unicron_ctl import pairs
+    from unicron_ctl.node import pairs
     from unicron_ctl.slurm.command_line import CommandLineClient
 
     environment = pairs.search_path()
@@ -88,7 +88,7 @@ def command(
 
 
 def _drain(client: Any, found: Findings) -> dict[str, str]:
-    from unicron_ctl import admission
+    from unicron_ctl.node import admission
 
     done = {}
     for name in found.judgement.bad:
@@ -101,7 +101,7 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
 
 def _tell(found: Findings, controller: str | None) -> str:
     """The controller marks what is bad and clears what is good. Returns what kept it from hearing."""
-    from unicron_ctl.query import ask
+    from unicron_ctl.protocol.client import ask
 
     verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}
     verdicts |= {name: ("warning", why) for name, why in found.judgement.slow.items()}
@@ -161,8 +161,8 @@ def table(found: Findings) -> RenderableType:
 
 
 def _print(found: Findings, drained: dict[str, str], told: str) -> None:
-    from unicron_ctl import pairs
     from unicron_ctl.commands import tables
+    from unicron_ctl.node import pairs
 
     judgement, screen = found.judgement, tables.console()
     screen.print(table(found))

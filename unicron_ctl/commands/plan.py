@@ -70,7 +70,7 @@ def _file(path: str, oversubscribed: bool) -> Scenario:
 def _live(controller: str | None) -> tuple[Scenario, dict[str, str]]:
     """The scenario, whose jobs go by their ids, and the jobs' names by id."""
     from planner.scenario import from_dict
-    from unicron_ctl.query import ask
+    from unicron_ctl.protocol.client import ask
 
     scenario = from_dict(ask({"kind": "scenario"}, controller))
     names = {job["job"]: job["name"] for job in ask({"kind": "jobs"}, controller)}

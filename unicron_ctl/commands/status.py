@@ -14,7 +14,7 @@ import click
 from unicron_ctl.commands import tables
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.query import ask
+from unicron_ctl.protocol.client import ask
 
 
 @click.command(name="status")

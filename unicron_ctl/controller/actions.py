@@ -15,7 +15,7 @@ from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import JobView
 from unicron_ctl.controller.state import JobState
-from unicron_ctl.wire import Plan, RankStatus
+from unicron_ctl.protocol.wire import Plan, RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

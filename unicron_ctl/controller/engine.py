@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detector.classify import Classifier
-from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import actions, deadlines, failures, machine, monitoring, orders, peers, restarting, steps
 from unicron_ctl.controller.cluster import Cluster
@@ -22,6 +21,7 @@ from unicron_ctl.controller.signals import Signal, Surroundings, next_signal, wa
 from unicron_ctl.controller.soft import AgentView, JobView
 from unicron_ctl.controller.state import ClusterState, Identity, JobState
 from unicron_ctl.controller.store import Event
+from unicron_ctl.protocol import wire
 
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
 STEPS_PER_TURN = 50  # of one job's state machine; more would be a loop

@@ -16,7 +16,7 @@ from unicron_ctl.controller.machine import Event as Happening
 from unicron_ctl.controller.signals import Signal
 from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import AgentRecord, Identity, JobState
-from unicron_ctl.wire import Exit, RankStatus
+from unicron_ctl.protocol.wire import Exit, RankStatus
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

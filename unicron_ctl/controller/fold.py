@@ -18,7 +18,7 @@ from detector.severity import Severity
 from unicron_ctl.controller import node_events
 from unicron_ctl.controller.state import AgentRecord, ClusterState, HealthReport, Identity, JobState, SlotState
 from unicron_ctl.controller.store import Event
-from unicron_ctl.wire import Plan, Settings
+from unicron_ctl.protocol.wire import Plan, Settings
 
 
 def replay(events: Iterable[Event]) -> ClusterState:

@@ -7,9 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from detector import inject
-from unicron_ctl import wire
 from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import JobState
+from unicron_ctl.protocol import wire
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from unicron_ctl.wire import Step
+from unicron_ctl.protocol.wire import Step
 
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 

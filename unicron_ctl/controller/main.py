@@ -12,12 +12,12 @@ import click
 
 from detector.classify import Classifier, default_classifier
 from detector.severity import SeverityTableError
-from unicron_ctl import encryption
 from unicron_ctl.cli import run
 from unicron_ctl.config import Config, load, problems, state_dir
 from unicron_ctl.controller.server import Server, say
 from unicron_ctl.controller.store import Store
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.protocol import encryption
 from unicron_ctl.slurm.client import SlurmClient
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from detector.culprit import PHASES, Culprit, Progress, slowest, stuck
 from detector.statistics import WARM_UP, Health, IterationMonitor, Limits
 from detector.stragglers import Stragglers
-from unicron_ctl import wire
 from unicron_ctl.controller import collectives, failures
 from unicron_ctl.controller.patience import STOPPED, Patience
 from unicron_ctl.controller.soft import JobView
 from unicron_ctl.controller.state import RECENT_STEPS, Identity, JobState
+from unicron_ctl.protocol import wire
 
 if TYPE_CHECKING:
     from unicron_ctl.config import ControllerConfig

@@ -26,7 +26,7 @@ from unicron_ctl.controller.soft import AgentView
 from unicron_ctl.controller.state import JobState, NodeState
 from unicron_ctl.controller.store import Event
 from unicron_ctl.errors import one_line
-from unicron_ctl.wire import NodeEvent
+from unicron_ctl.protocol.wire import NodeEvent
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

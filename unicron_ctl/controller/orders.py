@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unicron_ctl import wire
 from unicron_ctl.controller.machine import State
 from unicron_ctl.controller.signals import WITNESS_SECONDS, self_stopped, unheard_since
 from unicron_ctl.controller.soft import AgentView, JobView
+from unicron_ctl.protocol import wire
 
 Order = tuple[AgentView, str, wire.Message]
 BREAKABLE = ("waiting", "entering", "running", "stopped")

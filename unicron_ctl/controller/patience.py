@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.protocol.wire import RankStatus
 
 WARM_UP = 10.0  # times the usual, for iterations that are not judged otherwise
 AGAIN = 3.0  # times the longest of its kind that ended by itself

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy  # noqa: F401  (what `detector.metrics` reckons with: loaded at the start, not in the midst of a failure)
 
 from detector.metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
-from unicron_ctl import wire
 from unicron_ctl.controller.machine import State
 from unicron_ctl.controller.state import JobState
+from unicron_ctl.protocol import wire
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

@@ -18,7 +18,7 @@ from unicron_ctl.controller.machine import State
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine
     from unicron_ctl.controller.state import JobState
-    from unicron_ctl.wire import Exit
+    from unicron_ctl.protocol.wire import Exit
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without a steady world in between

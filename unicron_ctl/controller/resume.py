@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.protocol.wire import RankStatus
 
 
 @dataclass(frozen=True)

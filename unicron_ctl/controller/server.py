@@ -14,16 +14,16 @@ import msgspec
 import zmq
 
 from detector.classify import Classifier
-from unicron_ctl import wire
 from unicron_ctl.config import Config
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.background import Background, unmunge
 from unicron_ctl.controller.engine import Engine
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.store import Store, StoreError
-from unicron_ctl.encryption import secure_server
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ORDERS
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.client import ORDERS
+from unicron_ctl.protocol.encryption import secure_server
 from unicron_ctl.slurm.client import SlurmClient
 
 TICK_SECONDS = 0.05

@@ -13,7 +13,7 @@ from unicron_ctl.controller import restarting
 from unicron_ctl.controller.machine import Event, State
 from unicron_ctl.controller.soft import AT_REST, AgentView, JobView
 from unicron_ctl.controller.state import Identity
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.protocol.wire import RankStatus
 
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.machine import State
 from unicron_ctl.controller.state import Identity, JobState
-from unicron_ctl.wire import RankStatus, Status
+from unicron_ctl.protocol.wire import RankStatus, Status
 
 AT_REST = ("stopped", "waiting")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detector.escalation import History
-from unicron_ctl.wire import RESTART, Plan, Settings
+from unicron_ctl.protocol.wire import RESTART, Plan, Settings
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50

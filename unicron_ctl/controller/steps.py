@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from unicron_ctl import wire
+from unicron_ctl.protocol import wire
 
 if TYPE_CHECKING:
     from unicron_ctl.controller.engine import Engine

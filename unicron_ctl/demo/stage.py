@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import unicron_ctl
-from unicron_ctl.cluster import LocalCluster
-from unicron_ctl.cluster.health import health_lines
-from unicron_ctl.cluster.layout import Layout
 from unicron_ctl.errors import UserError
-from unicron_ctl.query import ask
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.localslurm.health import health_lines
+from unicron_ctl.localslurm.layout import Layout
+from unicron_ctl.protocol.client import ask
 
 ROOT = Path(unicron_ctl.__file__).resolve().parent.parent
 TEMPLATES = ROOT / "sbatch_templates"

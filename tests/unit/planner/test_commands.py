@@ -56,14 +56,14 @@ def test_plan_prints_the_contract(files, capsys):
 
 def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
     asked = []
-    module = types.ModuleType("unicron_ctl.query")
+    module = types.ModuleType("unicron_ctl.protocol.client")
 
     def ask(question, controller):
         asked.append((question["kind"], controller))
         return to_dict(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
 
     module.ask = ask
-    monkeypatch.setitem(sys.modules, "unicron_ctl.query", module)
+    monkeypatch.setitem(sys.modules, "unicron_ctl.protocol.client", module)
     where = ("--controller", "tcp://head:1")
     for name in ("task6-13b", "gpt"):
         status, out, _ = call(capsys, "plan", "--live", "--if", f"job {name} finishes", "--json", *where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.cluster import Poll, Run
 from unicron_ctl.controller.engine import Engine, Probe
@@ -10,6 +9,7 @@ from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.resume import deal
 from unicron_ctl.controller.state import ClusterState, JobState
 from unicron_ctl.controller.thinning import redundant
+from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
 MICRO_BATCHES = 8

@@ -9,13 +9,13 @@ import pytest
 from detector.escalation import Decision, Fault
 from detector.severity import Severity
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
-from unicron_ctl import admission
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.admission import Admission, checked, decide
 from unicron_ctl.controller.placement import OURS
 from unicron_ctl.controller.state import HealthReport
 from unicron_ctl.errors import UserError
+from unicron_ctl.node import admission
 from unicron_ctl.slurm.client import NodeInfo
 
 START = 1000.0

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from detector.sampler import Patient, Sampler, machine
-from unicron_ctl import wire
 from unicron_ctl.agent.sampling import TRIES, Sampling
 from unicron_ctl.agent.vitals import Activity, Usage, Vitals, look
+from unicron_ctl.protocol import wire
 
 
 def usage(cpu: float = 0.0, transferred: float = 0.0, state: str = "S") -> Usage:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.cluster import LocalCluster, binaries, configuration, ports, processes
-from unicron_ctl.cluster.layout import Layout, Spec, default_state_dir
-from unicron_ctl.cluster.processes import Marks
 from unicron_ctl.errors import UserError
+from unicron_ctl.localslurm import LocalCluster, binaries, configuration, ports, processes
+from unicron_ctl.localslurm.layout import Layout, Spec, default_state_dir
+from unicron_ctl.localslurm.processes import Marks
 
 SPEC = Spec(nodes=3, gpus_per_node=2, auth="munge", ports=(20001, 20002, 20003, 20004))
 

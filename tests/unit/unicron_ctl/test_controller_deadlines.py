@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from detector.escalation import Policy, State
 from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
 from tests.unit.unicron_ctl.test_controller_slurm import follow
-from unicron_ctl import wire
 from unicron_ctl.config import ControllerConfig, problems
 from unicron_ctl.controller.deadlines import pending
 from unicron_ctl.controller.isolation import allowed, withheld
 from unicron_ctl.controller.machine import Event
 from unicron_ctl.controller.signals import Signal
+from unicron_ctl.protocol import wire
 
 ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 

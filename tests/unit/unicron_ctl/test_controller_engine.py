@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl import wire
 from unicron_ctl.controller import machine
 from unicron_ctl.controller.engine import Engine
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.controller.thinning import redundant
+from unicron_ctl.protocol import wire
 
 
 def messages(world: World, kind: type) -> list:

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl import wire
 from unicron_ctl.controller.resume import deal
+from unicron_ctl.protocol import wire
 
 USUAL = 0.4
 ORDERS = (wire.Break, wire.StopRank, wire.StartRank)

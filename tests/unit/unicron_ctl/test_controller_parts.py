@@ -16,8 +16,8 @@ from unicron_ctl.controller.planning import JobInput, plan, scenario
 from unicron_ctl.controller.store import Event, Store, StoreError
 from unicron_ctl.controller.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol.wire import Step
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
-from unicron_ctl.wire import Step
 
 
 # ---------------------------------------------------------------- event log

@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.unicron_ctl.controller_fakes import World
 from tests.unit.unicron_ctl.test_controller_monitoring import events, sent, train
-from unicron_ctl import wire
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.peers import Group, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.protocol import wire
 
 NODE = {
     "cpu_busy": 0.4,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.controller.resume import deal, decide
-from unicron_ctl.wire import RankStatus
+from unicron_ctl.protocol.wire import RankStatus
 
 
 def stopped(iteration: int, phase: str = "computing", done: list[int] | None = None) -> RankStatus:

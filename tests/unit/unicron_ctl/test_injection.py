@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.unit.unicron_ctl.controller_fakes import World
-from unicron_ctl import wire
 from unicron_ctl.cli import COMMANDS, run
 from unicron_ctl.commands import inject as commands
 from unicron_ctl.controller import answers
+from unicron_ctl.protocol import wire
 
 
 @pytest.fixture

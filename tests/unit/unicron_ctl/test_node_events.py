@@ -6,12 +6,12 @@ import pytest
 
 from detector.classify import default_classifier
 from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
-from unicron_ctl import wire
 from unicron_ctl.config import parse
 from unicron_ctl.controller import node_events, slurm_states
 from unicron_ctl.controller.answers import nodes as answer_nodes
 from unicron_ctl.controller.fold import replay
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."

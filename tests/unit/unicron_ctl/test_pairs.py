@@ -9,10 +9,10 @@ import pytest
 
 from detector.pair_probe import MARK, added, numbers, ports
 from detector.paired import Outcome
-from unicron_ctl import pairs
 from unicron_ctl.commands import pair_test
 from unicron_ctl.commands.pair_test import as_data
 from unicron_ctl.errors import UserError
+from unicron_ctl.node import pairs
 from unicron_ctl.slurm.client import NodeInfo
 
 

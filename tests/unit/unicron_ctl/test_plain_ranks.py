@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl import wire
 from unicron_ctl.agent.main import import_folders
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
 from unicron_ctl.agent.ranks import last_words
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol import wire
 
 
 # ---------------------------------------------------------------- which mode

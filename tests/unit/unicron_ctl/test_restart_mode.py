@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
-from unicron_ctl import wire
 from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import restarting
+from unicron_ctl.protocol import wire
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 

@@ -1,5 +1,5 @@
 """A private Slurm cluster of many virtual nodes on one machine, for the demo, the tests and experiments."""
 
-from unicron_ctl.cluster.local import LocalCluster
+from unicron_ctl.localslurm.local import LocalCluster
 
 __all__ = ["LocalCluster"]

@@ -3,17 +3,19 @@ at the edge.
 
 The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
 every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show
-that they were obeyed. So any message may be lost or repeated, and either side may be restarted, without harm (DESIGN
-section 6).
+that they were obeyed. So any message may be lost or repeated, and either side may be restarted, without harm
+(docs/design/generations.md). All traffic of a node goes through its agent, which merges what its ranks say, so that
+the controller's work grows with nodes, not with ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 SESSION, RESTART = "session", "restart"  # modes of healing
 MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
 
@@ -129,30 +131,43 @@ class Status(Message, tag="status"):
     element: int
     agent: str
     sent: float
+    number: int = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
     store: str = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
     leaving: str = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
     ranks: dict[int, RankStatus] = {}
 
 
-class Step(Message, tag="step"):
-    """One optimizer step of one rank: the ledger's proof. `computed` has an index once for every time it was
-    computed.
+# What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
+# own code before the iteration.
+PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
 
-    phases: seconds in data (fetch), forward, backward, reduce (with the wait for the others) and step; outside: in the
-    script's own code before the iteration.
+
+class RankStep(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One optimizer step of one rank: the ledger's proof.
+
+    computed: an index once for every time it was computed; None when that is `micro_batches`. phases: seconds in the
+    order of :data:`PHASES`, empty when not measured.
     """
 
-    job: str
     slot: int
-    generation: int
-    iteration: int
     micro_batches: list[int]
-    computed: list[int]
-    total: int
     seconds: float
     loss: float
+    computed: list[int] | None = None
+    phases: list[float] = []
+
+
+class Steps(Message, tag="steps"):
+    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration."""
+
+    job: str
+    element: int
+    agent: str
+    generation: int
+    iteration: int
+    total: int
     at: float
-    phases: dict[str, float] = {}
+    ranks: list[RankStep]
 
 
 class Timing(Message, tag="timing"):
@@ -220,10 +235,11 @@ class Metrics(Message, tag="metrics"):
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
-    for the agent's own folder."""
+    for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more."""
 
     heartbeat_period: float
     controller: str
+    progress_seconds: float = 0.2
     metrics_seconds: float = 0.0
     metrics_directory: str = ""
 
@@ -264,6 +280,29 @@ class Plan(Message, tag="plan"):
     iteration: int | None = None
     assignment: dict[int, list[int]] = {}
     reason: str = ""
+
+
+class PlanCommon(msgspec.Struct, omit_defaults=True):
+    """What all agents are told of a plan; members and joiners as runs [first, last]."""
+
+    generation: int
+    members: list[tuple[int, int]]
+    store: str
+    prefix: str
+    boundary: bool = False
+    joiners: list[tuple[int, int]] = []
+    source: int | None = None
+    step: int | None = None
+    iteration: int | None = None
+    reason: str = ""
+
+
+class PlanShare(Message, tag="plan_share"):
+    """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
+    micro-batches of the agent's own slots."""
+
+    common: msgspec.Raw
+    assignment: dict[int, list[int]] = {}
 
 
 class StartRank(Message, tag="start_rank"):
@@ -334,10 +373,12 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Step | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Ask
-ToAgent = Welcome | Ping | Refused | Break | Plan | StartRank | StopRank | Stacks | Inject | End
+ToController = Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Ask
+ToAgent = Welcome | Ping | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
+_common_decoder = msgspec.msgpack.Decoder(PlanCommon)
+MAX_MEMBERS = 1 << 20  # of a plan
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -358,3 +399,64 @@ def decode(data: bytes, kind: Any = ToController) -> Any:
             f"protocol version {message.v}, this side speaks {VERSION}: install the same release on both sides"
         )
     return message
+
+
+def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """The slots, ascending, as runs (first, last): 16,384 members are one pair."""
+    found: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if found and found[-1][1] == slot - 1:
+            found[-1] = found[-1][0], slot
+        else:
+            found.append((slot, slot))
+    return found
+
+
+def expand(found: Sequence[tuple[int, int]]) -> list[int]:
+    """The slots of such runs. Raises :class:`BadMessage` for runs that are none."""
+    if any(last < first for first, last in found) or sum(last - first + 1 for first, last in found) > MAX_MEMBERS:
+        raise BadMessage("the plan's members are no runs of slots")
+    return [slot for first, last in found for slot in range(first, last + 1)]
+
+
+def common(plan: Plan) -> msgspec.Raw:
+    """The part of the plan that all agents get, encoded."""
+    part = PlanCommon(
+        plan.generation,
+        runs(plan.members),
+        plan.store,
+        plan.prefix,
+        plan.boundary,
+        runs(plan.joiners),
+        plan.source,
+        plan.step,
+        plan.iteration,
+        plan.reason,
+    )
+    return msgspec.Raw(_encoder.encode(part))
+
+
+def share(plan: Plan, encoded: msgspec.Raw, slots: Iterable[int]) -> PlanShare:
+    """What the agent with these slots is told; `encoded` is :func:`common` of the plan."""
+    return PlanShare(common=encoded, assignment={s: plan.assignment[s] for s in slots if s in plan.assignment})
+
+
+def whole(part: PlanShare) -> Plan:
+    """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises :class:`BadMessage`."""
+    try:
+        known = _common_decoder.decode(part.common)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadMessage(str(error)) from None
+    return Plan(
+        generation=known.generation,
+        members=expand(known.members),
+        store=known.store,
+        prefix=known.prefix,
+        boundary=known.boundary,
+        joiners=expand(known.joiners),
+        source=known.source,
+        step=known.step,
+        iteration=known.iteration,
+        assignment=part.assignment,
+        reason=known.reason,
+    )

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from unicron_ctl.cluster import binaries, configuration, ports, processes
-from unicron_ctl.cluster.layout import Layout, Spec
-from unicron_ctl.cluster.processes import Process
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.localslurm import binaries, configuration, ports, processes
+from unicron_ctl.localslurm.layout import Layout, Spec
+from unicron_ctl.localslurm.processes import Process
 from unicron_ctl.slurm.client import NodeInfo, SlurmError
 from unicron_ctl.slurm.command_line import CommandLineClient
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_ctl.cluster.layout import Layout, Spec
+from unicron_ctl.localslurm.layout import Layout, Spec
 
 CPUS_PER_NODE = 4
 MEMORY_MB = 2000

@@ -5,10 +5,10 @@ from __future__ import annotations
 import getpass
 from typing import Any
 
-from unicron_ctl import wire
 from unicron_ctl.config import controller_address
-from unicron_ctl.credential import make_credential
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.munge import make_credential
 
 ORDERS = ("inject", "health")  # need to know who asks; questions are free
 
@@ -22,7 +22,7 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     """
     import zmq
 
-    from unicron_ctl.encryption import public_key, secure_client
+    from unicron_ctl.protocol.encryption import public_key, secure_client
 
     arguments = dict(question)
     what = arguments.pop("kind")

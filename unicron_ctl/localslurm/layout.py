@@ -10,8 +10,8 @@ import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from unicron_ctl.cluster.processes import Marks
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.localslurm.processes import Marks
 
 STATE_FILE = "cluster.json"
 

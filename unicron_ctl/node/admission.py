@@ -1,4 +1,4 @@
-"""``python -m unicron_ctl.admission``: the admission test of this node, for Slurm's prolog and HealthCheckProgram.
+"""``python -m unicron_ctl.node.admission``: the admission test of this node, for Slurm's prolog and HealthCheckProgram.
 
 Runs the checks of :mod:`detector.health`, drains the node when its hardware is proven bad, and tells the controller.
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from detector.health import CHECKS, Report, load_settings, run
 from unicron_ctl.errors import UserError, one_line
-from unicron_ctl.query import ask
+from unicron_ctl.protocol.client import ask
 from unicron_ctl.slurm.client import NodeInfo, SlurmClient
 
 OURS = "unicron"  # as in controller.placement, which is too much to import at every check
@@ -150,7 +150,7 @@ class _Log:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m unicron_ctl.admission", description="Admission test of this node.")
+    parser = argparse.ArgumentParser("python -m unicron_ctl.node.admission", description="Admission test of this node.")
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
     parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")

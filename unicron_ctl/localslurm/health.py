@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import unicron_ctl
-from unicron_ctl.cluster.layout import Layout
+from unicron_ctl.localslurm.layout import Layout
 
 PLUGIN = Path(unicron_ctl.__file__).resolve().parent.parent / "slurm_plugin"
 HEALTH, PROLOG = PLUGIN / "health" / "unicron-health", PLUGIN / "prolog.d" / "50-unicron"
