@@ -163,11 +163,12 @@ class Decision:
 
 @dataclass
 class History:
-    """What happened so far; grows by ``record``, ``recovered``, ``action_failed`` only. Times in seconds, any epoch."""
+    """What happened so far; grows by ``record``, ``recovered``, ``set`` only. Times in seconds, any epoch."""
 
     policy: Policy = field(default_factory=Policy)
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     last: dict[tuple[str, int], float] = field(default_factory=dict)
+    of_job: dict[str, set[int]] = field(default_factory=dict)
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, list[Fault]] = field(default_factory=dict)
@@ -181,11 +182,20 @@ class History:
             state = TABLE[state][Event.QUIET][0]
         return state
 
+    def slots(self, job: str) -> list[int]:
+        """The slots of the job of which something is remembered."""
+        return sorted(self.of_job.get(job, ()))
+
+    def set(self, job: str, slot: int, state: State, now: float) -> None:
+        """An action runs for the slot from now on."""
+        self.states[(job, slot)] = state
+        self.last[(job, slot)] = now
+        self.of_job.setdefault(job, set()).add(slot)
+
     def record(self, fault: Fault, decision: Decision) -> None:
         """Takes a fault and what was decided about it into the history."""
         key = (fault.job, fault.slot)
-        self.states[key] = decision.state
-        self.last[key] = fault.time
+        self.set(fault.job, fault.slot, decision.state, fault.time)
         self.by_slot.setdefault(key, deque(maxlen=64)).append(fault)
         if fault.node:
             self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
@@ -208,10 +218,9 @@ class History:
     def forget_job(self, job: str) -> None:
         """The job is over. What its faults said about nodes stays."""
         self.since_progress.pop(job, None)
-        for key in [key for key in self.by_slot if key[0] == job]:
-            self.by_slot.pop(key, None)
-            self.states.pop(key, None)
-            self.last.pop(key, None)
+        for slot in self.of_job.pop(job, ()):
+            for memory in (self.by_slot, self.states, self.last):
+                memory.pop((job, slot), None)
 
     def readmitted(self, node: str) -> None:
         """The node was repaired and has passed its admission test: its past no longer counts."""
@@ -311,14 +320,12 @@ def action_failed(history: History, now: float, *, job: str, slot: int, why: str
 
 def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:
     """Takes an ``action_failed`` decision into the history."""
-    history.states[(job, slot)] = decision.state
-    history.last[(job, slot)] = now
+    history.set(job, slot, decision.state, now)
 
 
 def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> None:
     """The slot's node was to be put aside and is not: the process is started again in place instead."""
-    history.states[(job, slot)] = State.RESTARTING
-    history.last[(job, slot)] = now
+    history.set(job, slot, State.RESTARTING, now)
 
 
 def _event(history: History, fault: Fault, state: State, job_nodes: int) -> tuple[Event, str]:

@@ -7,6 +7,29 @@ status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the ke
 
 from __future__ import annotations
 
+import dataclasses
+import getpass
+import os
+from collections.abc import Callable
+from typing import Any
+
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.job import Failure, JobState
+from unicron_ctl.controller.model.node import NodeState
+from unicron_ctl.controller.nodes import admission, isolation
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.inputs import inputs, usable_nodes
+from unicron_ctl.controller.plan.placement import OCCUPIES
+from unicron_ctl.controller.sense.timing import Slow
+
+FAILURE_KEYS`; attention lists nodes that need an admin (node, since, job, reason); times
+         are seconds since the epoch, durations seconds, rates FLOP/s.
+"""
+
+from __future__ import annotations
+
 import getpass
 import os
 from collections.abc import Callable
@@ -19,7 +42,7 @@ from unicron_ctl.controller.state import JobState, NodeState
 from unicron_ctl.controller.store import Store
 
 if TYPE_CHECKING:
-    from unicron_ctl.controller.engine import Engine
+    from unicron_ctl.controller.core import Engine
 
 FAILURE_KEYS = (
     "id",
@@ -52,55 +75,55 @@ class Unanswerable(Exception):
     """The question makes no sense; the text says what would."""
 
 
-def answer(engine: Engine, store: Store, what: str, args: dict[str, Any]) -> Any:
+def answer(core: Core, store: Store, what: str, args: dict[str, Any]) -> Any:
     """The data for a question. Raises Unanswerable."""
     ask = QUESTIONS.get(what)
     if ask is None:
         raise Unanswerable(
             f"this controller does not know the question {what!r}: it knows {', '.join(sorted(QUESTIONS))}"
         )
-    return ask(engine, store, args)
+    return ask(core, store, args)
 
 
-def status(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """Everything at a glance."""
-    listed = jobs(engine, store, args)
+    listed = jobs(core, store, args)
     failures = sorted(
-        (f for job in engine.state.jobs.values() for f in job.failures), key=lambda failure: failure["id"]
+        (f for job in core.state.jobs.values() for f in job.failures), key=lambda failure: failure.id
     )
     return {
         "controller": {
             "pid": os.getpid(),
-            "since": engine.started_at,
-            "time": engine.now,
-            "observe": engine.config.observe,
-            "events": engine.state.last_event,
+            "since": core.view.started_at,
+            "time": core.now,
+            "observe": core.config.observe,
+            "events": core.state.last_event,
             "slurm": {
-                "used": engine.has_slurm,
-                "last_answer": engine.cluster.seen.asked_at if engine.cluster.seen else None,
-                "error": engine.cluster.error,
+                "used": core.view.slurm.used,
+                "last_answer": core.view.slurm.seen.asked_at if core.view.slurm.seen else None,
+                "error": core.view.slurm.error,
             },
         },
         "jobs": listed,
-        "nodes": nodes(engine, store, args),
+        "nodes": nodes(core, store, args),
         "failures": [failure_record(f) for f in failures[-100:]],
-        "attention": engine.cluster.isolation.attention(),
+        "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)],
         "waf": sum(item["waf"] for item in listed),
-        "plan": engine.state.plan_report,
+        "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report else {},
     }
 
 
-def jobs(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def jobs(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
     """All jobs, the ended ones last."""
     return [
-        job(engine, state)
-        for _, state in sorted(engine.state.jobs.items(), key=lambda item: (bool(item[1].ended), item[0]))
+        job(core, state)
+        for _, state in sorted(core.state.jobs.items(), key=lambda item: (bool(item[1].ended), item[0]))
     ]
 
 
-def job(engine: Engine, state: JobState) -> dict[str, Any]:
+def job(core: Core, state: JobState) -> dict[str, Any]:
     """One job."""
-    seconds, view = state.seconds, engine.view(state)
+    seconds, view = state.seconds, core.view.job(state)
     nodes_now = len(state.elements(state.members)) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     weight = state.settings.weight
@@ -111,28 +134,29 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
         "name": state.settings.name,
         "user": state.settings.user,
         "mode": state.settings.mode,
-        "state": state.phase,
+        "state": state.phase.value,
         "since": state.since,
         "generation": state.generation,
         "nodes": nodes_now,
         "min_nodes": state.settings.min_nodes,
         "max_nodes": state.settings.max_nodes,
-        "planned_nodes": engine.state.assignment.get(state.job),
+        "planned_nodes": core.state.assignment.get(state.job),
         "members": sorted(state.members),
         "iteration": state.iteration,
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
         "loss": state.loss,
-        "degraded": monitoring.slow(engine, state),
-        "anomalies": peers.standing(engine, state.job),
+        "degraded": _slow(core, state),
+        "anomalies": _anomalies(core, state.job),
         "weight": weight,
         "flops": flops,
         "waf": weight * flops if enough and not state.ended else 0.0,
         "ledger_violations": state.ledger_violations,
-        "ended": state.ended,
+        "ended": dataclasses.asdict(state.ended) if state.ended else None,
+        "set_aside": state.set_aside,
         "failures": len(state.failures),
         "last_failure": failure_record(last) if last else None,
-        "reason": state.decisions[-1]["reason"] if state.decisions else "",
+        "reason": state.decisions[-1].reason if state.decisions else "",
         "elements": [
             {
                 "element": element,
@@ -159,18 +183,18 @@ def job(engine: Engine, state: JobState) -> dict[str, Any]:
     }
 
 
-def nodes(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def nodes(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
     """All nodes that Slurm shows, and those on which an agent speaks."""
-    seen = engine.cluster.seen
+    seen = core.view.slurm.seen
     users: dict[str, list[str]] = {}
     for e in seen.elements if seen else ():
         if e.node and e.state in OCCUPIES:
             users.setdefault(e.node, []).append(f"{e.job}_{e.element}")
-    agents = {view.node: view for view in engine.agents.values() if view.alive}
-    names = {n.name: n for n in seen.nodes} if seen else {}
+    agents = {view.node: view for view in core.view.live.agents() if view.alive}
+    names = seen.by_name if seen else {}
     listed = []
     for name in sorted({*names, *agents}):
-        info, view, known = names.get(name), agents.get(name), engine.state.nodes.get(name)
+        info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
         listed.append(
             {
                 "node": name,
@@ -181,10 +205,10 @@ def nodes(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, 
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
-                "anomalies": peers.of_node(engine, name),
-                "metrics": peers.of_machine(engine, view.job, view.element) if view else {},
+                "anomalies": [item for job in core.desks for item in _anomalies(core, job) if name in item["nodes"]],
+                "metrics": _metrics(core, view.job, view.element) if view else {},
                 "last_event": node_event(known),
-                **engine.cluster.gate.view(name),
+                **admission.shown(core.view, core.slurm.gate, name),
             }
         )
     return listed
@@ -195,46 +219,48 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
     if known is None or not known.events:
         return None
     keys = ("time", "source", "text", "code", "count", "cause", "severity", "action", "reason")
-    return {key: known.events[-1][key] for key in keys}
+    return {key: getattr(known.events[-1], key) for key in keys}
 
 
-def events(engine: Engine, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
     """The log after an id: args after, limit, job, kinds."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
     return [
         event.as_dict()
-        for event in store.tail(after, max(1, min(limit, 5000)), _job_id(engine, only) if only else None)
+        for event in store.tail(after, max(1, min(limit, 5000)), _job_id(core, only) if only else None)
     ]
 
 
-def explain(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
-    state = engine.state.jobs[_job_id(engine, str(args.get("job", "")))]
+    state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
+    report = core.state.plan_report
     return {
         "job": state.job,
         "name": state.settings.name,
         "mode": state.settings.mode,
         "mode_reason": state.settings.mode_reason,
-        "state": state.phase,
+        "state": state.phase.value,
         "generation": state.generation,
-        "ended": state.ended,
-        "planned_nodes": engine.state.assignment.get(state.job),
-        "plan_reason": engine.state.plan_report.get("reasons", {}).get(state.job, ""),
-        "plan_trigger": engine.state.plan_report.get("trigger", ""),
-        "decisions": list(state.decisions),
+        "ended": dataclasses.asdict(state.ended) if state.ended else None,
+        "set_aside": state.set_aside,
+        "planned_nodes": core.state.assignment.get(state.job),
+        "plan_reason": report.reasons.get(state.job, "") if report else "",
+        "plan_trigger": report.trigger if report else "",
+        "decisions": [dataclasses.asdict(decided) for decided in state.decisions],
         "failures": [failure_record(failure) for failure in state.failures],
     }
 
 
-def scenario(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def scenario(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """The planner's input of this moment, in the structure of a scenario file (DESIGN section 7)."""
-    cluster, config = engine.cluster, engine.config
-    running = [state for state in engine.state.jobs.values() if not state.ended]
-    inputs = cluster.replanning.inputs(running)
-    count = len(cluster.replanning.usable_nodes(running)) if cluster.seen else sum(i.nodes for i in inputs)
-    rates = [i.rate / i.measured_nodes for i in inputs if i.rate and i.measured_nodes]
+    config, seen = core.config, core.view.slurm.seen
+    running = [state for state in core.state.jobs.values() if not state.over]
+    found = inputs(core.view, running)
+    count = len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in found)
+    rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
     usual = sum(rates) / len(rates) if rates else planning.UNMEASURED
     return {
         "cluster": {
@@ -250,64 +276,93 @@ def scenario(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, An
                 "max_nodes": i.max_nodes,
                 "nodes": i.nodes,
                 "lost_worker": i.alive < i.nodes,
-                "node_names": sorted(view.node for view in engine.agents.values() if view.job == i.job and view.alive),
+                "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive),
                 "flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()},
             }
-            for i in inputs
+            for i in found
         ],
     }
 
 
-def failure_record(failure: dict[str, Any]) -> dict[str, Any]:
-    return {key: failure[key] for key in FAILURE_KEYS}
+def failure_record(failure: Failure) -> dict[str, Any]:
+    return {key: getattr(failure, key) for key in FAILURE_KEYS}
 
 
-def owner_of(engine: Engine, args: dict[str, Any], what: str = "") -> str:
+def _slow(core: Core, state: JobState) -> dict[str, Any] | None:
+    """What makes the job slow at present."""
+    desk = core.desks.get(state.job)
+    slow: Slow | None = desk.times.slow if desk else None
+    return dataclasses.asdict(slow) if slow else None
+
+
+def _anomalies(core: Core, job: str) -> list[dict[str, Any]]:
+    """The job's present anomalies."""
+    desk = core.desks.get(job)
+    return [item.told() for item in desk.peers.standing] if desk else []
+
+
+def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
+    """What the element's agent measured last on its node."""
+    desk = core.desks.get(job)
+    sample = desk.peers.samples.get(element) if desk else None
+    return sample.values if sample else {}
+
+
+def owner_of(core: Core, args: dict[str, Any], what: str = "") -> str:
     """Whose word counts beside root's and the admins': the owner of the job that an order is about; of nodes, the user
     of this controller, who is a Slurm operator. Raises Unanswerable.
     """
     if what == "health":
         return getpass.getuser()
-    return engine.state.jobs[_job_id(engine, str(args.get("job", "")))].settings.user
+    return core.state.jobs[_job_id(core, str(args.get("job", "")))].settings.user
 
 
-def _job_id(engine: Engine, text: str) -> str:
+def _job_id(core: Core, text: str) -> str:
     """A job by its id, or by its name where that is unique among living jobs. Raises Unanswerable."""
-    if text in engine.state.jobs:
+    if text in core.state.jobs:
         return text
-    named = [state for state in engine.state.jobs.values() if state.settings.name == text]
+    named = [state for state in core.state.jobs.values() if state.settings.name == text]
     living = [state for state in named if not state.ended] or named[-1:]
     if len(living) == 1:
         return living[0].job
-    known = ", ".join(sorted(engine.state.jobs)) or "none yet"
+    known = ", ".join(sorted(core.state.jobs)) or "none yet"
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text!r}: jobs are {known}")
 
 
-def inject(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def inject(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """Breaks a rank on purpose: args fault, job, slot, node, seconds, dry_run."""
     slot, node, seconds = args.get("slot"), args.get("node"), args.get("seconds", 0.0)
     if not (slot is None or isinstance(slot, int)) or not (node is None or isinstance(node, str)):
         raise Unanswerable("inject: slot must be a whole number, node a name")
     if not isinstance(seconds, int | float) or not 0 <= seconds <= 86400:
         raise Unanswerable("inject: seconds must be 0 to 86400")
-    state = engine.state.jobs[_job_id(engine, str(args.get("job", "")))]
+    state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
     fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))
     try:
-        return injection.perform(engine, state, fault, slot, node, float(seconds), dry_run)
+        done, outcome = injection.perform(
+            core.view, core.view.job(state), fault, slot, node, float(seconds), dry_run
+        )
     except injection.NotInjected as error:
         raise Unanswerable(str(error)) from None
+    core.take(outcome)
+    return done
 
 
-def health(engine: Engine, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def health(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """Takes a node's health report: args node, source, verdict, reason, at."""
-    report = checked(args)
+    report = admission.checked(args)
     if isinstance(report, str):
         raise Unanswerable(report)
-    seen = engine.cluster.seen
-    if seen is not None and all(info.name != report[0] for info in seen.nodes):
-        raise Unanswerable(f"health: Slurm shows no node {report[0]!r}")
-    engine.cluster.gate.take(*report)
+    seen = core.view.slurm.seen
+    if seen is not None and report.node not in seen.by_name:
+        raise Unanswerable(f"health: Slurm shows no node {report.node!r}")
+    core.take(admission.take(core.view, core.slurm.gate, report))
     return {"taken": True}
+
+
+def ping(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+    """Whether the controller answers, and how soon: through the same queue and loop as every message."""
+    return {"pong": True}
 
 
 QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
@@ -319,4 +374,5 @@ QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
     "scenario": scenario,
     "inject": inject,
     "health": health,
+    "ping": ping,
 }

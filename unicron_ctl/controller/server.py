@@ -1,37 +1,51 @@
-"""The loop: sockets in, engine, event log, sockets out. What was decided is stored before anyone hears of it."""
+"""The loop: sockets in, core, event log, sockets out. What was decided is stored before anyone hears of it."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import pickle
 import signal
 import socket
-import sys
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
 
 import msgspec
 import zmq
 
 from detector.classify import Classifier
+from detector.escalation import Fault, History
 from unicron_ctl.config import Config
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.background import Background, unmunge
-from unicron_ctl.controller.engine import Engine
-from unicron_ctl.controller.fold import replay
-from unicron_ctl.controller.store import Store, StoreError
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.model.cluster import ClusterState
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.job import Failure, JobState, SlotState
+from unicron_ctl.controller.model.node import NodeState, SeenEvent
+from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.client import ORDERS
 from unicron_ctl.protocol.encryption import secure_server
+from unicron_ctl.protocol.munge import unmunge
 from unicron_ctl.slurm.client import SlurmClient
 
+log = logging.getLogger("unicron.controller")
+SAVED = (ClusterState, JobState, Failure, SlotState, NodeState, SeenEvent, History, Fault)
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
-QUEUE = 10000
+QUEUE = 20000  # of one connection, and connections that wait to be accepted at once
+MAX_SOCKETS = 16384
 HINT_BYTES = 2048
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
+SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
+STATE_FORMAT = {kind.__name__: [f.name for f in fields(kind)] for kind in SAVED}  # a snapshot of other fields is not read
 Route = tuple[bytes, ...]
 
 
@@ -44,19 +58,23 @@ class Server:
         self.config, self.store = config, store
         self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
         store.thin()
-        state = replay(store.replay())
+        state = read_state(store)
         self._thinned = state.last_event
-        self.engine = Engine(config.controller, state, self.now(), classifier, has_slurm=client is not None)
-        self.background = Background(client, config.controller.probe_timeout)
+        self._snapshot_at = self.now()
+        self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
+        self.worker = Worker(client, config.controller.probe_timeout)
+        self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.dropped: Counter[str] = Counter()
         self._complained: set[str] = set()
         self._verifying: set[tuple[Route, str]] = set()
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 200),
             (zmq.SNDHWM, QUEUE),
             (zmq.RCVHWM, QUEUE),
+            (zmq.BACKLOG, QUEUE),
             (zmq.ROUTER_HANDOVER, 1),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 10),
@@ -69,9 +87,9 @@ class Server:
         self._hints = self._bind_hints(self.address)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
-        self.reload: Any = None  # called at SIGHUP; set by main
+        self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = zmq.Poller()
-        for source in (self._router, self._hints, self.background.wake_read, self._stop_read):
+        for source in (self._router, self._hints, self.worker.wake_read, self._stop_read):
             self._poller.register(source, zmq.POLLIN)
 
     def now(self) -> float:
@@ -83,7 +101,7 @@ class Server:
         not hold.
         """
         next_tick = self.now()
-        self.engine.last_tick = next_tick
+        self.core.last_tick = next_tick
         running = True
         while running:
             ready = dict(self._poller.poll(max(0, int((next_tick - self.now()) * 1000))))
@@ -91,21 +109,33 @@ class Server:
                 self._receive()
             if self._hints.fileno() in ready:
                 self._receive_hints()
-            if self.background.wake_read in ready:
+            if self.worker.wake_read in ready:
                 self._results()
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
+            self.core.settle()
             if (now := self.now()) >= next_tick:
-                self.engine.tick(now)
+                self.core.tick(now)
                 next_tick = now + TICK_SECONDS
-            self._flush()
+            self.watchdog(now)
+            self.flush()
+
+    def started(self) -> None:
+        """Goes into the log once the controller can be reached."""
+        jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
+        reason = f"controller started with {jobs} jobs from its log"
+        self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
 
     def stop(self) -> None:
         """May be called from any thread."""
         os.write(self._stop_write, bytes([signal.SIGTERM]))
 
     def close(self) -> None:
-        self.background.close()
+        """Ends sockets and threads; what was decided last is stored."""
+        with contextlib.suppress(StoreError):
+            self.flush()
+            self.save_snapshot()
+        self.worker.close()
         self._router.close()
         self._hints.close()
         self._context.term()
@@ -125,8 +155,9 @@ class Server:
     def take_config(self, config: Config, classifier: Classifier) -> None:
         """A new configuration; address, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
-        self.engine.config, self.engine.classifier = config.controller, classifier
-        self.engine.emit("configured", reason=f"configuration read again from {config.path or 'the defaults'}")
+        self.core.configure(config.controller, classifier)
+        reason = f"configuration read again from {config.path or 'the defaults'}"
+        self.core.append("", 0, records.Configured(reason=reason))
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
@@ -146,12 +177,12 @@ class Server:
             elif isinstance(message, wire.Register) and self.config.controller.auth == "munge":
                 self._verify(route, message)
             else:
-                self.engine.receive(route, message, self.now())
+                self.core.receive(route, message, self.now())
 
     def _bad(self, route: Route, data: bytes, reason: str) -> None:
         peer = route[0].hex() if route else ""
         self.dropped["message"] += 1
-        self._complain(peer, "bad_message", f"dropped a bad message of peer {peer[:16]}: {reason}")
+        self._complain(records.BadMessage, peer, f"dropped a bad message of peer {peer[:16]}: {reason}")
         if not route:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
@@ -160,16 +191,19 @@ class Server:
         )
         self._send(route, answer)
 
-    def _complain(self, peer: str, kind: str, reason: str) -> None:
+    def _complain(
+        self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str
+    ) -> None:
         """One event and one line per peer and kind: a broken peer must not fill the log."""
-        if f"{kind} {peer}" in self._complained:
+        key = f"{kind.__name__} {peer}"
+        if key in self._complained:
             return
         if len(self._complained) > NAMES_KEPT:
             self._complained.clear()
-        self._complained.add(f"{kind} {peer}")
-        self.engine.now = max(self.engine.now, self.now())
-        self.engine.emit(kind, peer=peer, reason=reason[:400])
-        say(reason[:400])
+        self._complained.add(key)
+        self.core.now = self.now()
+        self.core.append("", 0, kind(peer=peer, reason=reason[:400]))
+        log.warning("%s", reason[:400])
 
     def _verify(self, route: Route, message: wire.Register) -> None:
         """An agent may speak for a job only with its owner's credential, or an admin's."""
@@ -180,10 +214,10 @@ class Server:
 
         def then(user: str | None) -> None:
             self._verifying.discard(key)
-            known = self.engine.state.jobs.get(message.job)
+            known = self.core.state.jobs.get(message.job)
             owner = known.settings.user if known else message.settings.user
             if user and (user == owner or user in self.config.controller.admins or user == "root"):
-                self.engine.receive(route, message, self.now())
+                self.core.receive(route, message, self.now())
             else:
                 who = (
                     f"{user} is not its owner {owner}"
@@ -191,10 +225,12 @@ class Server:
                     else "the munge credential is not valid: is munged running with the same key on both nodes?"
                 )
                 reason = f"job {message.job}: {who}"
-                self._complain(f"{message.job} {message.element}", "registration_refused", f"{message.node}: {reason}")
+                self._complain(
+                    records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}"
+                )
                 self._send(route, wire.Refused(reason=reason, final=bool(user)))
 
-        self.background.call(lambda: unmunge(message.credential), then)
+        self.worker.call(lambda: unmunge(message.credential), then)
 
     def _receive_hints(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -203,13 +239,13 @@ class Server:
             except (BlockingIOError, ConnectionError):
                 return
             try:
-                self.engine.hint(wire.decode(data, wire.Hint), self.now())
+                self.core.hint(wire.decode(data, wire.Hint), self.now())
             except wire.BadMessage:
                 self.dropped["hint"] += 1
 
     def _results(self) -> None:
-        for result in self.background.take():
-            self.engine.now = max(self.engine.now, self.now())
+        for result in self.worker.take():
+            self.core.now = self.now()
             result()
 
     # ------------------------------------------------------------ out
@@ -220,7 +256,7 @@ class Server:
 
         def then(user: str | None) -> None:
             try:
-                allowed = {answers.owner_of(self.engine, ask.args, ask.what), "root", *self.config.controller.admins}
+                allowed = {answers.owner_of(self.core, ask.args, ask.what), "root", *self.config.controller.admins}
             except answers.Unanswerable as error:
                 self._send(route, wire.Answer(ok=False, error=str(error)))
                 return
@@ -232,36 +268,50 @@ class Server:
                 error = f"{who} may not {what} here: only {whose} and admins"
                 self._send(route, wire.Answer(ok=False, error=error))
 
-        self.background.call(lambda: unmunge(ask.credential), then)
+        self.worker.call(lambda: unmunge(ask.credential), then)
 
     def _answer(self, route: Route, ask: wire.Ask) -> None:
-        self._flush()  # the log must hold what the answer says
-        self.engine.now = max(self.engine.now, self.now())
+        self.core.now = self.now()
+        self.core.settle()
+        self.flush()  # the log must hold what the answer says
         try:
-            data = answers.answer(self.engine, self.store, ask.what, ask.args)
-            reply = wire.Answer(ok=True, data=data)
+            reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args))
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
         self._send(route, reply)
 
-    def _flush(self) -> None:
-        engine = self.engine
-        if engine.events:
-            events, engine.events = engine.events, []
+    def flush(self) -> None:
+        """Stores what was decided, then lets it out."""
+        core = self.core
+        if core.events:
+            events, core.events = core.events, []
             self.store.append(events)
             if events[-1].id - self._thinned >= THIN_EVERY:
                 self.store.thin(self._thinned)
                 self._thinned = events[-1].id
-        outbox, engine.outbox = engine.outbox, []
-        for route, message in outbox:
-            self._send(route, message)
-        requests, engine.requests = engine.requests, []
+        outbox, core.outbox = core.outbox, []
+        last: tuple[wire.Message | None, bytes] = None, b""
+        for send in outbox:
+            if send.message is not last[0]:  # what goes to many is encoded once
+                last = send.message, wire.encode(send.message)
+            self._send_bytes(send.route, last[1])
+        requests, core.requests = core.requests, []
         for request in requests:
-            self.background.submit(request, engine.cluster)
+            self.worker.submit(request, core)
+        if self.now() - self._snapshot_at >= SNAPSHOT_SECONDS and not core.busy:
+            self.save_snapshot()
+
+    def save_snapshot(self) -> None:
+        """A start after this replays only what comes later."""
+        self._snapshot_at = self.now()
+        self.store.save_snapshot(self.core.state.last_event, freeze(self.core.state))
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
+        self._send_bytes(route, wire.encode(message))
+
+    def _send_bytes(self, route: Route, data: bytes) -> None:
         try:
-            self._router.send_multipart([*route, wire.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([*route, data], zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
@@ -286,10 +336,23 @@ class Server:
         try:
             hints.bind((host.strip("[]"), int(port)))
         except OSError as error:  # hints only make things faster
-            say(f"no hints from the Slurm plugin: UDP port {port}: {error.strerror}")
+            log.warning(f"no hints from the Slurm plugin: UDP port {port}: {error.strerror}")
         return hints
 
 
-def say(text: str) -> None:
-    """One line for the journal."""
-    print(f"unicrond: {text}", file=sys.stderr, flush=True)
+def freeze(state: ClusterState) -> bytes:
+    """The state as a snapshot, which only this release reads: its file is the controller's own."""
+    return pickle.dumps((STATE_FORMAT, state), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def read_state(store: Store) -> ClusterState:
+    """The state after all that the log holds: from the last snapshot if there is a good one, else from the start."""
+    saved = store.snapshot()
+    if saved is not None:
+        try:
+            form, state = pickle.loads(saved[1])
+            if form == STATE_FORMAT and isinstance(state, ClusterState) and state.last_event == saved[0]:
+                return replay(store.replay(after=saved[0]), state)
+        except Exception as error:  # of another release, or damaged: the log holds everything
+            log.warning("the snapshot of the state cannot be used, the whole log is read: %r", error)
+    return replay(store.replay())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 
@@ -26,3 +27,24 @@ def make_credential() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def unmunge(credential: str) -> str:
+    """The user name in a munge credential, empty when it is not valid (or was used before)."""
+    program = shutil.which("unmunge")
+    if program is None or not credential:
+        return ""
+    command = [program, *_arguments(), "--no-output", "--metadata=-", "--keys=UID", "--numeric"]
+    try:
+        done = subprocess.run(
+            command, input=credential, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    words = done.stdout.split()
+    if done.returncode != 0 or len(words) < 2 or not words[-1].isdigit():
+        return ""
+    try:
+        return pwd.getpwuid(int(words[-1])).pw_name
+    except KeyError:
+        return words[-1]

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 VERSION = 2
+HINT_VERSION = 1  # of the SPANK plugin's datagrams
 SESSION, RESTART = "session", "restart"  # modes of healing
 MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
 
@@ -394,9 +395,10 @@ def decode(data: bytes, kind: Any = ToController) -> Any:
         message = _decoders[kind].decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadMessage(str(error)) from None
-    if message.v != VERSION:
+    speaks = HINT_VERSION if kind is Hint else VERSION
+    if message.v != speaks:
         raise BadMessage(
-            f"protocol version {message.v}, this side speaks {VERSION}: install the same release on both sides"
+            f"protocol version {message.v}, this side speaks {speaks}: install the same release on both sides"
         )
     return message
 

@@ -1,0 +1,426 @@
+"""The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
+messages and requests go out.
+
+    input -> what is known for now (`model.live`) -> sensors -> findings -> judge -> records
+          -> the job's next event -> its transition -> records -> orders to its agents
+
+Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
+would not know of. What breaks in one job sets that job aside and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from detector.classify import Classifier
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller import reconcile
+from unicron_ctl.controller.intake import Intake
+from unicron_ctl.controller.job import events as job_events
+from unicron_ctl.controller.job import machine, transitions
+from unicron_ctl.controller.job.desk import JobDesk
+from unicron_ctl.controller.job.modes import mode_of
+from unicron_ctl.controller.job.orders import Letter, due, later
+from unicron_ctl.controller.judge import agents as judge_agents
+from unicron_ctl.controller.judge import nodes as judge_nodes
+from unicron_ctl.controller.judge.failures import judge
+from unicron_ctl.controller.judge.ranks import revive
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.model.cluster import ClusterState
+from unicron_ctl.controller.model.finding import Finding, What
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.live import JobView, Live, Route
+from unicron_ctl.controller.model.requests import Action, Probe, Run
+from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron_ctl.controller.observe import Observer
+from unicron_ctl.controller.plan.inputs import replan
+from unicron_ctl.controller.sense import iterations, leases, members, overdue, peers, progress
+from unicron_ctl.controller.sense import slurm as sense_slurm
+from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+
+log = logging.getLogger("unicron.controller")
+STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
+EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
+PACE = 5e-5  # seconds per agent between two looks at all agents of a job
+PHASE_RECORDS = (
+    records.Break,
+    records.PlanMade,
+    records.Offer,
+    records.Entered,
+    records.Reform,
+    records.JobEnded,
+    records.JobRegistered,
+)
+
+
+class BrokenInvariant(Exception):
+    """A job is in a state in which it must not be."""
+
+
+@dataclass
+class Core:
+    """All jobs. `now` is seconds since the epoch, and never goes backwards within one process."""
+
+    config: ControllerConfig
+    state: ClusterState
+    started_at: float
+    classifier: Classifier = field(default_factory=Classifier)
+    has_slurm: bool = False
+
+    def __post_init__(self) -> None:
+        self.events: list[Event] = []
+        self.outbox: list[Send] = []
+        self.requests: list[Any] = []
+        self.last_tick = self.started_at
+        self.view = View(
+            self.config, self.classifier, self.state, Live(), SlurmView(self.has_slurm), self.started_at, self.started_at
+        )
+        self.desks: dict[str, JobDesk] = {}
+        self.slurm = reconcile.Desk()
+        self.clocks = overdue.Clocks()
+        self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
+        self.observer = Observer()
+        self.intake = Intake(self.view, self.desk, self.talk, self.take)
+        self._dirty: set[str] = set()
+        for job in self.state.jobs.values():
+            if not job.over:
+                self.view.job(job).begin_phase(self.started_at)
+
+    @property
+    def now(self) -> float:
+        return self.view.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.view.now = max(self.view.now, value)
+
+    @property
+    def busy(self) -> bool:
+        """A job is being healed, or formed."""
+        return any(job.phase in (Phase.BREAKING, Phase.ENTERING) for job in self.state.jobs.values() if not job.over)
+
+    def configure(self, config: ControllerConfig, classifier: Classifier) -> None:
+        """A new configuration."""
+        self.config = self.view.config = config
+        self.classifier = self.view.classifier = classifier
+
+    def desk(self, job: JobState) -> JobDesk:
+        """What is remembered for now of a job's steps, iterations and peers."""
+        found = self.desks.get(job.job)
+        if found is None:
+            found = self.desks[job.job] = JobDesk.begin(job, self.config)
+        return found
+
+    # ------------------------------------------------------------ the door
+    def append(self, job: str, generation: int, record: Record) -> Event:
+        """Records one decision and takes it into the state."""
+        event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
+        fold(self.state, event)
+        self.events.append(event)
+        if isinstance(record, PHASE_RECORDS):
+            self._phase_changed(job, record)
+        elif isinstance(record, records.RankStart):
+            state = self.state.jobs[job]
+            self.view.job(state).live.touched.add(state.element(record.slot))
+        return event
+
+    def take(self, outcome: Outcome) -> bool:
+        """Carries out what a decider wants. False when that is nothing."""
+        if self.config.observe:
+            outcome = self.observer.filter(outcome, self.state)
+        if not outcome:
+            return False
+        for job, generation, record in outcome.records:
+            self.append(job, generation, record)
+        self.outbox += outcome.sends
+        for request in outcome.requests:
+            self._request(request)
+        if outcome.hurry:
+            self.slurm.hurry(self.now)
+        for finding in outcome.findings:
+            self.judge(finding)
+        return True
+
+    def judge(self, finding: Finding) -> None:
+        """Makes a failure of a finding, if it is one."""
+        number = self.state.last_event + 1
+        job = self.state.jobs.get(finding.job)
+        self.take(self._with_peers(judge(self.view, finding)))
+        if job is None or job.over or self.state.last_event < number:
+            return
+        self._dirty.add(finding.job)
+        if finding.what is What.HANG and not finding.seen:
+            iterations.suspected(self.desk(job).watch, finding, number)
+
+    def _with_peers(self, outcome: Outcome) -> Outcome:
+        """A failure's reason tells what was odd with its node before."""
+        for index, (job, generation, record) in enumerate(outcome.records):
+            if isinstance(record, records.FailureDetected) and record.node and self.desks:
+                said = peers.evidence((desk.peers for desk in self.desks.values()), record.node, self.now)
+                if said:
+                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+        return outcome
+
+    def _request(self, request: Any) -> None:
+        if isinstance(request, Run):
+            for job, generation, record in reconcile.intent(self.view, request).records:
+                self.append(job, generation, record)
+            self.slurm.busy = self.slurm.busy or not request.urgent
+        elif isinstance(request, Probe):
+            self.view.slurm.probing.add(request.node)
+        self.requests.append(request)
+
+    def _phase_changed(self, name: str, record: Record) -> None:
+        job = self.state.jobs[name]
+        if isinstance(record, records.JobRegistered):
+            self.forget(name)
+        elif isinstance(record, records.JobEnded):
+            self.desks.pop(name, None)
+            self.clocks.forget(name)
+        view = self.view.job(job)
+        view.begin_phase(self.now)
+        if not job.over:
+            self.desk(job).phase_changed(view, record)
+        self._dirty.add(name)
+
+    def forget(self, job: str) -> None:
+        """What is known for now of a job that is over."""
+        self.view.live.forget(job)
+        self.view.views.pop(job, None)
+        self.view.slurm.expected.pop(job, None)
+        self.desks.pop(job, None)
+
+    # ------------------------------------------------------------ containment
+    def _contained(self, job: str, what: str, work: Callable[[], Any]) -> None:
+        """Whatever breaks while one job is handled sets that job aside, and nothing else."""
+        try:
+            work()
+        except Exception as error:
+            self._set_aside(job, what, error)
+
+    def _set_aside(self, name: str, what: str, error: Exception) -> None:
+        where = "".join(traceback.format_exception(error))[-2000:]
+        known = self.state.jobs.get(name)
+        log.error("job %s is set aside, handling %s: %r\n%s", name or "(none)", what[:200], error, where)
+        if known is None or known.set_aside:
+            return
+        reason = (
+            f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
+            "its ranks train on. Please report it with this record"
+        )
+        self.append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
+        self.view.job(known).live.changed.clear()
+
+    # ------------------------------------------------------------ inputs
+    def receive(self, route: Route, message: wire.Message, now: float) -> None:
+        """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent."""
+        self.now = now
+        name = getattr(message, "job", "")
+        self._contained(name, repr(message), lambda: self._receive(name, route, message))
+
+    def _receive(self, name: str, route: Route, message: wire.Message) -> None:
+        self.intake.receive(route, message)
+        if name in self.state.jobs:
+            self._dirty.add(name)
+
+    def hint(self, hint: wire.Hint, now: float) -> None:
+        """A datagram of the plugin: never trusted alone."""
+        self.now = now
+        self.take(self.intake.hint(hint))
+
+    def settle(self) -> None:
+        """Brings every job that something happened to as far as it can go now."""
+        while self._dirty:
+            name = min(self._dirty)
+            self._dirty.discard(name)
+            job = self.state.jobs.get(name)
+            if job is not None:
+                self._contained(name, f"its state ({job.phase})", lambda job=job: self._advance(job))
+
+    def tick(self, now: float) -> None:
+        """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
+        if now - self.last_tick > STALL_SECONDS:
+            self._stood_still(now - self.last_tick)
+        self.now, self.last_tick = now, now
+        for outcome in judge_nodes.settle(self.view, self.talk):
+            self.take(outcome)
+        self._leases()
+        for job in list(self.state.jobs.values()):
+            if not job.over:
+                self._contained(job.job, "a tick", lambda job=job: self._tick(job))
+        for finding in list(overdue.look(self.view, self.clocks)) if not self.config.observe else ():
+            self._contained(finding.job, "an overdue action", lambda finding=finding: self.judge(finding))
+        self.settle()
+        for job in list(self.state.jobs.values()):
+            if not job.set_aside and self.view.job(job).live.touched:
+                self._contained(job.job, "its orders", lambda job=job: self._send_orders(job))
+        self.take(self.slurm.tick(self.view))
+
+    def _stood_still(self, late: float) -> None:
+        """Everyone was waiting for this process: nobody has been silent."""
+        self.view.live.shift(late)
+        for desk in self.desks.values():
+            desk.watch.shift(late)
+        self.view.started_at += late
+
+    def _leases(self) -> None:
+        for agent, finding in list(leases.expired(self.view)):
+            agent.expired = True
+            self.view.live.silenced(agent)
+            live = self.view.live.jobs[agent.job]
+            live.changed.update(agent.slots)
+            live.ready.discard(agent.element)
+            self._contained(agent.job, "a silent agent", lambda finding=finding: self.judge(finding))
+
+    def _tick(self, job: JobState) -> None:
+        view, desk = self.view.job(job), self.desk(job)
+        if self.now >= desk.look_at:
+            desk.look_at = self.now + PACE * len(job.agents)
+            for finding in list(leases.missing(self.view, job)):
+                self.judge(finding)
+        self.take(iterations.look(self.view, view, desk.times, desk.watch))
+        period = self.config.metrics_seconds
+        self.take(peers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
+        if job.restart_mode:
+            waiting = job_events.waiting_elements(self.view, view)
+            self.take(mode_of(job).look(self.view, view, waiting, desk.told))
+        self._advance(job)
+
+    # ------------------------------------------------------------ one job
+    def _advance(self, job: JobState) -> None:
+        """Sense, judge, decide, act."""
+        view = self.view.job(job)
+        if not job.over:
+            self._sense(job, view)
+            for _ in range(EVENTS_PER_TURN):
+                happening = job_events.next_event(self.view, view)
+                if happening is None or not self._transit(job, view, happening):
+                    break
+                self._sense(job, view)
+            else:
+                raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
+            self._revive(job, view)
+        if not job.set_aside and view.live.touched:
+            self._send_orders(job)
+
+    def _sense(self, job: JobState, view: JobView) -> None:
+        live, desk = view.live, self.desk(job)
+        for _ in range(2):  # what is made of the first findings may change what others mean
+            if not live.changed:
+                break
+            changed = list(members.look(self.view, view))
+            for slot in live.changed:
+                view.notice(slot, self.now)
+                desk.watch.standing.notice(view, slot)
+                desk.notice_outsider(view, slot)
+                live.touched.add(job.element(slot))
+            live.changed.clear()
+            for finding in changed:
+                self.judge(finding)
+        if not job.over:
+            for finding in list(progress.look(self.view, view)):
+                self.judge(finding)
+            self._ask_witnesses(job, view)
+
+    def _ask_witnesses(self, job: JobState, view: JobView) -> None:
+        """After a rank stopped by itself every agent is asked whether it lives."""
+        if job.phase is Phase.BREAKING:
+            return
+        for since in set(view.live.stopped.values()):
+            if self.now >= since + progress.WITNESS_SECONDS:
+                for agent in progress.unheard_since(view, since):
+                    self._order(agent, f"ping {since}", wire.Ping())
+
+    def _transit(self, job: JobState, view: JobView, happening: job_events.Happening) -> bool:
+        """One step of the job's state machine. False when the event changes nothing in this phase."""
+        before = job.phase
+        following, action = machine.step(before, happening.event)
+        if action is machine.Action.IGNORE:
+            return False
+        done = self.take(transitions.PERFORM[action](self.view, view, happening))
+        if job.phase not in (following, before, Phase.ENDED):
+            raise BrokenInvariant(f"{happening.event} in {before} led to {job.phase} instead of {following}")
+        return done
+
+    def _revive(self, job: JobState, view: JobView) -> None:
+        desk = self.desk(job) if not job.over else None
+        for slot in sorted(desk.outsiders) if desk else ():
+            self.take(revive(self.view, view, slot))
+            if desk and not desk.is_outsider(view, slot):
+                desk.outsiders.discard(slot)
+
+    def _send_orders(self, job: JobState) -> None:
+        """Tells every agent that may not have obeyed; one that has is not looked at again until something changes."""
+        view = self.view.job(job)
+        letter = Letter(job)
+        for element in list(view.live.touched):
+            agent = view.agents.get(element)
+            waits = False
+            if agent is not None:
+                for key, message in due(view, agent, letter, self.now):
+                    self._order(agent, key, message)
+                    waits = True
+                waits = waits or later(job, agent, self.now)
+            if not waits:
+                view.live.touched.discard(element)
+
+    def _order(self, agent: Any, key: str, message: wire.Message) -> None:
+        """Sends it, unless that was done a moment ago."""
+        last = agent.repeated.get(key)
+        if last is not None and self.now - last < self.config.repeat_seconds:
+            return
+        send = Send(agent.route, message)
+        if self.config.observe and not self.observer.may_send(send):
+            return
+        if len(agent.repeated) > 200:
+            agent.repeated.clear()
+        agent.repeated[key] = self.now
+        self.outbox.append(send)
+
+    # ------------------------------------------------------------ results of slow work
+    def on_probe(self, probe: Probe, answers: bool) -> None:
+        """The node's slurmd answered, or not."""
+        self.view.slurm.probing.discard(probe.node)
+        self._contained(probe.job, "a probe", lambda: self.take(judge_agents.probed(self.view, probe, answers)))
+        self.settle()
+
+    def on_slurm_error(self, message: str) -> None:
+        """Slurm did not answer the question."""
+        self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
+        if message != self.view.slurm.error:
+            self.append("", 0, records.SlurmFailed(reason=message))
+        self.view.slurm.error = message
+
+    def on_listing(self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo]) -> None:
+        """A fresh listing."""
+        self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
+        if self.view.slurm.error:
+            self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
+            self.view.slurm.error = ""
+        listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        for agent in list(sense_slurm.ended_agents(self.view, listing)):
+            self.take(self.intake.suspect(agent))
+        for said in list(sense_slurm.look(self.view, listing)):
+            self.take(judge_agents.slurm_said(self.view, said))
+        self.take(reconcile.before_planning(self.view, self.slurm, listing))
+        jobs = reconcile.managed(self.view)
+        if jobs:
+            self.take(replan(self.view, listing, jobs, self.slurm.ahead))
+            self.take(reconcile.placing(self.view, self.slurm, listing, jobs))
+        self._dirty.update(job.job for job in jobs)
+        self.settle()
+
+    def on_action(self, action: Action, error: str) -> None:
+        """One action was carried out, or was refused."""
+        self.take(reconcile.done(self.view, self.slurm, action, error))
+
+    def on_actions_done(self) -> None:
+        """All actions of a request are through: look at what became of them."""
+        self.slurm.busy, self.slurm.next_poll = False, 0.0

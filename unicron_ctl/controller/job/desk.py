@@ -1,0 +1,121 @@
+"""What is remembered for now of one job: its ledger, its iterations, its peers. Lost with the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.job.ledger import JobLedger
+from unicron_ctl.controller.job.modes import Told
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.account import Account
+from unicron_ctl.controller.model.job import Identity, JobState, Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.sense.iterations import IterationWatch
+from unicron_ctl.controller.sense.peers import JobPeers
+from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.protocol import wire
+
+TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
+AFTER_RESTART = 3  # iterations of which reports may have been lost with the controller before this one
+
+
+@dataclass
+class JobDesk:
+    """One job's. disturbed_until: the last iteration around which ranks were lost, so that reports may be missing."""
+
+    ledger: JobLedger
+    times: JobTimes
+    watch: IterationWatch = field(default_factory=IterationWatch)
+    peers: JobPeers = field(default_factory=JobPeers)
+    told: Told = field(default_factory=Told)
+    disturbed_until: int = -1
+    outsiders: set[int] = field(default_factory=set)
+    """Slots whose process was left behind by a plan and may have to be started again."""
+    look_at: float = 0.0
+    timings: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, job: JobState, config: ControllerConfig) -> JobDesk:
+        known = job.iteration >= 0
+        desk = cls(JobLedger(closed=job.iteration), JobTimes.fresh(config))
+        desk.disturbed_until = job.iteration + AFTER_RESTART if known else -1
+        return desk
+
+    def phase_changed(self, job: JobView, record: records.Record) -> None:
+        """A record changed the job's phase or members."""
+        self.watch.standing.clear()
+        if isinstance(record, records.PlanMade):
+            bound = record.plan.iteration if record.plan.source is None else -1
+            self.disturbed_until = -1 if bound is None else bound
+        elif isinstance(record, records.Break):
+            self.outsiders.update(one.slot for one in record.lost)
+        elif isinstance(record, records.Entered):
+            self.outsiders.update(record.left)
+            self.timings = {}
+
+    def notice_outsider(self, job: JobView, slot: int) -> None:
+        if self.is_outsider(job, slot):
+            self.outsiders.add(slot)
+
+    def is_outsider(self, job: JobView, slot: int) -> bool:
+        """The process is one that a plan went on without, and no new one is ordered yet."""
+        agent, status = job.agent(slot), job.status(slot)
+        if agent is None or status is None or job.state.slot(slot).wanted > status.incarnation:
+            return False
+        if job.state.banished.get(slot) == Identity(agent.agent, status.incarnation):
+            return status.state != "finished"
+        return status.state == "left" and slot not in job.state.members
+
+    # ------------------------------------------------------------ steps
+    def take_steps(self, job: JobView, message: wire.Steps, now: float) -> Outcome:
+        """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it."""
+        out, state = Outcome(), job.state
+        bound = float("inf") if state.phase is Phase.BREAKING else self.disturbed_until
+        self.times.take(message)
+        accounts = self.ledger.add(message, state.members.keys() - state.lost.keys() if state.lost else state.members,
+                                   lambda iteration: iteration <= bound)
+        for account in accounts:
+            status = next((job.status(rank.slot) for rank in message.ranks), None)
+            step = records.Step(
+                iteration=account.iteration,
+                loss=account.loss,
+                seconds=account.seconds,
+                ranks=account.ranks,
+                nodes=self._nodes(state),
+                flops=status.flops_per_iteration if status else 0.0,
+                train_iterations=status.train_iterations if status else 0,
+                micro_batches=account.total,
+                computed=account.computed,
+                unreported=account.unreported,
+            )
+            out.record(state, step, account.generation)
+            recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
+            for record in self.times.finished(state, account, recovery, now):
+                out.record(state, record, account.generation)
+            if account.problems:
+                out.record(state, _violation(account), account.generation)
+        return out
+
+    def _nodes(self, job: JobState) -> int:
+        """On how many nodes the job trains; counted once per membership."""
+        cached = self.__dict__.get("_counted")
+        if cached is None or cached[0] is not job.members:
+            cached = self.__dict__["_counted"] = (job.members, len(job.elements(job.members)))
+        count: int = cached[1]
+        return count
+
+    def take_timing(self, job: JobState, message: wire.Timing) -> Outcome:
+        """How long a recovery took in one rank; of many ranks, the first few are kept."""
+        out = Outcome()
+        seen = self.timings.get(message.generation, 0)
+        self.timings[message.generation] = seen + 1
+        if seen < TIMINGS_KEPT:
+            out.record(job, records.Timing(slot=message.slot, seconds=message.seconds), message.generation)
+        return out
+
+
+def _violation(account: Account) -> records.LedgerViolation:
+    reason = f"iteration {account.iteration}: {'; '.join(account.problems[:5])}"
+    return records.LedgerViolation(iteration=account.iteration, problems=account.problems[:50], reason=reason)

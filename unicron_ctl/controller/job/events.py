@@ -1,0 +1,159 @@
+"""From what is known of a job to the next event of its state machine. Pure: (view, job) -> event and reason.
+
+Who is lost is not found here: a failure on record has condemned members (`judge`), and that is the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unicron_ctl.controller.job.machine import Event
+from unicron_ctl.controller.job.modes import Happening, mode_of
+from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.sense.progress import ENTER_TRIES, late_to_enter
+
+
+def next_event(view: View, job: JobView) -> Happening | None:
+    """The next event, the most far-reaching first; None while there is nothing to do."""
+    for look in _LOOK[job.state.phase]:
+        found = look(view, job)
+        if found is not None:
+            return found
+    return None
+
+
+# ---------------------------------------------------------------- all phases with members
+def _finished(view: View, job: JobView) -> Happening | None:
+    state = job.state
+    if state.members and not job.live.unfinished and len(state.lost) < len(state.members):
+        if all(job.finished(slot) for slot in state.survivors()):
+            return Happening(Event.FINISHED, "all members trained to the end")
+    return None
+
+
+def _fatal(view: View, job: JobView) -> Happening | None:
+    """A failure ends the job."""
+    if job.state.fatal is None:
+        return None
+    code, reason = job.state.fatal
+    return Happening(Event.FAILED, reason, code=code)
+
+
+def _losses(view: View, job: JobView) -> Happening | None:
+    gone = job.state.condemned
+    if not gone:
+        return None
+    first = sorted(gone.items())[:20]
+    more = f" and {len(gone) - len(first)} more slots" if len(gone) > len(first) else ""
+    return Happening(Event.LOSS, "; ".join(f"slot {slot} {reason}" for slot, reason in first) + more)
+
+
+def _regroup(view: View, job: JobView) -> Happening | None:
+    return Happening(Event.FAULT, job.state.regroup) if job.state.regroup else None
+
+
+# ---------------------------------------------------------------- forming
+def _ready(view: View, job: JobView) -> Happening | None:
+    """Enough ranks wait: all that can be expected, or the least that is allowed and nobody came for a while."""
+    config, state = view.config, job.state
+    whole = waiting_elements(view, job)
+    if not whole or not job.has_store():
+        return None
+    inside = set(whole)
+    coming = [e for e, a in job.agents.items() if a.alive and e not in inside and _may_work(view, job, e)]
+    mode, expected = mode_of(state), view.expected(state)
+    if len(whole) < mode.least(state):
+        return None
+    slots = tuple(sorted(slot for element in whole for slot in job.agents[element].slots))
+    none_else = expected is not None and inside.issuperset(expected) and not coming
+    if len(whole) >= state.settings.max_nodes or none_else:
+        return Happening(Event.READY, f"all {len(whole)} nodes that are to be had are ready", slots)
+    arrival = max(job.agents[e].progress.get(slot, 0.0) for e in whole for slot in job.agents[e].slots)
+    since = mode.settle_from(view, job, coming, arrival)
+    settle = config.forming_settle_seconds
+    if len(whole) >= state.settings.min_nodes and view.now - since >= settle:
+        said = f"{len(whole)} nodes are ready and no other came for {settle:g} s"
+        return Happening(Event.READY, said, slots)
+    return None
+
+
+def _hopeless(view: View, job: JobView) -> Happening | None:
+    reason = mode_of(job.state).exhausted(job.state)
+    return Happening(Event.FAILED, reason, code=1) if reason else None
+
+
+def waiting_elements(view: View, job: JobView) -> list[int]:
+    """Elements of which every rank can enter now."""
+    return [element for element in sorted(job.live.ready) if _may_work(view, job, element)]
+
+
+def _may_work(view: View, job: JobView, element: int) -> bool:
+    allotted, agent = job.state.allotted, job.agents.get(element)
+    return (allotted is None or element in allotted) and (agent is None or not view.unfit(agent.node))
+
+
+# ---------------------------------------------------------------- running
+def _change(view: View, job: JobView) -> Happening | None:
+    """Newcomers that can be taken in, and elements that the plan takes away. Whole elements only."""
+    state = job.state
+    if not job.live.ready and not state.leaving:
+        return None
+    mode, inside = mode_of(state), {state.element(slot) for slot in state.members}
+    joiners: list[int] = []
+    for element in waiting_elements(view, job):
+        if element in inside or element in state.leaving:
+            continue
+        agent = job.agents[element]
+        latest = max(agent.progress.get(slot, 0.0) for slot in agent.slots)
+        if view.now - latest >= mode.join_delay(view.config):
+            joiners += agent.slots
+    leavers = [slot for slot in state.members if state.element(slot) in state.leaving]
+    if len(leavers) >= len(state.members):
+        leavers = []  # the last ones never leave: nobody else has the state
+    if not (joiners or leavers) or len(job.live.unfinished) < len(state.members):
+        return None
+    words = " and ".join(
+        f"{len(group)} rank{'s' if len(group) > 1 else ''} {verb}"
+        for group, verb in ((joiners, "join"), (leavers, "leave"))
+        if group
+    )
+    return mode.change(view, job, words, sorted(joiners), sorted(leavers))
+
+
+# ---------------------------------------------------------------- entering and offering
+def _entered(view: View, job: JobView) -> Happening | None:
+    plan = job.state.offer or job.state.plan
+    if plan is None or job.live.awaited:
+        return None
+    return Happening(Event.ENTERED, f"all {len(plan.members)} members run in generation {plan.generation}")
+
+
+def _enter_timeout(view: View, job: JobView) -> Happening | None:
+    """Not all are in after the time: all try again. The last time it is a failure of those who never got in."""
+    if job.state.tries + 1 >= ENTER_TRIES:
+        return None
+    reason = late_to_enter(view, job)
+    return Happening(Event.TIMEOUT, reason) if reason else None
+
+
+# ---------------------------------------------------------------- breaking
+def _reported(view: View, job: JobView) -> Happening | None:
+    """Every survivor is at rest; or nobody is left."""
+    if job.live.awaited:
+        return None
+    if len(job.state.lost) >= len(job.state.members):
+        return Happening(Event.NOBODY, "no member is left that has the training state")
+    return mode_of(job.state).stopped(view, job)
+
+
+_Look = Callable[[View, JobView], Happening | None]
+_LOOK: dict[Phase, tuple[_Look, ...]] = {
+    Phase.FORMING: (_fatal, _hopeless, _ready),
+    Phase.ENTERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
+    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _change),
+    Phase.OFFERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
+    Phase.BREAKING: (_fatal, _finished, _losses, _reported),
+    Phase.ENDED: (),
+}

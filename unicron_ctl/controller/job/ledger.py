@@ -1,0 +1,123 @@
+"""The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their steps.
+
+A report costs as much as it has micro-batches, whatever the job's size: counts are kept per iteration, not recounted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.model.account import Account
+from unicron_ctl.protocol.wire import RankStep, Steps
+
+OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
+MOST_TOTAL = 1 << 22  # micro-batches of an iteration
+PROBLEMS_KEPT = 1000
+
+
+@dataclass
+class OpenIteration:
+    """An iteration of which not all reports are there. summed, computed: how often, by micro-batch."""
+
+    total: int
+    generation: int = 0
+    loss: float = 0.0
+    reporters: set[int] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)
+    summed: bytearray = field(default_factory=bytearray)
+    computed: bytearray = field(default_factory=bytearray)
+    in_gradients: int = 0
+    times_computed: int = 0
+    strangers: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.summed, self.computed = bytearray(self.total), bytearray(self.total)
+
+    def add(self, rank: RankStep, generation: int) -> None:
+        if rank.slot in self.reporters:
+            return  # a repeated report
+        if not self.reporters:
+            self.loss = rank.loss
+        self.reporters.add(rank.slot)
+        self.seconds.append(rank.seconds)
+        self.generation = max(self.generation, generation)
+        self._count(rank.micro_batches, self.summed)
+        self.in_gradients += len(rank.micro_batches)
+        computed = rank.micro_batches if rank.computed is None else rank.computed
+        self._count(computed, self.computed)
+        self.times_computed += len(computed)
+
+    def _count(self, indices: Collection[int], counts: bytearray) -> None:
+        for index in indices:
+            if 0 <= index < self.total:
+                counts[index] = min(255, counts[index] + 1)
+            else:
+                self.strangers.add(index)
+
+    def account(self, iteration: int, disturbed: bool) -> Account:
+        """The iteration's account. disturbed: ranks were lost around it, so that reports on it may be missing."""
+        missing = [index for index, count in enumerate(self.summed) if not count]
+        problems = [
+            f"micro-batch {index} is in {count} gradients" for index, count in enumerate(self.summed) if count > 1
+        ]
+        problems += [
+            f"micro-batch {index} was computed {count} times by ranks that lived on"
+            for index, count in enumerate(self.computed)
+            if count > 1
+        ]
+        problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
+        if missing and not disturbed:
+            problems.append(f"micro-batches {missing[:100]} are in nobody's gradient")
+        return Account(
+            iteration=iteration,
+            generation=self.generation,
+            loss=self.loss,
+            seconds=statistics.median(self.seconds),
+            ranks=len(self.reporters),
+            total=self.total,
+            computed=self.times_computed,
+            unreported=missing if disturbed else [],
+            problems=problems[:PROBLEMS_KEPT],
+        )
+
+
+@dataclass
+class JobLedger:
+    """Collects the step reports of one job."""
+
+    open: dict[int, OpenIteration] = field(default_factory=dict)
+    closed: int = -1
+
+    def add(self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool]) -> list[Account]:
+        """Takes an agent's report; returns the iterations that are complete with it, oldest first.
+
+        members: who is in the job now (a set or the keys of a dict).
+        """
+        if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
+            return []
+        entry = self.open.get(step.iteration)
+        if entry is None:
+            entry = self.open[step.iteration] = OpenIteration(step.total)
+        for rank in step.ranks:
+            entry.add(rank, step.generation)
+        done = []
+        for iteration in sorted(self.open):
+            if not self._complete(iteration, members, disturbed):
+                break
+            done.append(self.open.pop(iteration).account(iteration, disturbed(iteration)))
+            self.closed = max(self.closed, iteration)
+        return done
+
+    def _complete(self, iteration: int, members: Collection[int], disturbed: Callable[[int], bool]) -> bool:
+        entry = self.open[iteration]
+        if entry.in_gradients >= entry.total or len(self.open) > OPEN_ITERATIONS:
+            return True
+        if disturbed(iteration) and _all_in(members, entry):
+            return True
+        return any(later > iteration and _all_in(members, other) for later, other in self.open.items())
+
+
+def _all_in(members: Collection[int], entry: OpenIteration) -> bool:
+    return len(entry.reporters) >= len(members) and all(slot in entry.reporters for slot in members)

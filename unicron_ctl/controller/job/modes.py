@@ -1,0 +1,158 @@
+"""The two ways of healing a job, as strategies: *session*, within the iteration, and *restart* of all processes.
+
+For the state machine they differ in little. In restart mode (`unicron_ctl.agent.plain_ranks`) nobody keeps a training
+state, so every Break leads to a new world of those that are there, and there is no boundary at which a node could join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.job.machine import Event
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+
+STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
+MOST_RESTARTS = 16  # after losses, in a row without a steady world in between
+BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again later is not waited for
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event of the state machine, and why. joiners: slots that come in, or that have reported; leavers: members that
+    the plan takes away. code: with FINISHED and FAILED, what the job's agents are to exit with."""
+
+    event: Event
+    reason: str
+    joiners: tuple[int, ...] = ()
+    leavers: tuple[int, ...] = ()
+    code: int = 0
+
+
+class Session:
+    """Healed within the iteration: the survivors have the training state."""
+
+    def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
+        """Since when a forming job has waited for more nodes; arrival: of the last that is ready."""
+        return arrival
+
+    def least(self, job: JobState) -> int:
+        """The fewest nodes with which it may form when no more are to be had."""
+        return 1
+
+    def join_delay(self, config: ControllerConfig) -> float:
+        """Newcomers are taken in together when no other has come for so many seconds."""
+        return config.offer_delay
+
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+        """Newcomers wait, or members are to leave: at the next boundary."""
+        return Happening(Event.CHANGE, words, tuple(joiners), tuple(leavers))
+
+    def stopped(self, view: View, job: JobView) -> Happening | None:
+        """All survivors are at rest: they go on, if one of them knows the training state."""
+        slots = job.state.survivors()
+        reports = [s for s in slots if (r := job.status(s)) and r.state == "stopped" and not job.finished(s)]
+        if not reports:
+            return Happening(Event.NOBODY, "no member is left that has the training state")
+        if not job.has_store():
+            return None
+        return Happening(Event.REPORTED, f"{len(reports)} survivors have stopped", tuple(reports))
+
+    def exhausted(self, job: JobState) -> str:
+        """Why it is no use to form another generation; empty while it is."""
+        return ""
+
+    def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
+        """What a running job's mode has to say. Called at every tick."""
+        return Outcome()
+
+
+@dataclass
+class Told:
+    """What was said of a job's newcomers; lost with the process."""
+
+    newcomers: tuple[int, tuple[int, ...]] | None = None
+
+
+class Restart:
+    """All processes end and start again in a new world."""
+
+    def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
+        """Processes that start again soon are waited for, too."""
+        soon = [job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots]
+        return max([arrival, *(at for at in soon if at <= view.now + BACKOFF_WORTH_WAITING)])
+
+    def least(self, job: JobState) -> int:
+        """The script may be told no smaller world."""
+        return min(job.settings.min_nodes, job.settings.max_nodes)
+
+    def join_delay(self, config: ControllerConfig) -> float:
+        return config.join_after_seconds
+
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+        """There is no boundary: all stop, and those that are to work begin a new world. The plan has weighed leavers."""
+        state = job.state
+        good, reason = True, "the plan takes nodes away: the processes of the others start again"
+        if not leavers:
+            inside, more = len(state.elements(state.members)), len(state.elements(joiners))
+            good, reason = worth(inside, more, view.now - state.since, view.config)
+        return Happening(Event.FAULT, f"{words}: {reason}") if good else None
+
+    def stopped(self, view: View, job: JobView) -> Happening | None:
+        return Happening(Event.NOBODY, "all processes of the world have ended")
+
+    def exhausted(self, job: JobState) -> str:
+        if job.restarts < MOST_RESTARTS:
+            return ""
+        last = job.failures[-1].reason if job.failures else ""
+        short = f"the world broke {job.restarts} times in a row within {STEADY_SECONDS:.0f} s of its start"
+        return f"{short}, the last time because: {last}" if last else short
+
+    def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
+        """Records that a world has proved itself, and why newcomers (elements) are kept waiting."""
+        out, state = Outcome(), job.state
+        if state.phase is not Phase.RUNNING or state.plan is None:
+            return out
+        age, generation = view.now - state.since, state.plan.generation
+        if age >= STEADY_SECONDS and state.steady != generation:
+            reason = f"the world of {len(state.plan.members)} ranks has run for {STEADY_SECONDS:.0f} s"
+            out.record(state, records.Steady(reason=reason), generation)
+        inside = set(state.elements(state.members))
+        newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
+        if newcomers and told.newcomers != (generation, newcomers):
+            good, reason = worth(len(inside), len(newcomers), age, view.config)
+            if not good:
+                told.newcomers = generation, newcomers
+                out.record(state, records.NewcomersWait(elements=list(newcomers), reason=reason), generation)
+        return out
+
+
+def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> tuple[bool, str]:
+    """Whether a world of `nodes` nodes, `age` seconds old, is to be ended for one with `newcomers` more; and why.
+
+    What a restart costs: the work since the script's last checkpoint, on average half of `checkpoint_seconds` and never
+    more than the world is old, and the start. What it brings: the newcomers' share until the larger world must be
+    expected to fail, which would take them in anyhow.
+    """
+    cost = min(age, config.checkpoint_seconds / 2.0) + config.transition_seconds
+    until_failure = config.mtbf_node_hours * 3600.0 / max(1, nodes + newcomers)
+    gain = until_failure * newcomers / max(1, nodes)
+    sums = (
+        f"a restart costs about {cost:.0f} s of work, and {newcomers} more node{'s' if newcomers > 1 else ''} beside "
+        f"{nodes} bring{'' if newcomers > 1 else 's'} {gain:.0f} s until a failure is to be expected"
+    )
+    if gain > cost:
+        return True, f"{sums}: all processes start again in a larger world"
+    return False, f"{sums}: they wait for the next restart"
+
+
+SESSION, RESTART = Session(), Restart()
+
+
+def mode_of(job: JobState) -> Session | Restart:
+    """The job's strategy."""
+    return RESTART if job.restart_mode else SESSION

@@ -1,0 +1,91 @@
+"""What one agent has to be told now, given what it says: level-triggered, so an order is due until the agent's status
+shows that it was obeyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.protocol import wire
+
+BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
+
+
+class Letter:
+    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan."""
+
+    def __init__(self, job: JobState) -> None:
+        self.plan = {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
+        self.common = wire.common(self.plan) if self.plan is not None else msgspec.Raw(b"")
+        self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
+        self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
+        lost = sorted(job.lost)
+        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
+        self.break_key = f"break {job.broken} {hash(tuple(lost))}"
+
+
+def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:
+    """(key, message) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
+
+    A process that is not to start yet is no order; see :func:`later`.
+    """
+    if not agent.alive:
+        return
+    if job.state.ended:
+        yield "end", wire.End(code=job.state.ended.code, reason=job.state.ended.reason)
+        return
+    if _must_break(job.state, agent):
+        yield letter.break_key, letter.broken
+    plan = letter.plan
+    if plan is not None and _lacks(agent, letter.members, plan.generation):
+        yield letter.plan_key, wire.share(plan, letter.common, agent.slots)
+    yield from _processes(job.state, agent, now)
+
+
+def _must_break(job: JobState, agent: AgentView) -> bool:
+    if not job.broken:
+        return False
+    breaking = job.phase is Phase.BREAKING
+    for status in agent.ranks.values():
+        stops = status.state in BREAKABLE or (job.restart_mode and status.state == "finished")
+        if status.broken >= job.broken or not stops or max(status.generation, status.entering) > job.broken:
+            continue
+        # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
+        # breaking.
+        if breaking or status.state in ("entering", "running"):
+            return True
+    return False
+
+
+def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:
+    for slot, status in agent.ranks.items():
+        if slot in members:
+            if status.state in BREAKABLE and max(status.generation, status.entering) < generation:
+                return True
+        elif status.state in ("stopped", "running") and status.generation < generation:
+            return True
+    return False
+
+
+def _processes(job: JobState, agent: AgentView, now: float) -> Iterator[tuple[str, wire.Message]]:
+    for slot, status in agent.ranks.items():
+        known = job.slot(slot)
+        if status.incarnation >= known.wanted:
+            continue
+        if status.state not in ("exited", "finished"):
+            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why)
+            yield f"stop {slot} {status.incarnation}", order
+        elif now >= known.not_before:
+            yield f"start {slot} {known.wanted}", wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why)
+
+
+def later(job: JobState, agent: AgentView, now: float) -> bool:
+    """A process of this agent is to start later."""
+    return any(
+        status.incarnation < (known := job.slot(slot)).wanted and now < known.not_before
+        for slot, status in agent.ranks.items()
+    )

@@ -1,0 +1,1 @@
+"""From findings to failures: the only place that knows the severity table and its escalation."""

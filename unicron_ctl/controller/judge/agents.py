@@ -1,0 +1,236 @@
+"""Failures of agents, nodes and actions, and what Slurm adds to them."""
+
+from __future__ import annotations
+
+from detector import escalation
+from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision
+from detector.severity import Severity, Verdict
+from unicron_ctl.controller.judge import evidence
+from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, isolate, start
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job import Failure, JobState, Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.nodes import isolation
+from unicron_ctl.controller.sense.members import given_up, taken_away
+from unicron_ctl.controller.sense.slurm import Said, describe
+
+
+def silent(view: View, job: JobView, finding: Finding) -> Outcome:
+    out, state, element = Outcome(), job.state, finding.element
+    agent = state.agents.get(element)
+    if agent is None:
+        return out
+    quiet = "taken away" if taken_away(state, element) else "put aside" if given_up(view, state, agent) else ""
+    if not quiet and state.phase is not Phase.BREAKING and all(job.finished(slot) for slot in agent.slots):
+        quiet = "finished"
+    if quiet:
+        out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=quiet))
+        return out
+    verdict = view.classifier.cause("lost_connection", finding.evidence)
+    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by})", verdict.cause)
+    inside = inside_of(state, agent.slots)
+    why = f"has not been heard of: {agent.node} is silent"
+    if finding.by.startswith("lease after"):
+        why = "did not come back after the controller was restarted"
+    number = view.state.last_event + 1
+    out.record(
+        state,
+        failure_of(
+            job,
+            "node",
+            inside or agent.slots,
+            finding,
+            verdict,
+            decision,
+            leave_out={s: why for s in inside if not job.finished(s) or state.phase is Phase.BREAKING},
+        ),
+    )
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="silent"))
+    _probe(view, state, element, number, out)
+    return out
+
+
+def _probe(view: View, job: JobState, element: int, failure: int, out: Outcome) -> None:
+    """A node is silent: does its slurmd answer?"""
+    agent = job.agents[element]
+    info = view.slurm.node(agent.node)
+    if not view.slurm.used or info is None:
+        what = "Slurm has not shown this node" if view.slurm.used else "runs without Slurm"
+        out.record(job, records.FailureAction(failure=failure, text=f"not confirmed: {what}"))
+        return
+    out.requests.append(Probe(job.job, element, agent.agent, agent.node, info.address, info.port, failure))
+
+
+def probed(view: View, probe: Probe, answers: bool) -> Outcome:
+    """The node's slurmd answered the connect, or not."""
+    out, state = Outcome(hurry=True), view.state.jobs.get(probe.job)
+    if state is None or state.over:
+        return out
+    agent = view.live.agent(probe.job, probe.element)
+    if agent is not None and agent.agent == probe.agent and agent.alive:
+        back = f"{probe.node} was silent and speaks again: its ranks start anew and rejoin"
+        verdict = records.FailureVerdict(
+            failure=probe.failure, severity=int(Severity.SEV3), action=REATTEMPT, reason=back
+        )
+        out.record(state, verdict)
+    elif answers:
+        task = evidence.task_end(view.classifier, agent.task_status if agent is not None else None)
+        saw = f" (Slurm saw its task end: {task.reason})" if task else ""
+        said = f"slurmd on {probe.node} answers: only the agent died{saw}; its element is started again in place"
+        out.record(
+            state,
+            records.FailureVerdict(
+                failure=probe.failure,
+                severity=int(Severity.SEV2),
+                cause=task.cause if task else "exited_abnormally",
+                action=RESTART,
+                reason=said,
+            ),
+        )
+        out.record(state, records.AgentGone(element=probe.element, agent=probe.agent, reason="agent died"))
+    else:
+        silent = f"slurmd on {probe.node} does not answer"
+        out.record(state, records.NodeLost(node=probe.node, element=probe.element, reason=silent))
+        lost = f"{probe.node} is lost: no heartbeat, and its slurmd does not answer"
+        out.record(
+            state,
+            records.FailureVerdict(
+                failure=probe.failure, severity=int(Severity.SEV1), action=ISOLATE, reason=lost
+            ),
+        )
+        text = f"{isolation.REASON}: lost heartbeat of {probe.job}_{probe.element}"
+        isolation.set_down(view, state, probe.element, probe.node, probe.failure, text, out)
+    return out
+
+
+def left(view: View, job: JobView, finding: Finding) -> Outcome:
+    """An agent says that it ends by itself: its ranks finished, or Slurm stopped it."""
+    out, state = Outcome(hurry=True), job.state
+    agent = state.agents[finding.element]
+    finished = all(job.finished(slot) for slot in agent.slots)
+    if not finished and not taken_away(state, finding.element) and not given_up(view, state, agent):
+        said = f"the agent on {agent.node} ended: {finding.evidence}"
+        verdict = view.classifier.cause("killed_from_outside", said)
+        reason = f"{verdict.reason}; what becomes of its element is Slurm's to say"
+        decision = Decision(Severity.SEV2, "wait", reason, verdict.cause)
+        inside = inside_of(state, agent.slots)
+        why = f"is gone: its agent on {agent.node} ended ({finding.evidence})"
+        gone = {slot: why for slot in inside if not job.finished(slot)}
+        out.record(state, failure_of(job, "agent", inside or agent.slots, finding, verdict, decision, leave_out=gone))
+    reason = "finished" if finished else finding.evidence
+    out.record(state, records.AgentGone(element=finding.element, agent=agent.agent, reason=reason))
+    return out
+
+
+def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
+    """The node's own log says that it is not fit for work: its ranks of this job are given up."""
+    out, state = Outcome(), job.state
+    agent = job.agents.get(finding.element)
+    seen = next((e for e in view.state.node(finding.node).events if e.id == finding.seen), None)
+    if agent is None or seen is None:
+        return out
+    verdict = Verdict(seen.cause, Severity.SEV1, ISOLATE, finding.evidence, seen.rule, seen.scope)
+    earlier = _just_died(state, finding.node, seen.time)
+    if earlier is not None:  # one fault is judged once
+        reason = f'{earlier.reason}; {finding.node} said: "{seen.text}"'
+        amended = records.FailureVerdict(
+            failure=earlier.id, cause=seen.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
+        )
+        out.record(state, amended)
+    slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
+    if earlier is not None and not slots:
+        isolation.put_out_of_service(
+            view, state, agent, earlier.id, earlier.slots, finding.evidence, out
+        )
+        return out
+    inside, slots = slots, slots or list(agent.slots)
+    decision, memory = escalate(view, job, slots[0], verdict, None)
+    put = Outcome()
+    number = view.state.last_event + 1 + len(out.records)
+    may = isolation.put_out_of_service(view, state, agent, number, slots, finding.evidence, put)
+    # Where it must not be done the log says why, and its ranks go on as long as they can.
+    lost = {s: f"is on a node that was put aside: {seen.cause}" for s in inside} if may else {}
+    out.record(
+        state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost)
+    )
+    return out.merge([put])
+
+
+def _just_died(job: JobState, node: str, at: float) -> Failure | None:
+    """The failure of a rank that has just died of what its node says now."""
+    for failure in reversed(job.failures):
+        recent = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS
+        if failure.node == node and failure.kind == "rank" and failure.action != ISOLATE and recent:
+            return failure
+    return None
+
+
+def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
+    """An action came to its time limit: the next severity follows."""
+    state, slot, out = job.state, finding.slots[0], Outcome(hurry=True)
+    faults = view.state.history.by_slot.get((state.job, slot))
+    if finding.action == RESTART and finding.element >= 0:  # an element that Slurm was to start again
+        reason = f"restart of element {finding.element} on {finding.node} failed ({finding.evidence}): {ISOLATE}"
+        after = escalation.State.ISOLATING
+        decision = Decision(Severity.SEV1, ISOLATE, reason, "action_failed", state=after)
+        cause = "exited_abnormally"
+    else:
+        decision = escalation.action_failed(
+            view.state.history, view.now, job=state.job, slot=slot, why=finding.evidence, moved=finding.moved
+        )
+        cause = faults[-1].cause if faults else "other_software_error"
+    agent = job.agent(slot)
+    here = agent is not None and agent.alive
+    trains = here and slot in state.members and slot not in state.lost and state.phase is not Phase.FORMING
+    verdict = view.classifier.cause(cause, decision.reason)
+    number = view.state.last_event + 1
+    lost = {slot: decision.reason} if trains else {}
+    record = failure_of(job, "action", [slot], finding, verdict, decision, leave_out=lost)
+    out.record(state, record)
+    out.record(
+        state,
+        records.ActionFailed(
+            slot=slot,
+            node=state.node(slot),
+            failed=finding.action,
+            action=decision.action,
+            severity=int(decision.severity),
+            state=decision.state.value,
+            failure=number,
+            reason=decision.reason,
+        ),
+    )
+    isolated = decision.action == ISOLATE and agent is not None
+    isolated = isolated and isolate(view, job, decision, number, record, out)
+    if not isolated and here and agent is not None:
+        status = agent.ranks.get(slot)
+        incarnation = status.incarnation + 1 if status else 0
+        start(view, state, slot, incarnation, view.now, decision.reason[:200], out, number)
+    return out
+
+
+
+def slurm_said(view: View, said: Said) -> Outcome:
+    """Adds to a failure what Slurm says of its element or its node."""
+    out, failure = Outcome(), said.failure
+    if said.node is None:
+        verdict, words, state = evidence.element_end(view.classifier, said.element), describe(said.element), ""
+        state = said.element.state
+    else:
+        verdict, state = view.classifier.slurm(said.state), said.state
+        words = f"Slurm: {said.node.name} is {state} ({said.node.reason or 'no reason'})"
+    if verdict is None:
+        return out
+    counts = verdict.scope != "none"
+    record = records.FailureVerdict(
+        failure=failure.id,
+        cause=verdict.cause if counts else None,
+        severity=int(verdict.severity) if counts else None,
+        slurm=state,
+        reason=f"{failure.reason}; {words}: {verdict.reason}",
+    )
+    out.record(said.job, record)
+    return out

@@ -1,0 +1,201 @@
+"""What nodes say of themselves (kernel log, memory cgroup, links) and what is made of it.
+
+A node-fatal line waits a moment, in case others say the same, and then puts its node out of service; a line about a
+process explains the end of the rank that it hit; a link that flaps is kept in mind for collectives that break soon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from detector.escalation import ISOLATE
+from detector.kernel_log import pid_in
+from detector.severity import REPORT, Severity, Verdict
+from unicron_ctl.controller.judge.evidence import (
+    AFTER_SECONDS,
+    BEFORE_SECONDS,
+    WAIT,
+    after_waiting,
+    classify,
+    explains,
+    first_action,
+    merged,
+    pids_on,
+)
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job import Failure, JobState
+from unicron_ctl.controller.model.live import AgentView
+from unicron_ctl.controller.model.node import NodeState, SeenEvent
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.errors import one_line
+from unicron_ctl.protocol.wire import NodeEvent
+
+HOLD_SECONDS = 1.0  # before a node is put out of service on its kernel's word: do others say the same?
+PER_MINUTE = 60  # events of one node that are recorded
+TEXT_KEPT = 400
+
+
+@dataclass
+class Talk:
+    """How much nodes have said lately; lost with the process. waiting: (node, event) that wait for others."""
+
+    recent: dict[str, deque[float]] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+
+    def may(self, node: str, now: float, out: Outcome) -> bool:
+        """A node that will not stop talking must not fill the log."""
+        recent = self.recent.setdefault(node, deque(maxlen=PER_MINUTE))
+        if len(recent) == PER_MINUTE and now - recent[0] < 60.0:
+            self.dropped[node] = self.dropped.get(node, 0) + 1
+            if self.dropped[node] == 1:
+                reason = f"{node} reports more than {PER_MINUTE} events a minute: the others are not recorded"
+                out.record(None, records.NodeEventsDropped(node=node, reason=reason))
+            return False
+        self.dropped.pop(node, None)
+        recent.append(now)
+        return True
+
+
+def waiting(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
+    """Events that a controller before this one had not decided yet."""
+    return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.action == WAIT}
+
+
+def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcome:
+    """An agent tells what its node said; once, whoever tells it."""
+    out, known = Outcome(), view.state.node(agent.node)
+    mark = f"{message.agent[:12]}:{message.number}"
+    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, view.now, out):
+        return out
+    verdict = classify(view.classifier, message)
+    action, reason = first_action(verdict, view.config.act_on_node_events, _out_of_service(view, agent.node))
+    record = records.NodeEvent(
+        node=agent.node,
+        source=message.source,
+        text=one_line(message.text)[:TEXT_KEPT],
+        code=message.code[:100],
+        count=message.count,
+        at=message.at if math.isfinite(message.at) else view.now,
+        pid=pid_in(message.text) if message.source == "kernel" else None,
+        mark=mark,
+        cause=verdict.cause,
+        severity=int(verdict.severity),
+        scope=verdict.scope,
+        rule=verdict.rule,
+        action=action,
+        reason=f"{agent.node}: {reason}",
+    )
+    number = view.state.last_event + 1 + len(out.records)
+    out.record(None, record)
+    if action == WAIT:
+        talk.waiting.add((agent.node, number))
+    else:
+        _explain_late(view, _as_seen(record, number, view.now), out)
+    return out
+
+
+def settle(view: View, talk: Talk) -> Iterator[Outcome]:
+    """Events that have waited long enough; each is to be taken in before the next is asked for."""
+    for name, number in sorted(talk.waiting):
+        seen = next((each for each in view.state.node(name).events if each.id == number), None)
+        if seen is None:
+            talk.waiting.discard((name, number))
+        elif view.now - seen.time >= HOLD_SECONDS and (out := _settle(view, seen)) is not None:
+            talk.waiting.discard((name, number))
+            yield out
+
+
+def _settle(view: View, seen: SeenEvent) -> Outcome | None:
+    """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
+    out, node = Outcome(), seen.node
+    aside, policy = _out_of_service(view, node), view.state.history.policy
+    action, why = after_waiting(seen.cause, node, seen.time, view.state.nodes, aside, policy)
+    jobs = [
+        (job, agent)
+        for agent in view.live.on_node(node)
+        if agent.alive and (job := view.state.jobs.get(agent.job)) is not None and not job.over
+    ]
+    if action == ISOLATE and not jobs:
+        if view.now - view.started_at < view.config.restart_grace:
+            return None
+        action, why = REPORT, "only recorded: no job of ours runs there any more"
+    elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
+        action, why = REPORT, "only recorded: there is no Slurm here to put the node aside with"
+    verdict = f'{node}: {action}: "{seen.text}": {why}'
+    out.record(None, records.NodeVerdict(node=node, event=seen.id, action=action, reason=verdict))
+    if action == ISOLATE:
+        out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
+    return out
+
+
+def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
+    """The node's ranks of one job are to be given up."""
+    said = f'{agent.node} is not fit for work: "{seen.text}" ({seen.cause})'
+    inside = [s for s in agent.slots if (s in job.members or s in job.joining) and s not in job.lost]
+    return Finding(
+        What.NODE,
+        job.job,
+        tuple(inside),
+        view.now,
+        Source.KERNEL,
+        said,
+        element=agent.element,
+        node=agent.node,
+        by="kernel log",
+        seen=seen.id,
+    )
+
+
+def _as_seen(record: records.NodeEvent, number: int, now: float) -> SeenEvent:
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    return SeenEvent(id=number, time=now, **values)
+
+
+def _same_line(known: NodeState, message: NodeEvent) -> bool:
+    """Another agent on the node has sent it: two jobs share the node."""
+    text = one_line(message.text)[:TEXT_KEPT]
+    return any(
+        seen.source == message.source
+        and seen.text == text
+        and abs(seen.at - message.at) < 2.0
+        and not seen.mark.startswith(f"{message.agent[:12]}:")
+        for seen in known.events
+    )
+
+
+def _out_of_service(view: View, node: str) -> str:
+    if view.unfit(node):
+        return f"{node} is out of service already"
+    info = view.slurm.node(node)
+    return f"{node} is out of service already ({info.reason})" if info and not info.healthy else ""
+
+
+def _explain_late(view: View, seen: SeenEvent, out: Outcome) -> None:
+    """The rank's end was quicker than the word of its node's kernel."""
+    for job in view.state.jobs.values():
+        for failure in job.failures:
+            if _may_explain(failure, seen, view.now):
+                cause = view.classifier.table.causes.get(failure.cause)
+                scope = cause.scope if cause else "unknown"
+                rule = "exit-default" if scope == "unknown" else ""
+                own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
+                if explains(seen, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, seen.node)):
+                    full = merged(own, seen, failure.detected_at - seen.at)
+                    verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
+                    out.record(job, verdict)
+
+
+def _may_explain(failure: Failure, seen: SeenEvent, now: float) -> bool:
+    return (
+        failure.node == seen.node
+        and failure.kind == "rank"
+        and failure.exit_code is not None
+        and now - failure.detected_at <= AFTER_SECONDS
+        and failure.detected_at - seen.at <= BEFORE_SECONDS
+        and seen.text not in failure.reason
+    )

@@ -1,0 +1,543 @@
+"""What can stand in the event log: one struct per kind, so that a misspelt kind or field cannot be written.
+
+A record says what was decided or seen; when, of which job and in which generation is said by the :class:`Event` around
+it. `reason` is for people and is in every record that somebody may ask about. Sources: a finding's, see
+:mod:`unicron_ctl.controller.sense.findings`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.protocol.wire import Plan, Settings
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
+    """Base of all records. A field that has its default is not written."""
+
+    reason: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of its kind in the log."""
+        return str(self.__struct_config__.tag)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A record in the log. time: seconds since the epoch, the controller's clock. job: "" where none is concerned."""
+
+    id: int
+    time: float
+    job: str
+    generation: int
+    record: Record
+
+    @property
+    def kind(self) -> str:
+        return self.record.kind
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `unicronctl events`: the envelope's keys and the record's."""
+        where = {"id": self.id, "time": self.time, "job": self.job, "generation": self.generation}
+        return where | {"kind": self.kind} | full(self.record)
+
+
+def full(record: Record) -> dict[str, Any]:
+    """All fields of a record as plain data, those with their defaults included."""
+    return {name: msgspec.to_builtins(getattr(record, name)) for name in record.__struct_fields__}
+
+
+class Crew(msgspec.Struct, frozen=True, array_like=True):
+    """The processes of one agent that belong to a plan: a slot's process is its agent's incarnation of it."""
+
+    agent: str
+    slots: list[int]
+    incarnations: list[int]
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True):
+    """One process that a generation goes on without."""
+
+    slot: int
+    agent: str
+    incarnation: int
+
+
+def amended(record: Record, reason: str) -> Record:
+    """The record with another reason."""
+    return msgspec.structs.replace(record, reason=reason)
+
+
+# ---------------------------------------------------------------- the controller itself
+class Started(Record, tag="started"):
+    """jobs: how many its log holds."""
+
+    pid: int
+    address: str
+    jobs: int
+
+
+class Configured(Record, tag="configured"):
+    """The configuration was read again."""
+
+
+class BadMessage(Record, tag="bad_message"):
+    """peer: its routing id in hexadecimal."""
+
+    peer: str
+
+
+class RegistrationRefused(Record, tag="registration_refused"):
+    """peer: job and element."""
+
+    peer: str
+
+
+class JobSetAside(Record, tag="job_set_aside"):
+    """The controller cannot handle this job's input and leaves the job alone; its ranks train on.
+
+    input: what was being handled, for a report; where: the end of the traceback.
+    """
+
+    input: str
+    where: str = ""
+
+
+# ---------------------------------------------------------------- jobs and their agents
+class JobRegistered(Record, tag="job_registered"):
+    """step: the number of the srun in its batch script."""
+
+    settings: Settings
+    step: int = 0
+
+
+class AgentRegistered(Record, tag="agent_registered"):
+    element: int
+    agent: str
+    node: str
+    address: str
+    slots: list[int]
+
+
+class AgentGone(Record, tag="agent_gone"):
+    element: int
+    agent: str
+
+
+class AgentBack(Record, tag="agent_back"):
+    element: int
+    agent: str
+    node: str
+
+
+class RanksReady(Record, tag="ranks_ready"):
+    """Processes that can enter a generation: slot -> incarnation."""
+
+    agent: str
+    incarnations: dict[int, int]
+
+
+class RankStart(Record, tag="rank_start"):
+    """A new process is wanted in the slot, not before `not_before` (seconds since the epoch)."""
+
+    slot: int
+    incarnation: int
+    not_before: float
+
+
+class ExitNoted(Record, tag="exit_noted"):
+    """An end that is no failure: it was wanted, or the script ended well."""
+
+    slot: int
+    agent: str
+    incarnation: int
+    code: int
+
+
+# ---------------------------------------------------------------- failures
+class Escalated(msgspec.Struct, frozen=True, kw_only=True):
+    """What the escalation's memory needs of a failure (detector.escalation)."""
+
+    slot: int
+    node: str
+    scope: str
+    severity: int
+    uptime: float | None
+    worked: bool
+    event: str
+    state: str
+
+
+class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a process that a failure is about."""
+
+    slot: int
+    agent: str
+    incarnation: int
+    quick_deaths: int
+
+
+class FailureDetected(Record, tag="failure_detected"):
+    """What the judge made of a finding; `id` of the event is the failure's number.
+
+    failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots that the
+    job has to go on without. regroup: a new generation is needed although nobody is lost. noted: the time of a note.
+    """
+
+    failure: str
+    slots: list[int]
+    severity: int
+    cause: str
+    action: str
+    detected_by: str
+    source: str
+    element: int = -1
+    node: str = ""
+    member: bool = False
+    leave_out: dict[int, str] = {}
+    regroup: str = ""
+    wait_seconds: float = 0.0
+    escalation: Escalated | None = None
+    exits: list[SeenExit] = []
+    iteration: int | None = None
+    exit_code: int | None = None
+    pid: int | None = None
+    last_line: str = ""
+    lived: float | None = None
+    fault_at: float | None = None
+    noted: float | None = None
+
+
+class FailureVerdict(Record, tag="failure_verdict"):
+    """More is known of a failure; None leaves a field as it was. slurm: the state that Slurm showed."""
+
+    failure: int
+    severity: int | None = None
+    cause: str | None = None
+    action: str | None = None
+    slurm: str | None = None
+
+
+class FailureAction(Record, tag="failure_action"):
+    """Something was done about a failure, in words."""
+
+    failure: int
+    text: str
+
+
+class LeaveOut(Record, tag="leave_out"):
+    """Members that the job has to go on without, slot -> why; their failure was recorded before."""
+
+    failure: int
+    slots: dict[int, str]
+
+
+class ActionFailed(Record, tag="action_failed"):
+    """An action came to its time limit or was refused; slot -1: Slurm refused to set the node down."""
+
+    slot: int
+    node: str
+    failed: str
+    action: str
+    severity: int
+    state: str = ""
+    failure: int = 0
+
+
+# ---------------------------------------------------------------- generations
+class Break(Record, tag="break"):
+    """All generations up to `number` are over. tries: time-outs of entering in a row."""
+
+    number: int
+    lost: list[Lost]
+    tries: int = 0
+    planned: bool = False  # nothing failed: the membership of a job in restart mode changes
+
+
+class PlanMade(Record, tag="plan"):
+    """The next generation, and what became of the micro-batches."""
+
+    plan: Plan
+    crews: list[Crew]
+    reused: int = 0
+    recomputed: int = 0
+    redistributed: int = 0
+
+
+class Offer(Record, tag="offer"):
+    """A generation that begins at an iteration boundary; crews: of the joiners."""
+
+    plan: Plan
+    crews: list[Crew]
+    joiners: list[int]
+    leavers: list[int]
+
+
+class Entered(Record, tag="entered"):
+    members: int
+    left: list[int] = []
+
+
+class Reform(Record, tag="reform"):
+    """Nobody is left who knows the training state."""
+
+
+class Step(Record, tag="step"):
+    """One iteration of the whole job; flops: of the iteration."""
+
+    iteration: int
+    loss: float
+    seconds: float
+    ranks: int
+    nodes: int
+    flops: float
+    train_iterations: int
+    micro_batches: int
+    computed: int
+    unreported: list[int] = []
+
+
+class Steady(Record, tag="steady"):
+    """Restart mode: the world has lasted."""
+
+
+class LedgerViolation(Record, tag="ledger_violation"):
+    iteration: int
+    problems: list[str]
+
+
+class JobEnded(Record, tag="job_ended"):
+    code: int
+
+
+class Timing(Record, tag="timing"):
+    """How long the parts of one recovery took in one rank, in seconds."""
+
+    slot: int
+    seconds: dict[str, float]
+
+
+# ---------------------------------------------------------------- iterations
+class Degraded(Record, tag="degraded"):
+    iteration: int
+    slot: int | None = None
+    node: str = ""
+    phase: str = ""
+    slowdown: float | None = None
+
+
+class DegradedOver(Record, tag="degraded_over"):
+    iteration: int
+
+
+class Overdue(Record, tag="overdue"):
+    """An iteration takes long and nothing is done about it yet."""
+
+    iteration: int
+
+
+class HangCulprit(msgspec.Struct, frozen=True):
+    slot: int
+    node: str
+    phase: str
+
+
+class Hang(Record, tag="hang"):
+    iteration: int
+    seconds: float
+    culprits: list[HangCulprit]
+
+
+class Stacks(Record, tag="stacks"):
+    slot: int
+    incarnation: int
+    node: str
+    how: str
+    state: str
+    text: str
+
+
+class Anomaly(Record, tag="anomaly"):
+    node: str
+    nodes: list[str]
+    slot: int | None
+    metric: str
+    metrics: dict[str, float]
+    scores: dict[str, float]
+    distance: float
+
+
+class AnomalyOver(Record, tag="anomaly_over"):
+    node: str
+    nodes: list[str]
+    slot: int | None
+    metric: str
+    seconds: float
+
+
+class NewcomersWait(Record, tag="newcomers_wait"):
+    elements: list[int]
+
+
+# ---------------------------------------------------------------- faults on purpose, observe mode
+class Injected(Record, tag="injected"):
+    fault: str
+    slot: int
+    node: str
+    seconds: float
+
+
+class InjectRefused(Record, tag="inject_refused"):
+    slot: int
+    fault: str
+
+
+class Observed(Record, tag="observed"):
+    would: str
+
+
+# ---------------------------------------------------------------- Slurm and nodes
+class SlurmAction(Record, tag="slurm_action"):
+    """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome."""
+
+    action: str
+    element: int
+    node: str
+    slurm_reason: str = ""
+
+
+class SlurmDone(Record, tag="slurm_done"):
+    """Slurm has set the node down."""
+
+    action: str
+    node: str
+
+
+class SlurmFailed(Record, tag="slurm_error"):
+    action: str = ""
+    element: int = -1
+    node: str = ""
+
+
+class SlurmBack(Record, tag="slurm_back"):
+    """Slurm answers again."""
+
+
+class Unpinned(Record, tag="unpinned"):
+    element: int
+
+
+class Allotted(Record, tag="allotted"):
+    """The elements that have a place in the plan, and the members that leave at the next boundary."""
+
+    elements: list[int]
+    leaving: list[int]
+
+
+class Replanned(Record, tag="replanned"):
+    assignment: dict[str, int]
+    reasons: dict[str, str]
+    objective: float
+    waf: float
+    inputs: str
+    trigger: str
+    spares: int
+    looked_up: bool
+
+
+class NodeLost(Record, tag="node_lost"):
+    node: str
+    element: int
+
+
+class NodeResumed(Record, tag="node_resumed"):
+    node: str
+    verified: bool = True
+
+
+class Isolated(Record, tag="isolated"):
+    node: str
+
+
+class IsolationWithheld(Record, tag="isolation_withheld"):
+    node: str
+    slots: list[int]
+
+
+class NodeHealth(Record, tag="node_health"):
+    """verdict: good | warning | unknown | bad. checked_at: the node's clock."""
+
+    node: str
+    source: str
+    verdict: str
+    checked_at: float
+
+
+class AdmissionWaits(Record, tag="admission_waits"):
+    node: str
+
+
+class NodeEvent(Record, tag="node_event"):
+    """What a node said of itself. mark: agent:number, so that it counts once. at: the node's clock."""
+
+    node: str
+    source: str
+    text: str
+    code: str
+    count: int
+    at: float
+    pid: int | None
+    mark: str
+    cause: str
+    severity: int
+    scope: str
+    rule: str
+    action: str
+
+
+class NodeVerdict(Record, tag="node_verdict"):
+    """What became of a node event (its id) that waited for others to say the same."""
+
+    node: str
+    event: int
+    action: str
+
+
+class NodeEventsDropped(Record, tag="node_events_dropped"):
+    node: str
+
+
+class Unreadable(Record, tag="unreadable"):
+    """Stands in, when the log is read, for a record that this release cannot read. `of`: its kind."""
+
+    of: str
+
+
+def _kinds(base: type[Record]) -> dict[str, type[Record]]:
+    found: dict[str, type[Record]] = {}
+    for kind in base.__subclasses__():
+        found[str(kind.__struct_config__.tag)] = kind
+    return found
+
+
+KINDS = _kinds(Record)
+_decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
+_encoder = msgspec.json.Encoder()
+
+
+def encode(record: Record) -> bytes:
+    """The record as JSON."""
+    return _encoder.encode(record)
+
+
+def decode(kind: str, payload: bytes | str) -> Record:
+    """The record of that kind; :class:`Unreadable`, with the reason, for one that this release cannot read."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        return Unreadable(of=kind, reason=f"this release knows no record {kind!r}")
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Unreadable(of=kind, reason=f"a record {kind!r} cannot be read: {error}")

@@ -1,0 +1,145 @@
+"""The event log in SQLite: what was decided, in order (docs/design/event-log.md)."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.errors import UserError
+
+SCHEMA_VERSION = 2
+BUSY_SECONDS = 2.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS event (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,
+    job TEXT NOT NULL,
+    generation INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
+CREATE TABLE IF NOT EXISTS snapshot (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+"""
+
+
+class StoreError(UserError):
+    """The log cannot be read or written; one line that says what to do."""
+
+
+class Store:
+    """One writer (the controller); readers may open the same file beside it. Raises StoreError."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            # NORMAL: a crash of the process loses nothing, one of the machine at most the last moments, and never
+            # the file.
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA_VERSION):
+                raise StoreError(
+                    f"{self.path}: written by {'release 0.1' if version == 1 else 'a later release'} "
+                    f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
+                    "jobs that run register anew; or go back to that release"
+                )
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Stores the events in one transaction: all of them or none."""
+        rows = [(e.id, e.time, e.job, e.generation, e.kind, records.encode(e.record)) for e in events]
+        if not rows:
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _explained(self.path, error) from None
+
+    def thin(self, after: int = 0) -> int:
+        """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
+        but grows into the room.
+        """
+        try:
+            doomed = redundant(self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,)))
+            if doomed:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
+                self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _explained(self.path, error) from None
+        return len(doomed)
+
+    def replay(self, after: int = 0) -> Iterator[Event]:
+        """All events with an id above `after`, oldest first."""
+        return self._select("SELECT * FROM event WHERE id > ? ORDER BY id", (after,))
+
+    def save_snapshot(self, event: int, state: bytes) -> None:
+        """The state after that event, in place of the one saved before: a start replays only what came later."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DELETE FROM snapshot")
+            self._db.execute("INSERT INTO snapshot VALUES (?, ?)", (event, state))
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _explained(self.path, error) from None
+
+    def snapshot(self) -> tuple[int, bytes] | None:
+        """(event, state) as saved last, unless the log has lost that event."""
+        try:
+            query = "SELECT event, state FROM snapshot WHERE event <= (SELECT max(id) FROM event)"
+            found = self._db.execute(query).fetchone()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return (int(found[0]), bytes(found[1])) if found else None
+
+    def tail(self, after: int = 0, limit: int = 1000, job: str | None = None) -> list[Event]:
+        """The events with an id above `after`, oldest first; with more than `limit` of them and after = 0 the newest
+        ones.
+        """
+        where, values = ("WHERE id > ? AND job = ?", (after, job)) if job else ("WHERE id > ?", (after,))
+        order = "ASC" if after else "DESC"
+        found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", (*values, limit)))
+        return found if after else found[::-1]
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
+        try:
+            for id_, time, job, generation, kind, payload in self._db.execute(query, values):
+                yield Event(id_, time, job, generation, records.decode(kind, payload))
+        except (sqlite3.Error, ValueError) as error:
+            raise _explained(self.path, error) from None
+
+
+def _explained(path: Path, error: Exception) -> StoreError:
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        return StoreError(f"{path}: locked by another process: is another unicrond running on this state_dir?")
+    if "full" in text:
+        return StoreError(f"{path}: the disk is full: make room, nothing that was decided is lost")
+    if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
+        return StoreError(f"{path}: damaged ({text}): move it away and start again; running jobs register anew")
+    return StoreError(f"{path}: {text}")

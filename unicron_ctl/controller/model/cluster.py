@@ -1,0 +1,62 @@
+"""The whole of what the controller knows for good; changed by the rules of `model.fold` and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from detector.escalation import History
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.node import NodeState
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An element that was told to start on a node."""
+
+    node: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """When, for which job, and why."""
+
+    at: float
+    job: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The planner's last word."""
+
+    time: float
+    reasons: Mapping[str, str]
+    objective: float
+    waf: float
+    trigger: str
+
+
+@dataclass
+class ClusterState:
+    """All jobs and nodes, and the escalation's memory."""
+
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
+    isolated: dict[str, Mark] = field(default_factory=dict)
+    """Living nodes that were set down and not given back since."""
+    withheld: dict[str, Mark] = field(default_factory=dict)
+    """Nodes that should have been, and were not."""
+    pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
+    assignment: dict[str, int] = field(default_factory=dict)
+    plan_inputs: str = ""
+    plan_report: PlanReport | None = None
+    history: History = field(default_factory=History)
+    out_of_service: set[str] = field(default_factory=set)
+    """Nodes that must get no work of ours now, whatever Slurm says of them yet."""
+    last_event: int = 0
+
+    def node(self, name: str) -> NodeState:
+        """What is known of a node; reading adds nothing."""
+        return self.nodes.get(name) or NodeState()

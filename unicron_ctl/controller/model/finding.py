@@ -1,0 +1,70 @@
+"""What a sensor reports: what is wrong, with whom, since when, how that is known, and who said it.
+
+Who said it decides later what may be done about it (docs/design/trust.md): a user's process can only speak for its own
+job, the kernel and Slurm for a node.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from unicron_ctl.controller.model.job import Identity
+from unicron_ctl.protocol.wire import Exit, Fault
+
+
+class What(enum.StrEnum):
+    """The kinds of finding."""
+
+    EXIT = "exit"  # a process ended, or is about to by an exception that nothing catches
+    WANTED_END = "wanted end"  # ... and that was wanted
+    SILENT = "silent"  # an agent was not heard of for a lease
+    LEFT = "left"  # an agent says that it ends
+    REPLACED = "replaced"  # a member's process or agent is another one by now
+    BROKEN = "broken"  # a stopped rank names its own fault
+    STOPPED = "stopped"  # members stopped by themselves although nobody is gone
+    LATE = "late"  # a survivor did not stop, or a member did not enter, in time
+    UNUSABLE = "unusable"  # a survivor's report cannot be worked with
+    HANG = "hang"  # others wait for this rank
+    COLLECTIVE = "collective"  # all wait in a collective that nobody finishes
+    NOTE = "note"  # a rank has put something right by itself
+    NODE = "node"  # the node's own log says that it is not fit for work
+    ACTION = "action"  # what was done about a failure did not come to its end
+
+
+class Source(enum.StrEnum):
+    """Who said it."""
+
+    KERNEL = "kernel"
+    SLURM = "slurm"
+    AGENT = "agent"
+    RANK = "rank"
+    PEER = "peer"
+    CLOCK = "clock"  # nobody: something did not happen in time
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One report of a sensor. at: seconds since the epoch, the controller's clock."""
+
+    what: What
+    job: str
+    slots: tuple[int, ...]
+    at: float
+    source: Source
+    evidence: str
+    element: int = -1
+    node: str = ""
+    by: str = ""
+    """How it was detected, in the words of `unicronctl`: lease, process exit, exception, statistics, ..."""
+    identity: Identity | None = None
+    exit: Exit | None = None
+    fault: Fault | None = None
+    pid: int = 0
+    iteration: int | None = None
+    seen: int = 0
+    """With NODE: the id of the node's event; with ACTION: the failure's."""
+    action: str = ""
+    """With ACTION: the one that failed."""
+    moved: bool = False
+    """With ACTION: the slot is on another node already."""

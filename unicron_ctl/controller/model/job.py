@@ -1,0 +1,227 @@
+"""What the controller knows for good of one job; changed by the rules of `model.fold` and by nothing else."""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from unicron_ctl.controller.log.thinning import RECENT_STEPS
+from unicron_ctl.protocol.wire import RESTART, Plan, Settings
+
+FAILURES_KEPT = 100
+DECISIONS_KEPT = 50
+
+
+class Phase(enum.StrEnum):
+    """Where a job stands."""
+
+    FORMING = "forming"  # no generation yet: its ranks prepare themselves
+    ENTERING = "entering"  # a plan is out; not all of its members are in yet
+    RUNNING = "running"
+    OFFERING = "offering"  # runs on; a boundary plan with other members is out
+    BREAKING = "breaking"  # its generations are over; survivors stop and report
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a slot is: its agent and the incarnation under that agent."""
+
+    agent: str
+    incarnation: int
+
+
+@dataclass
+class SlotState:
+    """One slot's processes."""
+
+    wanted: int = 0
+    """The incarnation that is to be alive, not started before `not_before`, and why."""
+    not_before: float = 0.0
+    why: str = ""
+    ready: Identity | None = None
+    """The last process that could enter a generation."""
+    quick_deaths: int = 0
+    """In a row, without ever being ready."""
+    exit_seen: Identity | None = None
+    """The last process whose end has been dealt with."""
+    noted: float = 0.0
+    """The time of the last note that is on record."""
+
+
+NO_SLOT = SlotState()  # what is known of a slot of which nothing is on record; never changed
+
+
+@dataclass
+class AgentRecord:
+    """The agent that an element had last."""
+
+    agent: str
+    node: str
+    address: str
+    slots: list[int]
+    gone: str = ""
+
+
+@dataclass
+class Failure:
+    """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
+
+    id: int
+    kind: str
+    job: str
+    slots: list[int]
+    node: str
+    element: int
+    severity: int
+    cause: str
+    action: str
+    reason: str
+    detected_at: float
+    detected_by: str
+    source: str
+    member: bool
+    exit_code: int | None = None
+    pid: int | None = None
+    iteration: int | None = None
+    generation: int | None = None
+    broken_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    stepped_at: float | None = None
+    restored_at: float | None = None
+    reused_micro_batches: int = 0
+    recomputed_micro_batches: int = 0
+    redistributed_micro_batches: int = 0
+    actions: list[str] = field(default_factory=list)
+    slurm: str = ""
+
+    @property
+    def slot(self) -> int | None:
+        """The first of its slots."""
+        return self.slots[0] if self.slots else None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision, for `unicronctl explain`."""
+
+    time: float
+    kind: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    code: int
+    reason: str
+    time: float
+
+
+@dataclass
+class JobState:
+    """One job."""
+
+    job: str
+    settings: Settings
+    registered_at: float
+    phase: Phase = Phase.FORMING
+    since: float = 0.0
+    generation: int = 0
+    """The highest number ever used."""
+    plan: Plan | None = None
+    """The generation that its members are in or enter."""
+    offer: Plan | None = None
+    """The boundary plan that is outstanding."""
+    members: dict[int, Identity] = field(default_factory=dict)
+    joining: dict[int, Identity] = field(default_factory=dict)
+    broken: int = 0
+    why: str = ""
+    lost: dict[int, Identity] = field(default_factory=dict)
+    """Members that the present Break goes on without."""
+    condemned: dict[int, str] = field(default_factory=dict)
+    """Members that a failure says must be left out, with the reason; the next Break names them."""
+    regroup: str = ""
+    """Why a new generation is needed although nobody is lost."""
+    fatal: tuple[int, str] | None = None
+    """A failure ends the job: exit code and reason."""
+    banished: dict[int, Identity] = field(default_factory=dict)
+    """slot -> the last process of it that was declared lost."""
+    superseded: list[str] = field(default_factory=list)
+    """Agents whose element another agent has taken."""
+    agents: dict[int, AgentRecord] = field(default_factory=dict)
+    slots: dict[int, SlotState] = field(default_factory=dict)
+    allotted: list[int] | None = None
+    leaving: list[int] = field(default_factory=list)
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
+    decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    iteration: int = -1
+    iterations_wanted: int = 0
+    loss: float | None = None
+    recent: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """(nodes, seconds, FLOP) of the last iterations."""
+    measured: dict[int, float] = field(default_factory=dict)
+    """FLOP/s by number of nodes."""
+    worked: dict[int, Identity] = field(default_factory=dict)
+    """The processes that have finished an iteration."""
+    tries: int = 0
+    """Time-outs of entering in a row."""
+    ended: Ending | None = None
+    ledger_violations: int = 0
+    restarts: int = 0
+    """Restart mode: losses in a row."""
+    steady: int = 0
+    """Restart mode: the last generation that has proved itself."""
+    step: int = 0
+    """The Slurm step that trains."""
+    set_aside: str = ""
+    """Why the controller leaves this job alone; its ranks train on."""
+
+    @property
+    def restart_mode(self) -> bool:
+        """Its processes know nothing of generations: all are ended and started again together."""
+        return self.settings.mode == RESTART
+
+    @property
+    def over(self) -> bool:
+        """Nothing is decided about it any more."""
+        return self.ended is not None or bool(self.set_aside)
+
+    def slot(self, slot: int) -> SlotState:
+        """What is known of a slot; reading adds nothing."""
+        return self.slots.get(slot, NO_SLOT)
+
+    def element(self, slot: int) -> int:
+        return slot // max(1, self.settings.ranks_per_node)
+
+    def elements(self, slots: Iterable[int]) -> list[int]:
+        per_node = max(1, self.settings.ranks_per_node)
+        return sorted({slot // per_node for slot in slots})
+
+    def node(self, slot: int) -> str:
+        record = self.agents.get(self.element(slot))
+        return record.node if record else ""
+
+    def survivors(self) -> list[int]:
+        """Members that the present Break does not go on without."""
+        return [slot for slot in self.members if slot not in self.lost]
+
+    def failure(self, number: int) -> Failure | None:
+        return next((failure for failure in reversed(self.failures) if failure.id == number), None)
+
+    @property
+    def seconds(self) -> float | None:
+        """The median iteration time of the last steps at the present node count."""
+        if not self.recent:
+            return None
+        nodes = len(self.elements(self.members))
+        times = [seconds for count, seconds, _ in self.recent if count == nodes]
+        return statistics.median(times) if times else None
+
+
+NOBODY: Mapping[int, Identity] = MappingProxyType({})

@@ -1,0 +1,320 @@
+"""What the controller knows for now: what agents say, and when they said it. Lost with the process, rebuilt from
+their messages.
+
+Nothing here is searched at every message. A status tells which of its slots changed; these are put on the job's lists
+of what sensors (`changed`) and orders (`touched`) have to look at, and the sets that the state machine waits on
+(`awaited`, `unfinished`, `ready`) are kept up slot by slot. So a message costs the same however large the job is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.model.job import Identity, JobState, Phase
+from unicron_ctl.protocol.wire import RankStatus, Status
+
+AT_REST = ("stopped", "waiting")
+PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
+READY = ("waiting", "entering", "running")
+Route = tuple[bytes, ...]
+
+
+@dataclass
+class AgentView:
+    """One agent. Times in seconds on the controller's clock."""
+
+    job: str
+    element: int
+    agent: str
+    node: str
+    route: Route
+    slots: list[int]
+    last_heard: float
+    store: str = ""
+    number: int = 0
+    """Of the last status that was taken in."""
+    ranks: dict[int, RankStatus] = field(default_factory=dict)
+    progress: dict[int, float] = field(default_factory=dict)
+    """slot -> when its status last changed."""
+    expired: bool = False
+    """Its lease ran out."""
+    left: str = ""
+    """It said that it ends by itself, and why."""
+    suspect_since: float | None = None
+    """Since when Slurm says that it ended."""
+    task_status: int | None = None
+    """Of its task, as the plugin's hint says: a wait status (wait(2))."""
+    last_registered: float = 0.0
+    repeated: dict[str, float] = field(default_factory=dict)
+    """order -> when it was last sent."""
+
+    @property
+    def alive(self) -> bool:
+        return not self.expired and not self.left
+
+    def take(self, status: Status, now: float) -> list[int]:
+        """A status of this agent; slots that are not its own are ignored. Returns those whose state has changed, none
+        for a late status (a newer one came before it)."""
+        self.last_heard = now
+        if status.number and status.number <= self.number:
+            return []
+        self.number, self.store, self.left = status.number, status.store, status.leaving
+        changed = []
+        for slot in self.slots:
+            rank = status.ranks.get(slot)
+            if rank is None:
+                continue
+            old = self.ranks.get(slot)
+            if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
+                self.progress[slot] = now
+                changed.append(slot)
+            self.ranks[slot] = rank
+        return changed
+
+
+@dataclass
+class LiveJob:
+    """One job's agents and what has to be looked at."""
+
+    agents: dict[int, AgentView] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    """Slots whose status sensors have not seen yet."""
+    touched: set[int] = field(default_factory=set)
+    """Elements that may have to be told something."""
+    awaited: set[int] = field(default_factory=set)
+    """Slots for which the present phase waits: to be in the generation, or to have stopped."""
+    unfinished: set[int] = field(default_factory=set)
+    """Members that have not trained to the end."""
+    ready: set[int] = field(default_factory=set)
+    """Elements of which every rank can enter now."""
+    last_arrival: float = 0.0
+    """When an agent registered last."""
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Members that stopped without a Break, and when that was heard."""
+
+
+@dataclass
+class JobView:
+    """A job's durable state together with its agents' statuses: what deciders read."""
+
+    state: JobState
+    live: LiveJob
+
+    @property
+    def agents(self) -> dict[int, AgentView]:
+        return self.live.agents
+
+    def agent(self, slot: int) -> AgentView | None:
+        return self.live.agents.get(self.state.element(slot))
+
+    def status(self, slot: int) -> RankStatus | None:
+        view = self.agent(slot)
+        return view.ranks.get(slot) if view else None
+
+    def identity(self, slot: int) -> Identity | None:
+        view = self.agent(slot)
+        status = view.ranks.get(slot) if view else None
+        return Identity(view.agent, status.incarnation) if view and status else None
+
+    def all_ranks(self) -> Iterator[tuple[AgentView, int, RankStatus]]:
+        for element in sorted(self.agents):
+            view = self.agents[element]
+            for slot in sorted(view.ranks):
+                yield view, slot, view.ranks[slot]
+
+    def alive(self) -> list[AgentView]:
+        """Living agents in order of their elements."""
+        return [view for _, view in sorted(self.agents.items()) if view.alive]
+
+    def has_store(self) -> bool:
+        return any(view.store for view in self.agents.values() if view.alive)
+
+    # ------------------------------------------------------------ one slot
+    def finished(self, slot: int) -> bool:
+        """The slot's present process trained to the end (or its script ended without an error).
+
+        In restart mode nobody has while a world is breaking: all start again, until all end well together.
+        """
+        if self.state.restart_mode and self.state.phase is Phase.BREAKING:
+            return False
+        status, member = self.status(slot), self.state.members.get(slot)
+        if status is None:
+            record = self.state.agents.get(self.state.element(slot))
+            return bool(record and member and record.gone == "finished" and record.agent == member.agent)
+        if self.identity(slot) != member:
+            return False
+        return status.state == "finished" or (
+            status.state == "exited" and status.exit is not None and status.exit.code == 0
+        )
+
+    def inside(self, slot: int, generation: int) -> bool:
+        """The slot runs in that generation, or has trained to the end."""
+        status = self.status(slot)
+        if status is not None and status.state == "running" and status.generation == generation:
+            return True
+        return self.finished(slot)
+
+    def at_rest(self, slot: int, now: float) -> bool:
+        """The rank has left its collectives for good and waits for a plan above the Break.
+
+        A stopped rank can't enter an offer, so a report counts if it is newer than every plan that the rank could still
+        enter.
+        """
+        state, status = self.state, self.status(slot)
+        if status is None or status.state not in AT_REST:
+            return False
+        if status.broken >= state.broken:
+            return True
+        view = self.agent(slot)
+        unchanged = view is not None and view.last_heard > state.since + PUT_BACK_SECONDS
+        unchanged = unchanged and now - state.since > PUT_BACK_SECONDS
+        if status.state == "waiting":
+            return unchanged
+        newest = max(status.generation, state.plan.generation if state.plan else 0)
+        return status.broken >= newest or unchanged
+
+    # ------------------------------------------------------------ keeping the sets up
+    def begin_phase(self, now: float) -> None:
+        """The job's phase, members or plan changed: everything is looked at once."""
+        live, state = self.live, self.state
+        live.touched.update(live.agents)
+        live.awaited.clear()
+        live.stopped.clear()
+        live.unfinished = set(state.survivors())
+        slots: Iterable[int] = {**state.members, **state.joining}
+        if state.phase is Phase.OFFERING and state.offer is not None:
+            slots = {*slots, *state.offer.members}
+        live.changed.update(slots)
+        for slot in slots:
+            self.notice(slot, now)
+
+    def notice(self, slot: int, now: float) -> None:
+        """The slot's status or its agent changed."""
+        live, phase = self.live, self.state.phase
+        if slot in live.unfinished and self.finished(slot):
+            live.unfinished.discard(slot)
+        if phase is Phase.BREAKING:
+            waits = slot in self.state.members and slot not in self.state.lost
+            waits = waits and not (self.finished(slot) or self.at_rest(slot, now))
+        elif phase in (Phase.ENTERING, Phase.OFFERING):
+            plan = self.state.offer or self.state.plan
+            waits = plan is not None and slot in self._planned(plan.members) and not self.inside(slot, plan.generation)
+        else:
+            waits = False
+        if waits:
+            live.awaited.add(slot)
+        else:
+            live.awaited.discard(slot)
+        self._note_stop(slot)
+
+    def _planned(self, members: list[int]) -> frozenset[int]:
+        """The plan's members as a set, made once per plan."""
+        cached = self.__dict__.get("_members")
+        if cached is None or cached[0] is not members:
+            cached = self.__dict__["_members"] = (members, frozenset(members))
+        found: frozenset[int] = cached[1]
+        return found
+
+    def _note_stop(self, slot: int) -> None:
+        state, view = self.state, self.agent(slot)
+        status = view.ranks.get(slot) if view else None
+        here = slot in state.members or slot in state.joining
+        if (
+            here
+            and view is not None
+            and status is not None
+            and status.state in AT_REST
+            and status.broken > state.broken  # else it obeys an earlier Break and has not got its plan yet
+            and not self.finished(slot)
+        ):
+            self.live.stopped[slot] = view.progress.get(slot, view.last_heard)
+        else:
+            self.live.stopped.pop(slot, None)
+
+    def notice_agent(self, view: AgentView) -> None:
+        """One of the agent's ranks, or its being alive, changed."""
+        ranks = [view.ranks.get(slot) for slot in view.slots]
+        if view.alive and all(rank and rank.state == "waiting" and rank.end is None for rank in ranks):
+            self.live.ready.add(view.element)
+        else:
+            self.live.ready.discard(view.element)
+
+
+@dataclass
+class Live:
+    """All agents of all jobs."""
+
+    jobs: dict[str, LiveJob] = field(default_factory=dict)
+    leases: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
+    """Living agents, the one that has been silent for longest first."""
+    suspects: set[tuple[str, int]] = field(default_factory=set)
+    """Agents of which Slurm says that they ended."""
+    by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
+
+    def agent(self, job: str, element: int) -> AgentView | None:
+        live = self.jobs.get(job)
+        return live.agents.get(element) if live else None
+
+    def agents(self) -> Iterator[AgentView]:
+        for live in self.jobs.values():
+            yield from live.agents.values()
+
+    def on_node(self, node: str) -> list[AgentView]:
+        """Agents on the node, in order of job and element."""
+        found = (self.agent(*key) for key in sorted(self.by_node.get(node, ())))
+        return [view for view in found if view is not None]
+
+    def add(self, view: AgentView) -> None:
+        self.remove(view.job, view.element)
+        self.jobs.setdefault(view.job, LiveJob()).agents[view.element] = view
+        self.by_node.setdefault(view.node, set()).add((view.job, view.element))
+        self.heard(view, view.last_heard)
+
+    def remove(self, job: str, element: int) -> None:
+        live = self.jobs.get(job)
+        view = live.agents.pop(element, None) if live else None
+        if view is None or live is None:
+            return
+        live.ready.discard(element)
+        live.touched.discard(element)
+        self.leases.pop((job, element), None)
+        self.suspects.discard((job, element))
+        here = self.by_node.get(view.node, set())
+        here.discard((job, element))
+        if not here:
+            self.by_node.pop(view.node, None)
+
+    def forget(self, job: str) -> None:
+        """What is known for now of a job that is over."""
+        for element in list(self.jobs[job].agents) if job in self.jobs else ():
+            self.remove(job, element)
+        self.jobs.pop(job, None)
+
+    def heard(self, view: AgentView, now: float) -> None:
+        """The agent has spoken: its lease begins again."""
+        view.last_heard = now
+        key = view.job, view.element
+        if view.alive:
+            self.leases[key] = None
+            self.leases.move_to_end(key)
+        if view.suspect_since is not None:
+            view.suspect_since = None
+            self.suspects.discard(key)
+
+    def silenced(self, view: AgentView) -> None:
+        """The agent's lease ran out, or it has left: nobody waits for its next word."""
+        self.leases.pop((view.job, view.element), None)
+        self.suspects.discard((view.job, view.element))
+
+    def suspect(self, view: AgentView, now: float) -> None:
+        """Slurm says that the agent has ended."""
+        view.suspect_since = now
+        self.suspects.add((view.job, view.element))
+
+    def shift(self, seconds: float) -> None:
+        """This process stood still for so long: nobody else was late."""
+        for view in self.agents():
+            view.last_heard += seconds
+            view.progress = {slot: at + seconds for slot, at in view.progress.items()}

@@ -1,0 +1,125 @@
+"""What the controller knows for good of one node; changed by the fold rules below and by nothing else."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+
+NODE_EVENTS_KEPT = 20
+MARKS_KEPT = 200
+PASSING = ("good", "warning")
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """at: when the controller heard of it; checked_at: the node's own clock when the checks began."""
+
+    verdict: str
+    reason: str
+    source: str
+    at: float
+    checked_at: float
+
+
+@dataclass
+class SeenEvent:
+    """A node event as it is kept: what it said, what it means, and what is done about it (`action`)."""
+
+    id: int
+    time: float
+    node: str
+    source: str
+    text: str
+    code: str
+    count: int
+    at: float
+    pid: int | None
+    mark: str
+    cause: str
+    severity: int
+    scope: str
+    rule: str
+    action: str
+    reason: str
+
+
+@dataclass
+class NodeState:
+    """One node. Times in seconds since the epoch, the controller's clock."""
+
+    lost_at: float = 0.0
+    """When it was last taken for lost."""
+    events: deque[SeenEvent] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
+    heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
+    """Marks (agent:number) of events that were taken in."""
+    downed: bool = False
+    """Set down by us, with this `reason`."""
+    reason: str = ""
+    going_down: bool = False
+    """Asked of Slurm, which has not done it yet."""
+    refused: str = ""
+    """Why Slurm does not set it down, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
+    refused_at: float = 0.0
+    refused_for: str = ""
+    resumed_at: float = 0.0
+    health: HealthReport | None = None
+    paired: HealthReport | None = None
+    unverified: bool = False
+    """It came back without passing checks."""
+    suspicion: str = ""
+    suspected_at: float = 0.0
+
+
+# ---------------------------------------------------------------- fold rules
+def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> None:
+    if record.action == "down":
+        node.downed = node.going_down = True
+        node.reason = node.suspicion = record.slurm_reason
+        node.suspected_at = event.time
+
+
+def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
+    if record.action == "down":
+        node.going_down, node.refused = False, ""
+
+
+def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None:
+    if record.slot < 0 and not node.refused:
+        node.refused, node.refused_at, node.refused_for = record.reason, event.time, event.job
+
+
+def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
+    node.lost_at = event.time
+
+
+def resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:
+    node.downed = node.going_down = False
+    node.reason = node.refused = ""
+    node.resumed_at, node.unverified = event.time, not record.verified
+
+
+def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
+    report = HealthReport(record.verdict, record.reason, record.source, event.time, record.checked_at)
+    if record.source == "pair-test":
+        node.paired = report
+        return
+    node.health = report
+    if record.verdict in PASSING:
+        node.unverified = False
+
+
+def said(node: NodeState, event: Event, record: records.NodeEvent) -> None:
+    node.events.append(SeenEvent(id=event.id, time=event.time, **{n: getattr(record, n) for n in _SAID}))
+    node.heard.append(record.mark)
+
+
+def judged(node: NodeState, event: Event, record: records.NodeVerdict) -> None:
+    for seen in node.events:
+        if seen.id == record.event:
+            seen.action = record.action
+
+
+_SAID = [name for name in records.NodeEvent.__struct_fields__]

@@ -1,0 +1,1 @@
+"""How many nodes each job gets, and where its elements go."""

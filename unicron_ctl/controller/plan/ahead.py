@@ -1,0 +1,102 @@
+"""The plan for the next event is there before the event: at a failure it is one look-up (paper section 4).
+
+The planner's look-ahead table is kept fresh in the background for the situation after the last plan. When the next
+situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved
+as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.lookahead import Keeper
+from planner.solve import Plan
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.planning import JobInput
+
+REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
+
+
+class Ahead:
+    """Plans, from the table where it can. Not thread-safe; its table is made in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None  # no thread before there is anything to plan
+        self._base: dict[str, JobInput] = {}
+        self._nodes = 0
+
+    def plan(
+        self, jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float
+    ) -> tuple[Plan, bool]:
+        """The plan, and whether it was looked up."""
+        found = self._look_up(jobs, nodes)
+        if found is not None and not any(job.alive and not found.assignment[job.job] for job in jobs):
+            return found, True
+        return planning.plan(jobs, nodes, mtbf_node_hours, transition_seconds), False
+
+    def settle(
+        self,
+        jobs: Sequence[JobInput],
+        assignment: dict[str, int],
+        nodes: int,
+        mtbf_node_hours: float,
+        transition_seconds: float,
+    ) -> None:
+        """This is how things stand once `assignment` is carried out: prepare for what may come next."""
+        settled = {
+            job.job: replace(job, nodes=assignment.get(job.job, 0), alive=assignment.get(job.job, 0)) for job in jobs
+        }
+        if not settled or (nodes == self._nodes and self._close_to(settled)):
+            return
+        self._base, self._nodes = settled, nodes
+        self._keeper = self._keeper or Keeper()
+        self._keeper.update(planning.scenario(list(settled.values()), nodes, mtbf_node_hours, transition_seconds))
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._keeper is not None:
+            self._keeper.stop()
+
+    def _close_to(self, settled: dict[str, JobInput]) -> bool:
+        """The table's situation still holds: the same but for small changes of measured rates."""
+        if settled.keys() != self._base.keys():
+            return False
+        for name, job in settled.items():
+            known = self._base[name]
+            if replace(job, rate=known.rate, rates=known.rates) != known:
+                return False
+            if abs(job.rate - known.rate) > REFRESH_RATIO * known.rate or job.rates.keys() != known.rates.keys():
+                return False
+        return True
+
+    def _look_up(self, jobs: Sequence[JobInput], nodes: int) -> Plan | None:
+        event = event_between(self._base, self._nodes, {job.job: job for job in jobs}, nodes)
+        if event is None or self._keeper is None:
+            return None
+        entry, ready = self._keeper.get(event)
+        return entry.plan if ready else None
+
+
+def event_between(
+    base: dict[str, JobInput], base_nodes: int, now: dict[str, JobInput], nodes: int
+) -> tuple[str, ...] | None:
+    """The one event that leads from the settled situation to the present one; None when it is none or more than one."""
+    gone = base.keys() - now.keys()
+    if now.keys() - base.keys() or not now:
+        return None
+    for name, job in now.items():
+        known = base[name]
+        if (job.nodes, job.min_nodes, job.max_nodes, job.weight) != (
+            known.nodes,
+            known.min_nodes,
+            known.max_nodes,
+            known.weight,
+        ):
+            return None
+    lost = [name for name, job in now.items() for _ in range(job.nodes - job.alive)]
+    if gone:
+        return ("finish", *gone) if len(gone) == 1 and not lost and nodes == base_nodes else None
+    if lost:
+        return ("lost", *sorted(lost)) if len(lost) <= 2 and nodes == base_nodes - len(lost) else None
+    return {-1: ("spare",), 1: ("join",)}.get(nodes - base_nodes)

@@ -1,0 +1,236 @@
+"""From the plan (nodes per job) and what Slurm shows to Slurm actions in order, each with its reason. Pure and
+idempotent.
+
+Nothing is remembered but the pins, which Slurm's listing does not show: every poll compares what is wanted with what
+is. The calls and their order are those measured in a private cluster: pin and release first, then take the node away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.model.cluster import Pin
+from unicron_ctl.controller.model.requests import OURS, Action
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+
+OCCUPIES = frozenset(
+    {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+)
+WORKS = frozenset({"RUNNING", "CONFIGURING"})
+ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
+PIN_SECONDS = 30.0  # then another node is tried
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
+    leaving: chosen before to leave. home: the node that an element ran on last."""
+
+    job: str
+    desired: int
+    members: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
+    leaving: tuple[int, ...] = ()
+    home: Mapping[int, str] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass
+class Placement:
+    """actions in order. allotted, leaving: elements by job."""
+
+    actions: list[Action] = field(default_factory=list)
+    allotted: dict[str, list[int]] = field(default_factory=dict)
+    leaving: dict[str, list[int]] = field(default_factory=dict)
+    unpinned: list[tuple[str, int]] = field(default_factory=list)
+
+
+def usable(
+    nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo], managed: Collection[str], put_aside: Collection[str]
+) -> list[str]:
+    """The nodes that the plan may give out: in service, and not used by jobs that are not managed here."""
+    foreign = {e.node for e in elements if e.node and e.state in OCCUPIES and e.job not in managed}
+    return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
+
+
+def held_by_others(element: ElementInfo) -> bool:
+    """A user or an admin holds it: it is not ours to release."""
+    return element.held and not element.comment.startswith(OURS)
+
+
+class _Place:
+    """The work of one call of `place`."""
+
+    def __init__(
+        self,
+        elements: Sequence[ElementInfo],
+        nodes: Sequence[NodeInfo],
+        pins: Mapping[tuple[str, int], Pin],
+        put_aside: Collection[str],
+        now: float,
+    ) -> None:
+        self.out = Placement()
+        self.now, self.pins = now, pins
+        self.good = {n.name for n in nodes if n.healthy and n.name not in put_aside}
+        self.by_job: dict[str, dict[int, ElementInfo]] = {}
+        for e in elements:
+            self.by_job.setdefault(e.job, {})[e.element] = e
+        self.taken = {e.node for e in elements if e.node and e.state in OCCUPIES}
+
+    def survey(self, need: Need) -> dict[str, list[int]]:
+        """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned),
+        waiting.
+        """
+        groups: dict[str, list[int]] = {"working": [], "limbo": [], "coming": [], "waiting": []}
+        for number, e in sorted(self.by_job.get(need.job, {}).items()):
+            if (need.job, number) in self.pins and e.state in WORKS:
+                self.out.unpinned.append((need.job, number))
+            if number in need.dead and e.state in WORKS | ENDED_BADLY:
+                self.act(
+                    "requeue", e, e.node or "", "its agent died, but the node lives: start the element again in place"
+                )
+                groups["limbo"].append(number)
+            elif e.state in WORKS:
+                groups["working" if e.node in self.good else "limbo"].append(number)
+            elif e.state == "PENDING" and not held_by_others(e):
+                groups["coming" if self._pin_holds(e) else "waiting"].append(number)
+        return groups
+
+    def _pin_holds(self, e: ElementInfo) -> bool:
+        pin = self.pins.get((e.job, e.element))
+        if pin is None or pin.node not in self.good or e.held:
+            return False
+        age = self.now - pin.at
+        if age > PIN_SECONDS:
+            return False
+        self.taken.add(pin.node)
+        if age > KICK_SECONDS:
+            self.act("start_now", e, pin.node, f"it has waited {age:.0f} s for {pin['node']}")
+        return True
+
+    def act(self, action: str, e: ElementInfo, node: str, reason: str, text: str = "") -> None:
+        self.out.actions.append(Action(action, e.job, e.element, node, reason, text))
+
+    def start(self, e: ElementInfo, node: str, reason: str) -> None:
+        self.act("pin", e, node, reason)
+        if e.held:
+            self.act("release", e, node, reason)
+        self.taken.add(node)
+
+
+def place(
+    needs: Sequence[Need],
+    elements: Sequence[ElementInfo],
+    nodes: Sequence[NodeInfo],
+    pins: Mapping[tuple[str, int], Pin] = {},
+    put_aside: Collection[str] = (),
+    now: float = 0.0,
+) -> Placement:
+    """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
+    occupy nodes.
+    """
+    work = _Place(elements, nodes, pins, put_aside, now)
+    groups = {need.job: work.survey(need) for need in needs}
+    leavers: dict[str, list[int]] = {}
+    for need in needs:
+        working = groups[need.job]["working"]
+        extra = len(working) - need.desired
+        order = sorted(working, key=lambda number: (number not in need.leaving, number in need.members, -number))
+        leavers[need.job] = sorted(order[:extra]) if extra > 0 else []
+    started = _give_free_nodes(work, needs, groups, leavers)
+    _take_nodes(work, needs, groups, leavers, started)
+    for need in needs:
+        group, job = groups[need.job], work.by_job.get(need.job, {})
+        wanted = (
+            set(group["working"]) - set(leavers[need.job])
+            | set(group["coming"])
+            | started[need.job]
+            | set(group["limbo"])
+        )
+        # As many as the job is still short of may wait unheld: a node for them is on its way.
+        soon = max(0, _missing(need, group, leavers[need.job], started[need.job]))
+        hopeful = {e.element for e in _candidates(work, need, group, started[need.job])[:soon]}
+        for number in group["waiting"]:
+            if number not in wanted | hopeful and not job[number].held:
+                work.act(
+                    "hold",
+                    job[number],
+                    "",
+                    f"the plan gives {need.job} {need.desired} nodes and they are taken",
+                    f"{OURS}: held, the plan has no node for it",
+                )
+        work.out.allotted[need.job] = sorted(wanted)
+        staying = {number for number in leavers[need.job] if number in need.members}
+        work.out.leaving[need.job] = sorted(staying)
+        # What still trains stays allotted to nobody: it leaves at an iteration boundary.
+    return work.out
+
+
+def _missing(need: Need, group: Mapping[str, list[int]], leavers: Sequence[int], started: Collection[int]) -> int:
+    return (
+        need.desired
+        - (len(group["working"]) - len(leavers))
+        - len(group["coming"])
+        - len(group["limbo"])
+        - len(started)
+    )
+
+
+def _candidates(
+    work: _Place, need: Need, group: Mapping[str, list[int]], started: Collection[int]
+) -> list[ElementInfo]:
+    """Pending elements, those that ran before first: they go on under their old ids."""
+    waiting = [work.by_job[need.job][number] for number in group["waiting"] if number not in started]
+    return sorted(waiting, key=lambda e: (e.held, -e.restarts if not e.held else 0, e.element))
+
+
+def _give_free_nodes(
+    work: _Place, needs: Sequence[Need], groups: Mapping[str, Mapping[str, list[int]]], leavers: Mapping[str, list[int]]
+) -> dict[str, set[int]]:
+    started: dict[str, set[int]] = {need.job: set() for need in needs}
+    free = sorted(work.good - work.taken)
+    for need in needs:
+        for e in _candidates(work, need, groups[need.job], ()):
+            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0 or not free:
+                break
+            home = need.home.get(e.element)
+            node = home if home in free else free[0]
+            free.remove(node)
+            work.start(e, node, f"{need.job} is to have {need.desired} nodes and {node} is free")
+            work.act("start_now", e, node, "no need to wait: the node is free")
+            started[need.job].add(e.element)
+    return started
+
+
+def _take_nodes(
+    work: _Place,
+    needs: Sequence[Need],
+    groups: Mapping[str, Mapping[str, list[int]]],
+    leavers: Mapping[str, list[int]],
+    started: dict[str, set[int]],
+) -> None:
+    """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first."""
+    for need in needs:
+        for number in leavers[need.job]:
+            if number in need.members:
+                continue
+            donor = work.by_job[need.job][number]
+            node = donor.node or ""
+            taker = None
+            for other in needs:
+                if (
+                    other.job != need.job
+                    and _missing(other, groups[other.job], leavers[other.job], started[other.job]) > 0
+                ):
+                    taker = next(iter(_candidates(work, other, groups[other.job], started[other.job])), None)
+                    if taker:
+                        work.start(taker, node, f"the plan moves {node} from {need.job} to {other.job}")
+                        started[other.job].add(taker.element)
+                        break
+            to = f" for {taker.job}" if taker else ""
+            why = f"the plan gives {need.job} {need.desired} nodes" + (f": {need.why}" if need.why else "")
+            work.act("requeue_hold", donor, node, why, f"{OURS}: held, the plan took {node}{to}")
+            if taker:
+                work.act("start_now", taker, node, f"{node} is free for it now")

@@ -1,0 +1,179 @@
+"""What is wanted against what Slurm shows: the actions that bring one to the other.
+
+Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
+inputs. Without a fresh listing nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.view import Listing, Outcome, View
+from unicron_ctl.controller.nodes import admission, isolation
+from unicron_ctl.controller.plan.ahead import Ahead
+from unicron_ctl.controller.plan.inputs import dead_elements
+from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, Need, Placement, held_by_others, place
+
+HURRY_SECONDS = 0.1
+RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
+GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
+
+
+@dataclass
+class Desk:
+    """What is under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
+
+    asked_at: float = 0.0
+    busy: bool = False
+    next_poll: float = 0.0
+    refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
+    missing_since: dict[str, float] = field(default_factory=dict)
+    gate: admission.Gate = field(default_factory=admission.Gate)
+    ahead: Ahead = field(default_factory=Ahead)
+
+    def hurry(self, now: float) -> None:
+        """Something changed: ask Slurm soon."""
+        self.next_poll = min(self.next_poll, now + HURRY_SECONDS)
+
+    def tick(self, view: View) -> Outcome:
+        """Asks Slurm when it is time."""
+        out = Outcome()
+        if view.slurm.used and not self.busy and view.now >= self.next_poll:
+            self.busy, self.asked_at = True, view.now
+            out.requests.append(Poll())
+        return out
+
+
+def managed(view: View) -> list[JobState]:
+    """The jobs that are planned for, by id."""
+    return [job for _, job in sorted(view.state.jobs.items()) if not job.over]
+
+
+# ---------------------------------------------------------------- a fresh listing
+def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
+    """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
+    out = Outcome()
+    actions = admission.nodes_back(view, desk.gate, out) + isolation.down_again(view)
+    for job in list(view.state.jobs.values()):
+        actions += _over(view, desk, listing, job, out)
+    _ask(view, desk, actions, out)
+    return out
+
+
+def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
+    elements = listing.of(job.job).values()
+    if job.ended:
+        why = f"job {job.job} has ended: {job.ended.reason}"[:200]
+        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e)]
+        return [Action("cancel", e.job, e.element, "", why) for e in waiting]
+    if job.over:
+        return []
+    dead = dead_elements(job)
+    here = any(agent.alive for agent in view.job(job).agents.values())
+    coming = any(
+        e.state in OCCUPIES or e.state == "PENDING" or (e.element in dead and e.state in ENDED_BADLY) for e in elements
+    )
+    if here or coming:
+        desk.missing_since.pop(job.job, None)
+    elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
+        out.record(job, records.JobEnded(code=0, reason="Slurm no longer runs any of its elements"))
+    return []
+
+
+def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Every job gets the nodes that the plan gives it."""
+    out, state = Outcome(), view.state
+    reasons = state.plan_report.reasons if state.plan_report else {}
+    needs = [
+        Need(
+            job=job.job,
+            desired=state.assignment.get(job.job, 0),
+            members=frozenset(job.elements({**job.members, **job.joining})),
+            dead=dead_elements(job),
+            leaving=tuple(job.leaving),
+            home={element: agent.node for element, agent in job.agents.items()},
+            why=reasons.get(job.job, ""),
+        )
+        for job in jobs
+    ]
+    waiting = state.out_of_service | view.slurm.probing
+    found = place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now)
+    _allot(view, jobs, found, out)
+    for name, element in found.unpinned:
+        out.record(state.jobs[name], records.Unpinned(element=element))
+    _ask(view, desk, found.actions, out)
+    return out
+
+
+def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome) -> None:
+    for job in jobs:
+        allotted, leaving = found.allotted[job.job], found.leaving[job.job]
+        view.slurm.expected[job.job] = allotted
+        if job.allotted != allotted or job.leaving != leaving:
+            words = f"elements {allotted}" + (f", {leaving} leave at the next boundary" if leaving else "")
+            out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))
+
+
+# ---------------------------------------------------------------- actions
+def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
+    """Asks for the actions; those that Slurm has just refused wait."""
+    todo = [a for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) >= RETRY_SECONDS]
+    if todo:
+        out.requests.append(Run(tuple(todo)))
+
+
+def intent(view: View, run: Run) -> Outcome:
+    """What goes into the log before the actions are carried out."""
+    out = Outcome()
+    for action in run.actions:
+        job = view.state.jobs.get(action.job)
+        record = records.SlurmAction(
+            action=action.action,
+            element=action.element,
+            node=action.node,
+            slurm_reason=action.text,
+            reason=f"{action.label}: {action.reason}",
+        )
+        out.records.append((action.job, job.generation if job else 0, record))
+        if job is not None and action.action in ("requeue", "pin"):
+            _for_failures(job, action, out)
+    return out
+
+
+def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
+    """What is done for an element whose failure is not mended yet belongs to that failure's story."""
+    element = f"{action.job}_{action.element}"
+    text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
+    for failure in job.failures:
+        open_ = failure.restored_at is None and failure.kind in ("node", "agent")
+        if failure.element == action.element and open_:
+            out.record(job, records.FailureAction(failure=failure.id, text=text))
+
+
+def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
+    """One action was carried out, or was refused."""
+    out, job = Outcome(), view.state.jobs.get(action.job)
+    generation = job.generation if job else 0
+    if error:
+        desk.refused[action.key] = view.now
+        failed = records.SlurmFailed(
+            action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
+        )
+        out.records.append((action.job, generation, failed))
+        if action.action == "down":
+            out.merge([isolation.refused(view, action, error)])
+        elif action.action == "pin":
+            out.records.append((action.job, generation, records.Unpinned(element=action.element)))
+        return out
+    desk.refused.pop(action.key, None)
+    if action.action == "down":
+        record = records.SlurmDone(action="down", node=action.node, reason=action.text)
+        out.records.append((action.job, generation, record))
+    elif action.action == "resume":
+        verified = desk.gate.verified.pop(action.node, True)
+        out.record(None, records.NodeResumed(node=action.node, verified=verified, reason=action.reason))
+    return out

@@ -1,0 +1,375 @@
+"""Iterations that do not end (method 4 of paper section 3): who keeps the others waiting.
+
+Where a job stands is kept up slot by slot from its ranks' statuses (:class:`Standing`). A hang is believed only after
+every agent of the job has answered a ping sent past the deadline: silence is the lease's matter, the answers say where
+ranks stand. The culprit's stacks are asked for before anything is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from detector.culprit import Culprit, Progress, stuck
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job import Identity, Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.patience import STOPPED
+from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.protocol import wire
+
+ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
+MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
+MOST_STACKS = 8  # of one hang
+PACE = 5e-5  # seconds per rank between two looks at all of them, so that large jobs are not looked at all the time
+Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
+
+
+@dataclass
+class Standing:
+    """How far each member has come. `done`: iterations behind it; a job stands where the least is."""
+
+    done: dict[int, int] = field(default_factory=dict)
+    count: Counter[int] = field(default_factory=Counter)
+    outside: dict[int, set[int]] = field(default_factory=dict)
+    """done -> members that have not begun the next iteration: they are in the script's own code."""
+    unjudged: set[int] = field(default_factory=set)
+    """Members that say nothing of iterations now."""
+    moves: int = 0
+    """Counts every change."""
+
+    def clear(self) -> None:
+        self.done.clear()
+        self.count.clear()
+        self.outside.clear()
+        self.unjudged.clear()
+        self.moves += 1
+
+    def notice(self, job: JobView, slot: int) -> None:
+        """The member's status changed."""
+        self._drop(slot)
+        if slot not in job.state.members:
+            return
+        done = _iterations_done(job, slot)
+        if done is None:
+            self.unjudged.add(slot)
+            return
+        self.unjudged.discard(slot)
+        self.done[slot] = done
+        self.count[done] += 1
+        status = job.status(slot)
+        if status is not None and status.phase == "stepped":
+            self.outside.setdefault(done, set()).add(slot)
+
+    def _drop(self, slot: int) -> None:
+        self.moves += 1
+        self.unjudged.discard(slot)
+        before = self.done.pop(slot, None)
+        if before is None:
+            return
+        self.count[before] -= 1
+        if not self.count[before]:
+            del self.count[before]
+        if (waiting := self.outside.get(before)) is not None:
+            waiting.discard(slot)
+            if not waiting:
+                del self.outside[before]
+
+    def least(self) -> int | None:
+        """The iterations that all members have behind them; None while the job's iteration is not to be judged."""
+        return None if self.unjudged or not self.count else min(self.count)
+
+
+def _iterations_done(job: JobView, slot: int) -> int | None:
+    state, agent, status = job.state, job.agent(slot), job.status(slot)
+    if status is None or agent is None or not agent.alive or state.plan is None:
+        return None
+    if status.state != "running" or status.generation != state.plan.generation or status.phase not in ORDER:
+        return None
+    if not status.micro_batches:  # a program that knows no iterations
+        return None
+    if state.members[slot] != Identity(agent.agent, status.incarnation):
+        return None
+    return status.iteration + (status.phase == "stepped")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that is to be stopped once its stacks are known; its failure is on record."""
+
+    slot: int
+    identity: Identity
+    failure: int
+    reason: str
+
+
+@dataclass
+class IterationWatch:
+    """One job's iteration in progress. Times in seconds on the controller's clock."""
+
+    standing: Standing = field(default_factory=Standing)
+    at: tuple[int, int] | None = None
+    """(generation, iteration) in which the job stands, None while that is not to be judged."""
+    moves: int = -1
+    since: float = 0.0
+    overdue: float | None = None
+    """When the deadline was found to be over."""
+    look_at: float = 0.0
+    said: bool = False
+    """That this iteration takes long, without anything to be done about it."""
+    suspects: list[Suspect] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+    """Slots whose stacks are awaited, until `act_at`."""
+    act_at: float = 0.0
+
+    def shift(self, seconds: float) -> None:
+        """This process stood still: nobody else was late."""
+        self.since += seconds
+        self.act_at += seconds
+        self.overdue = None
+
+
+def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
+    """What an iteration that does not end calls for. Called at every tick."""
+    out = Outcome()
+    if not view.config.monitor_iterations:
+        return out
+    state, least = job.state, watch.standing.least()
+    judged = state.phase in (Phase.RUNNING, Phase.OFFERING) and state.plan is not None and least is not None
+    at = None
+    if judged and least is not None and state.plan is not None:
+        times.adapt(state)
+        at = state.plan.generation, max(least, state.iteration + 1)
+    if at is None or at != watch.at or watch.moves != watch.standing.moves:
+        _moved(job, watch, out)
+        watch.at, watch.moves = at, watch.standing.moves
+        watch.since, watch.overdue, watch.look_at, watch.said = view.now, None, 0.0, False
+        return out
+    if watch.suspects:
+        if not watch.asked or view.now >= watch.act_at:
+            _confirm(view, job, watch, out)
+        return out
+    waited = view.now - watch.since
+    if view.now < watch.look_at or waited < times.limit(state, view.config):
+        return out
+    watch.look_at = view.now + PACE * len(state.members)
+    limits = _limits(job, times, watch, waited, view.config)
+    if waited < min(limit for limit, _ in limits.values()):
+        return out
+    if watch.overdue is None:
+        watch.overdue = view.now
+    if _all_answered(view, job, watch.overdue, out):
+        _hung(view, job, times, watch, limits, out)
+    return out
+
+
+def _outside(watch: IterationWatch) -> set[int]:
+    assert watch.at is not None
+    return {slot for done, slots in watch.standing.outside.items() if done <= watch.at[1] for slot in slots}
+
+
+def _limits(
+    job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
+) -> dict[int, Limit]:
+    """How long each rank may keep the others waiting; one that is outside the iteration may be saving something."""
+    inside, outside = times.limit(job.state, config), _outside(watch)
+    found: dict[int, Limit] = {}
+    for slot in job.state.members:
+        status = job.status(slot)
+        if slot in outside and status is not None:
+            found[slot] = times.patience.between(slot, status, waited, inside, config)
+        else:
+            found[slot] = inside, _stopped(job, slot)
+    return found
+
+
+def _all_answered(view: View, job: JobView, since: float, out: Outcome) -> bool:
+    elements = job.state.elements(job.state.members)
+    silent = [agent for e in elements if (agent := job.agents.get(e)) is not None and agent.last_heard <= since]
+    for agent in silent:
+        key = f"ping overdue {since}"
+        if view.now - agent.repeated.get(key, -math.inf) >= view.config.repeat_seconds:
+            agent.repeated[key] = view.now
+            out.send(agent, wire.Ping())
+    return not silent
+
+
+def _hung(
+    view: View, job: JobView, times: JobTimes, watch: IterationWatch, limits: dict[int, Limit], out: Outcome
+) -> None:
+    assert watch.at is not None
+    state, took, iteration = job.state, view.now - watch.since, watch.at[1]
+    least = behind(job) or frozen(job)
+    culprits = [
+        replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
+        for culprit in least
+        if culprit.slot is not None and took >= limits[culprit.slot][0]
+    ]
+    if least and not culprits:
+        return  # whoever is behind may take longer than the others
+    limit = times.limit(state, view.config)
+    usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
+    long = f"iteration {iteration} runs for {took:.2f} s{usual}"
+    phases = {status.phase for slot in state.members if (status := job.status(slot)) is not None}
+    many = 2 * len(culprits) > len(state.members) and took < MANY_PATIENCE * limit
+    suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
+    who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
+    if many or suspended or (not culprits and phases & {"computing", "stepped"}):
+        if not watch.said:
+            watch.said = True
+            said = f"{long}; {who or 'no rank waits for another'}; nothing is done yet"
+            out.record(state, records.Overdue(iteration=iteration, reason=said))
+            _ask_stacks(job, [culprit.slot for culprit in culprits if culprit.slot is not None], out)
+        return
+    named = [
+        records.HangCulprit(culprit.slot, state.node(culprit.slot), culprit.phase)
+        for culprit in culprits
+        if culprit.slot is not None
+    ]
+    said = f"{long}; {who or 'all wait in the same collective'}"
+    out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=said))
+    if culprits:
+        outside = _outside(watch)
+        if any(c.slot is not None and c.slot in outside and not _stopped(job, c.slot) for c in culprits):
+            # Were it a long checkpoint, then the next one is not to end the same way.
+            times.patience.longest_outside = max(times.patience.longest_outside, took)
+        _suspect(view, job, watch, culprits, long, out)
+    else:
+        said = f"{long}; all ranks wait in the same collective"
+        slots = tuple(sorted(state.members))
+        out.findings.append(
+            Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, said, by="statistics")
+        )
+    watch.since, watch.overdue = view.now, None
+
+
+def _suspect(
+    view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Culprit], long: str, out: Outcome
+) -> None:
+    """Reports the culprits and asks for stacks; what is done follows when they are there."""
+    slots = [culprit.slot for culprit in culprits if culprit.slot is not None]
+    for culprit in culprits:
+        if culprit.slot is None:
+            continue
+        status = job.status(culprit.slot)
+        out.findings.append(
+            Finding(
+                What.HANG,
+                job.state.job,
+                (culprit.slot,),
+                view.now,
+                Source.PEER,
+                f"{long}; {culprit.reason}",
+                element=job.state.element(culprit.slot),
+                node=job.state.node(culprit.slot),
+                by="statistics",
+                identity=job.identity(culprit.slot),
+                iteration=status.iteration if status else None,
+            )
+        )
+    waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
+    watch.asked = _ask_stacks(job, slots, out)
+    _ask_stacks(job, [] if waiting is None else [waiting], out)
+    watch.act_at = view.now + view.config.stacks_seconds
+
+
+def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
+    """Of the first few; returns whom."""
+    asked = set()
+    for slot in slots[:MOST_STACKS]:
+        agent, status = job.agent(slot), job.status(slot)
+        if agent is not None and status is not None:
+            out.send(agent, wire.Stacks(slot=slot, incarnation=status.incarnation))
+            asked.add(slot)
+    return asked
+
+
+def suspected(watch: IterationWatch, finding: Finding, failure: int) -> None:
+    """The judge has put a hang on record."""
+    if finding.identity is not None:
+        watch.suspects.append(Suspect(finding.slots[0], finding.identity, failure, finding.evidence))
+
+
+def _moved(job: JobView, watch: IterationWatch, out: Outcome) -> None:
+    """The job went on, or is being healed already, before anybody was stopped."""
+    for suspect in watch.suspects:
+        text = f"slot {suspect.slot} is not stopped: the job went on"
+        out.record(job.state, records.FailureAction(failure=suspect.failure, text=text))
+    watch.suspects, watch.asked = [], set()
+
+
+def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> None:
+    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for
+    ever."""
+    for suspect in watch.suspects:
+        if job.state.members.get(suspect.slot) == suspect.identity:
+            out.findings.append(
+                Finding(
+                    What.HANG,
+                    job.state.job,
+                    (suspect.slot,),
+                    view.now,
+                    Source.PEER,
+                    suspect.reason,
+                    element=job.state.element(suspect.slot),
+                    node=job.state.node(suspect.slot),
+                    by="statistics",
+                    identity=suspect.identity,
+                    seen=suspect.failure,
+                )
+            )
+    watch.suspects, watch.asked, watch.at = [], set(), None
+
+
+# ---------------------------------------------------------------- who is behind
+def behind(job: JobView) -> list[Culprit]:
+    """The members that have come least far, if others wait for them; empty when all are at the same point."""
+    progress = {}
+    for slot in job.state.members:
+        status = job.status(slot)
+        if status is not None and status.phase in ORDER:
+            progress[slot] = Progress(len(ORDER) * status.iteration + ORDER[status.phase], None, status.phase)
+    found = stuck(progress)
+    if not found:
+        return []
+    least, most = (pick(item.collectives for item in progress.values()) for pick in (min, max))
+    ahead = [slot for slot, item in progress.items() if item.collectives == most]
+    where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
+    return [
+        replace(culprit, reason=f"slot {culprit.slot} is in {_place(job, culprit.slot)}, {where}")
+        for culprit in found
+        if culprit.slot is not None and progress[culprit.slot].collectives == least
+    ]
+
+
+def frozen(job: JobView) -> list[Culprit]:
+    """Where nobody is behind: the members whose processes are stopped by a signal, unless all are."""
+    stopped = [slot for slot in job.state.members if _stopped(job, slot)]
+    if len(stopped) == len(job.state.members):
+        return []
+    found = []
+    for slot in sorted(stopped):
+        status = job.status(slot)
+        phase = status.phase if status else ""
+        found.append(Culprit(slot, phase, math.inf, f"slot {slot} is in {_place(job, slot)} like the others"))
+    return found
+
+
+def _stopped(job: JobView, slot: int) -> str:
+    status = job.status(slot)
+    return "its process is stopped by a signal" if status is not None and status.process == STOPPED else ""
+
+
+def _place(job: JobView, slot: int) -> str:
+    status = job.status(slot)
+    if status is None:
+        return "an unknown place"
+    if status.phase == "stepped":
+        return f"the script's own code after iteration {status.iteration}"
+    words = {"computing": f"micro-batch {len(status.done) + 1}", "reducing": "the reduce", "synced": "the commit"}
+    return f"{words.get(status.phase, status.phase)} of iteration {status.iteration}"

@@ -1,0 +1,135 @@
+"""Processes and agents of one job: what ended, was replaced, names its own fault, or has put something right.
+
+Looked at are only slots whose status changed since the last look (`LiveJob.changed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job import AgentRecord, Identity, JobState, Phase
+from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.protocol.wire import RankStatus
+
+
+def look(view: View, job: JobView) -> Iterator[Finding]:
+    """What the changed slots show."""
+    for slot in sorted(job.live.changed):
+        agent = job.agent(slot)
+        if agent is None:
+            continue
+        status = agent.ranks.get(slot)
+        yield from _end(view, job, agent, slot, status)
+        yield from _membership(view, job, agent, slot, status)
+        yield from _note(view, job, agent, slot, status)
+
+
+def _end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+    end = status.end if status is not None else None
+    if status is None or end is None or agent.left:
+        return
+    identity = Identity(agent.agent, status.incarnation)
+    if job.state.slot(slot).exit_seen == identity:
+        return
+    text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
+    wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
+    yield Finding(
+        What.WANTED_END if wanted else What.EXIT,
+        job.state.job,
+        (slot,),
+        view.now,
+        Source.AGENT if status.exit else Source.RANK,
+        "\n".join(part for part in (text, end.last_line) if part),
+        element=agent.element,
+        node=agent.node,
+        by="process exit" if status.exit else "exception",
+        identity=identity,
+        exit=end,
+        fault=status.fault,
+        pid=status.pid,
+        iteration=status.iteration,
+    )
+
+
+def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
+    state = job.state
+    record = state.agents.get(agent.element)
+    return (
+        state.banished.get(slot) == identity
+        or state.slot(slot).wanted > identity.incarnation
+        or taken_away(state, agent.element)
+        or (record is not None and given_up(view, state, record))
+    )
+
+
+def taken_away(job: JobState, element: int) -> bool:
+    """The plan has taken the element's node: its end is wanted. A member that is neither allotted nor leaving is one
+    that Slurm has ended."""
+    if job.allotted is None or element in job.allotted or element in job.leaving:
+        return False
+    per_node = max(1, job.settings.ranks_per_node)
+    mine = range(element * per_node, (element + 1) * per_node)
+    return not any(slot in job.members and slot not in job.lost for slot in mine)
+
+
+def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:
+    """The node was put out of service and the job went on without it: what ends there is no news."""
+    if not view.unfit(agent.node):
+        return False
+    return not any((s in job.members or s in job.joining) and s not in job.lost for s in agent.slots)
+
+
+def _membership(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+    state = job.state
+    member = state.members.get(slot) or state.joining.get(slot)
+    if member is None or slot in state.lost or slot in state.condemned:
+        return
+    why, what, by = "", What.REPLACED, "status"
+    if agent.agent != member.agent:
+        why = "was replaced: its element was started again"
+    elif status is None or status.state == "finished" or not agent.alive:
+        return
+    elif status.incarnation != member.incarnation:
+        why = "was started again"
+    elif status.state == "left" and slot in state.members and state.phase is not Phase.OFFERING:
+        why = "left"
+    elif state.phase is Phase.BREAKING and status.state == "stopped" and status.fault is not None:
+        why, what, by = f"stopped: {status.fault.type}: {status.fault.text}", What.BROKEN, "exception"
+    if why:
+        yield Finding(
+            what,
+            state.job,
+            (slot,),
+            view.now,
+            Source.RANK if what is What.BROKEN else Source.AGENT,
+            why,
+            element=agent.element,
+            node=agent.node,
+            by=by,
+            identity=member,
+            fault=status.fault if status else None,
+            iteration=status.iteration if status else None,
+        )
+
+
+def _note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+    note = status.note if status is not None else None
+    if note is not None and note.at > job.state.slot(slot).noted:
+        where = {"element": agent.element, "node": agent.node}
+        name = job.state.job
+        yield Finding(
+            What.NOTE, name, (slot,), view.now, Source.RANK, note.text, by="checksum", fault=note, **where
+        )
+
+
+def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
+    """The agent says that it ends by itself: its ranks finished, or Slurm stopped it. None when that is known."""
+    record = job.state.agents.get(agent.element)
+    if not agent.left or record is None or record.gone or record.agent != agent.agent:
+        return None
+    where = {"element": agent.element, "node": agent.node, "by": "agent"}
+    return Finding(
+        What.LEFT, job.state.job, tuple(agent.slots), view.now, Source.AGENT, agent.left, **where
+    )

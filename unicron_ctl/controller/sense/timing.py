@@ -1,0 +1,268 @@
+"""How long iterations take: what is learned of one job from its ranks' steps, and who is slower than the others.
+
+Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
+is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`detector.culprit`; of more than
+:data:`COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from detector.culprit import PHASES, Culprit, slowest
+from detector.statistics import WARM_UP, Health, IterationMonitor, Limits
+from detector.stragglers import Stragglers
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.model.account import Account
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.log.thinning import RECENT_STEPS
+from unicron_ctl.controller.sense.patience import Patience
+from unicron_ctl.protocol import wire
+
+WINDOW, NEWEST = 16, 4  # iterations
+COMPARED = 64  # ranks that are compared with each other one by one
+CHOOSE_EVERY = 64  # iterations between two choices of whom to compare
+COLUMNS = (*PHASES, "outside")  # of the array: the order of `wire.PHASES`
+SHARED = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
+REDUCE = COLUMNS.index("reduce")
+Row = dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """What makes a job slow at present. slot: None when no rank differs from the others."""
+
+    since: float
+    iteration: int
+    slot: int | None
+    node: str
+    phase: str
+    slowdown: float | None
+    reason: str
+    reported: bool = True
+
+
+@dataclass
+class PhaseTimes:
+    """The last phase times of a job's ranks, in seconds."""
+
+    rows: dict[int, int] = field(default_factory=dict)
+    seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, WINDOW, len(COLUMNS))))
+    stamps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, WINDOW), dtype=np.int64))
+    shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    newest: int = -1
+    chosen_at: int = -1
+    chosen: list[int] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Other ranks or other work: what was measured no longer counts."""
+        self.rows.clear()
+        self.newest, self.chosen_at, self.chosen = -1, -1, []
+
+    def take(self, step: wire.Steps) -> None:
+        """One agent's ranks; times that make no sense are left out."""
+        place = step.iteration % WINDOW
+        for rank in step.ranks:
+            if len(rank.phases) != len(COLUMNS) or not all(0.0 <= value < 1e9 for value in rank.phases):
+                continue
+            row = self.rows.get(rank.slot)
+            if row is None:
+                row = self._add(rank.slot)
+            self.seconds[row, place] = rank.phases
+            self.stamps[row, place] = step.iteration
+            self.shares[row] = len(rank.micro_batches if rank.computed is None else rank.computed)
+            self.newest = max(self.newest, step.iteration)
+
+    def _add(self, slot: int) -> int:
+        row = self.rows[slot] = len(self.rows)
+        if row >= len(self.shares):
+            size = max(16, 2 * row)
+            for name, shape in (("seconds", (size, WINDOW, len(COLUMNS))), ("stamps", (size, WINDOW))):
+                old = getattr(self, name)
+                new = np.zeros(shape, dtype=old.dtype)
+                new[: len(old)] = old
+                setattr(self, name, new)
+            self.shares = np.concatenate([self.shares, np.zeros(size - len(self.shares))])
+        self.stamps[row] = -1
+        return row
+
+    def comparable(self, last: int = WINDOW) -> Row:
+        """slot -> phase -> mean seconds of the `last` iterations, as if all ranks had equally many micro-batches.
+
+        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault
+        of anybody. Of many ranks, those that are worth comparing.
+        """
+        slots = self._whom()
+        rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
+        means, seen = self._means(rows, last)
+        shares = self.shares[rows] if len(rows) else np.zeros(0)
+        valid = seen & (shares > 0)
+        if not valid.any():
+            return {}
+        means, shares = means[valid], shares[valid]
+        kept = [slot for slot, good in zip(slots, valid, strict=True) if good]
+        each = float(np.median(means[:, SHARED].sum(axis=1) / shares))
+        means[:, SHARED] *= (shares.mean() / shares)[:, None]
+        means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
+        return {
+            slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)
+        }
+
+    def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """(rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
+        stamps, seconds = self.stamps[rows], self.seconds[rows]
+        newest = stamps.max(axis=1, initial=-1)
+        mask = (stamps >= 0) & (stamps > (newest - last)[:, None])
+        count = mask.sum(axis=1)
+        sums = (seconds * mask[:, :, None]).sum(axis=1)
+        return sums / np.maximum(count, 1)[:, None], count > 0
+
+    def _whom(self) -> list[int]:
+        """All ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
+        if len(self.rows) <= COMPARED:
+            return sorted(self.rows)
+        if self.chosen and self.newest - self.chosen_at < CHOOSE_EVERY:
+            return self.chosen
+        slots = sorted(self.rows)
+        rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
+        means, _ = self._means(rows, WINDOW)
+        worst: set[int] = set(range(0, len(slots), max(1, len(slots) // (COMPARED // 2))))
+        each = max(1, COMPARED // (2 * len(COLUMNS)))
+        for column in range(len(COLUMNS)):
+            worst.update(np.argsort(means[:, column])[-each:].tolist())
+        worst.update(np.argsort(means[:, REDUCE])[:each].tolist())  # who waits least comes last
+        self.chosen, self.chosen_at = sorted(slots[place] for place in worst), self.newest
+        return self.chosen
+
+
+@dataclass
+class JobTimes:
+    """What one job has shown of its speed."""
+
+    monitor: IterationMonitor
+    patience: Patience = field(default_factory=Patience)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    generation: int = -1
+    nodes: int = 0
+    memory: float = 0.0
+    """The usual iteration time before the size changed, scaled to the new size; seconds."""
+    usual: Row = field(default_factory=dict)
+    healthy: int = 0
+    degraded: Slow | None = None
+    straggler: Slow | None = None
+    """A rank that is always slower than its peers, however fast the job is."""
+
+    @classmethod
+    def fresh(cls, config: ControllerConfig) -> JobTimes:
+        return cls(IterationMonitor(Limits(floor=config.hang_floor_seconds)))
+
+    @property
+    def slow(self) -> Slow | None:
+        return self.degraded or self.straggler
+
+    def adapt(self, job: JobState) -> None:
+        """A new generation is warm-up, another number of nodes another job."""
+        generation = job.plan.generation if job.plan else 0
+        if generation == self.generation:
+            return
+        nodes = len(job.elements(job.members))
+        if self.nodes and nodes and nodes != self.nodes:
+            if self.monitor.learned:
+                self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
+            self.monitor.resized()
+            self.usual, self.degraded = {}, None
+        else:
+            self.monitor.restarted()
+        self.generation, self.nodes, self.healthy = generation, nodes or self.nodes, 0
+        self.phases.clear()
+        self.stragglers.clear()
+
+    def take(self, step: wire.Steps) -> None:
+        """The phase times of one agent's ranks."""
+        self.phases.take(step)
+        for rank in step.ranks:
+            if len(rank.phases) == len(COLUMNS):
+                self.patience.was_outside(rank.slot, rank.phases[-1])
+
+    def limit(self, job: JobState, config: ControllerConfig) -> float:
+        """Seconds that the present iteration may take."""
+        usual = self.monitor.average if self.monitor.learned else self.memory
+        if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
+            usual = job.seconds or 0.0
+        self.monitor.begin(0.0)
+        deadline = self.monitor.deadline(0.0)
+        return self.patience.warm_up(usual, config) if deadline is None else deadline
+
+    # ------------------------------------------------------------ finished iterations
+    def finished(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
+        """Takes an iteration's time in; says when the job becomes slow, and who makes it so."""
+        self.adapt(job)
+        if account.generation != self.generation:
+            return []
+        found: list[records.Record] = []
+        learned = self.monitor.learned
+        seen = self.monitor.observe(account.seconds, "recovery" if recovery else "training")
+        if not recovery:
+            self.patience.stepped(account.seconds, learned, seen.reason == WARM_UP)
+        if seen.health is Health.HEALTHY:
+            self.healthy += 1
+            if self.healthy % WINDOW == 0:
+                self.usual = self.phases.comparable()
+        if seen.health is Health.DEGRADED and self.degraded is None:
+            found.append(self._became_slow(job, account, seen.reason, now))
+        elif seen.health is Health.HEALTHY and self.degraded is not None:
+            self.degraded, self.healthy = None, 0
+            over = f"iterations take {seen.average:.3f} s again"
+            found.append(records.DegradedOver(iteration=account.iteration, reason=over))
+        return found if recovery else found + self._compare(job, account, now)
+
+    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.Degraded:
+        # The newest iterations are slow in full, but few; in noisy jobs only the longer window shows who it is.
+        looks = (slowest(self.phases.comparable(last), self.usual or None) for last in (NEWEST, WINDOW))
+        culprit = next((found for found in looks if found), None)
+        reason = f"{reason}; {culprit.reason if culprit else 'no rank differs from the others'}"
+        self.degraded = _slow(job, culprit, account.iteration, reason, now)
+        return _record(self.degraded)
+
+    def _compare(self, job: JobState, account: Account, now: float) -> list[records.Record]:
+        """A rank that is always slower than its peers: the job's own baseline may have been learned with it."""
+        before = self.straggler
+        row = self.phases.comparable(1)
+        culprit = self.stragglers.observe(row) if row else None
+        if culprit is None:
+            self.straggler = None
+            if before is None or not before.reported:
+                return []
+            over = f"slot {before.slot} is no slower than its peers any more"
+            return [records.DegradedOver(iteration=account.iteration, reason=over)]
+        if before is not None and before.slot == culprit.slot:
+            return []
+        reported = self.degraded is None or self.degraded.slot != culprit.slot
+        self.straggler = _slow(job, culprit, account.iteration, culprit.reason, now, reported)
+        return [_record(self.straggler)] if reported else []
+
+
+def _slow(
+    job: JobState, culprit: Culprit | None, iteration: int, reason: str, now: float, reported: bool = True
+) -> Slow:
+    if culprit is None:
+        return Slow(now, iteration, None, "", "", None, reason, reported)
+    node = job.node(culprit.slot) if culprit.slot is not None else ""
+    slowdown = round(culprit.slowdown, 2) if culprit.slowdown < float("inf") else None
+    return Slow(now, iteration, culprit.slot, node, culprit.phase, slowdown, reason, reported)
+
+
+def _record(slow: Slow) -> records.Degraded:
+    return records.Degraded(
+        iteration=slow.iteration,
+        slot=slow.slot,
+        node=slow.node,
+        phase=slow.phase,
+        slowdown=slow.slowdown,
+        reason=slow.reason,
+    )

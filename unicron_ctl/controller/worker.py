@@ -1,0 +1,163 @@
+"""The controller's slow work in threads: Slurm's programs in one (their order matters), probes and credentials in a
+few others. Results are calls of the core, made in the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.model.requests import Action, Poll, Probe, Run
+from unicron_ctl.slurm.client import SlurmClient, SlurmError
+
+Result = Callable[[], None]
+WORKERS = 8
+
+
+class Worker:
+    """Carries requests out and hands back what to call in the main thread: `take()` after the wake-up descriptor is
+    readable.
+    """
+
+    def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
+        self._client, self._probe_timeout = client, probe_timeout
+        self._todo: queue.Queue[tuple[Poll | Run, Core] | None] = queue.Queue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self.wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self.wake_read, False)
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
+        self._thread = threading.Thread(target=self._serve_slurm, name="unicron-slurm", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Result]:
+        """What has been finished since the last time."""
+        try:
+            os.read(self.wake_read, 4096)
+        except BlockingIOError:
+            pass
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def submit(self, request: Poll | Run | Probe, core: Core) -> None:
+        """Starts a request; its result goes to `core`."""
+        if isinstance(request, Probe):
+            self.call(
+                lambda: connects(request.address, request.port, self._probe_timeout),
+                lambda answer: core.on_probe(request, bool(answer)),
+            )
+        else:
+            self._todo.put((request, core))
+
+    def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Runs `work` in a thread and `then(result)` in the main thread. An OSError of the work counts as the result
+        None.
+        """
+
+        def run() -> None:
+            try:
+                result = work()
+            except OSError:
+                result = None
+            self._finish(lambda: then(result))
+
+        self._pool.submit(run)
+
+    def close(self) -> None:
+        """Lets the running call end, starts no other."""
+        self._todo.put(None)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self, result: Result) -> None:
+        self._results.put(result)
+        try:
+            os.write(self._wake_write, b".")
+        except BlockingIOError:
+            pass  # the main thread has been woken often enough
+
+    def _serve_slurm(self) -> None:
+        while (item := self._todo.get()) is not None:
+            request, core = item
+            if isinstance(request, Poll):
+                self._poll(core)
+            elif isinstance(request, Run):
+                self._run(request, core)
+
+    def _poll(self, core: Core) -> None:
+        assert self._client is not None
+        try:
+            nodes, elements = self._client.nodes(), self._client.elements()
+        except SlurmError as error:
+            message = str(error)
+            self._finish(lambda: core.on_slurm_error(message))
+        except (
+            Exception
+        ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
+            text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
+            self._finish(lambda: core.on_slurm_error(text))
+        else:
+            self._finish(lambda: core.on_listing(nodes, elements))
+
+    def _run(self, request: Run, core: Core) -> None:
+        failed: set[tuple[str, int, str]] = set()
+        for action in request.actions:
+            target = (action.job, action.element, "" if action.job else action.node)
+            if target in failed:
+                continue
+            error = self._act(action)
+            if error:
+                failed.add(target)
+            self._finish(lambda action=action, error=error: core.on_action(action, error))
+        self._finish(core.on_actions_done)
+
+    def _act(self, action: Action) -> str:
+        assert self._client is not None
+        try:
+            perform(self._client, action)
+        except SlurmError as error:
+            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def perform(client: SlurmClient, action: Action) -> None:
+    """One action as a call of the client. Raises SlurmError."""
+    match action.action:
+        case "down":
+            client.down(action.node, action.text)
+        case "resume":
+            client.resume(action.node)
+        case "requeue":
+            client.requeue(action.job, action.element)
+        case "requeue_hold":
+            client.requeue_hold(action.job, action.element, action.text)
+        case "hold":
+            client.hold(action.job, action.element, action.text)
+        case "release":
+            client.release(action.job, action.element)
+        case "pin":
+            client.pin(action.job, action.element, action.node)
+        case "start_now":
+            client.start_now(action.job, action.element)
+        case "cancel":
+            client.cancel(action.job, action.element)
+        case other:
+            raise ValueError(f"no such action: {other}")
+
+
+def connects(address: str, port: int, timeout: float) -> bool:
+    """Whether something accepts TCP connections there within `timeout` seconds."""
+    try:
+        with socket.create_connection((address, port), timeout):
+            return True
+    except OSError:
+        return False
