@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from planner.model import PlanError
 from planner.simulate.causes import CAUSES
@@ -72,7 +72,7 @@ def poisson(
     nodes: int,
     seconds: float,
     per_node_day: float,
-    mix: dict[str, float],
+    mix: Mapping[str, float],
     seed: int,
     name: str,
     repair: float = REPAIR_HOURS,
