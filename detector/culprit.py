@@ -62,7 +62,7 @@ def slowest(
 
 def _lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
     """The seconds that the culprit's phase takes over its reference: what the others wait for."""
-    own = phases[culprit.slot][culprit.phase]
+    own = 0.0 if culprit.slot is None else phases[culprit.slot][culprit.phase]
     return own - own / culprit.slowdown
 
 

@@ -225,6 +225,7 @@ class IterationMonitor:
             self._block.clear()
         target = self.average
         # Schedules drift over thousands of iterations; a fault does not take that long.
+        assert self._baseline is not None  # learned before there is anything to follow
         self._baseline += (0.02 if target < self._baseline else 0.002) * (target - self._baseline)
 
     def _health(self) -> Health:

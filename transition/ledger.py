@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class LedgerError(RuntimeError):
@@ -31,7 +32,7 @@ class Ledger:
     assigned: list[int]
     done: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    losses: dict[int, object] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
+    losses: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
 
     def todo(self) -> list[int]:
         """What is assigned and not yet in the gradient."""

@@ -47,7 +47,7 @@ def command(
         raise click.UsageError("give either a SCENARIO.toml or --live")
     try:
         names: dict[str, str] = {}
-        if live:
+        if not scenario:
             before, names = _live(controller)
             suppositions = tuple(by_id(text, names) for text in suppositions)
             explained = explained and by_id(f"job {explained}", names).removeprefix("job ")

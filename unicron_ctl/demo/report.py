@@ -82,7 +82,7 @@ def _job(stage: Stage, name: str) -> dict[str, Any]:
         "max_loss_difference": max(differences),
         "max_gradient_difference": max(gradients.values(), default=0.0),
         "gradient_differences": gradients,
-        "ledger_violations": stage.job(name)["ledger_violations"],
+        "ledger_violations": stage.known_job(name)["ledger_violations"],
     }
 
 

@@ -56,7 +56,7 @@ class Story:
             FINISH_SECONDS,
             "the jobs did not finish",
         )
-        trained = {job.name: self.stage.job(job.name)["iteration"] + 1 for job in self.stage.jobs}
+        trained = {job.name: self.stage.known_job(job.name)["iteration"] + 1 for job in self.stage.jobs}
         self.tell(
             "waiting for the undisturbed runs to reach "
             f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
