@@ -122,7 +122,7 @@ class Job:
 
     @property
     def rates(self) -> Rates:
-        """`flops` with its sizes and rates as arrays. Raises PlanError where there are throughputs by node type only."""
+        """`flops` with its sizes and rates as arrays. Raises PlanError where all throughputs are by node type."""
         return _checked(self.flops, f"job {self.name}")
 
     def f(self, nodes: int) -> float:
