@@ -1,4 +1,5 @@
-"""The plan for every next event, computed before it happens; at the failure it is one look-up (Unicron, section 4).
+"""The plan for every next event, computed before it happens; at the failure it is one look-up
+(docs/design/planning.md).
 
 Events that leave the same number of nodes share everything but one job's row, so their optima come out of one pair of
 tables: with P[i] (jobs before i) and Q[i+1] (jobs after i), the best plan in which job i has the changed row V is

@@ -1,7 +1,8 @@
 """What the planner is told: jobs, their throughput by size, and the cluster.
 
-Words and formulas are those of Unicron, section 4 (arXiv 2401.00134): `F(t,x) = w(t) * T(t,x)` where x meets the job's
-requirement, else 0; `G(t,x') = F(t,x') * D_running(n') - 1[t lost a worker or x' != x_t] * F(t,x_t) * D_transition`.
+Words and formulas are those of Unicron (arXiv 2401.00134; docs/design/planning.md): `F(t,x) = w(t) * T(t,x)` where x
+meets the job's requirement, else 0;
+`G(t,x') = F(t,x') * D_running(n') - 1[t lost a worker or x' != x_t] * F(t,x_t) * D_transition`.
 """
 
 from __future__ import annotations

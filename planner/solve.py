@@ -1,4 +1,4 @@
-"""Unicron's dynamic program (section 4): the best plan for one scenario, exact and deterministic."""
+"""Unicron's dynamic program (docs/design/planning.md): the best plan for one scenario, exact and deterministic."""
 
 from __future__ import annotations
 

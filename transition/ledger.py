@@ -1,8 +1,8 @@
 """The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and how often each was
 computed.
 
-Paper section 5: the micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer
-steps.
+The micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer steps
+(docs/design/micro-batch-reuse.md).
 """
 
 from __future__ import annotations

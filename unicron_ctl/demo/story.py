@@ -18,7 +18,7 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Injury:
-    """One failure that the demo causes: `what` for people, `kind` as in the contract (DESIGN section 7)."""
+    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md)."""
 
     kind: str
     job: str
