@@ -38,12 +38,15 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: venv       ## ruff
+lint: venv       ## ruff, the rules of who may import whom, types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHONPATH=. $(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean
-	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -92,8 +92,8 @@ class Classifier:
         """
         code, number = _split_status(status)
         said = _status_words(code, number)
-        if oom:
-            rule = self._by_name("signal", "OOM")
+        rule = self._by_name("signal", "OOM") if oom else None
+        if rule:
             return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
         known = self.match(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else None
         if known and known.action != REPORT:

@@ -2,7 +2,8 @@
 
 Pure, standard library only. A synchronous step hides its straggler: every rank's iteration takes equally long, because
 the fast ones wait in the reduce. So the phases in which a rank works by itself are compared with those of its peers,
-and the reduce is read the other way round: who waits least came last (MegaScale and C4, PAPER section 8).
+and the reduce is read the other way round: who waits least came last (MegaScale and C4; docs/design/paper.md, section
+8).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def slowest(
 
 def _lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
     """The seconds that the culprit's phase takes over its reference: what the others wait for."""
-    own = phases[culprit.slot][culprit.phase]
+    own = 0.0 if culprit.slot is None else phases[culprit.slot][culprit.phase]
     return own - own / culprit.slowdown
 
 

@@ -2,8 +2,8 @@
 
 Two layers, both pure (the clock is an argument): a table of (state, event) -> (state, action) for one slot of a job,
 and ``decide``, which finds out from the history which event a verdict is. ``History`` is a fold over recorded faults
-and outcomes, so a restarted controller gets the same one back by replaying its event log. Severities and escalation:
-PAPER section 3.
+and outcomes, so a restarted controller gets the same one back by replaying its event log. The reasons:
+docs/design/escalation.md.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ TABLE: dict[State, dict[Event, tuple[State, str]]] = {
 class Policy:
     """The limits, with their reasons. Seconds unless said otherwise.
 
-    window: the same fault within it escalates (30 min: PAPER's checkpoint interval, longer than any single repair).
+    window: the same fault within it escalates (30 min: as between two checkpoints, longer than any repair).
     quick_seconds, quick_deaths: a rank that dies this early and often before an iteration has a bug or a bad node.
     own_bug_nodes: on so many nodes the node cannot be the reason. stuck_faults: so many faults of one slot without one
     iteration of the job in between are a bug too. storage_patience: a file system that is away this long without an

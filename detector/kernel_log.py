@@ -63,7 +63,7 @@ class KernelLog:
         return self._records() if self._device else self._lines()
 
     def _records(self) -> list[str]:
-        found = []
+        found: list[str] = []
         while len(found) < LINES_PER_READ:
             try:
                 record = os.read(self._file, RECORD_BYTES)

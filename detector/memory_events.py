@@ -26,8 +26,7 @@ def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | 
         return None
     paths = {}
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         paths.update(dict.fromkeys(controllers.split(","), path))
     for controller, kind, name in (("memory", "cgroup", "memory.oom_control"), ("", "cgroup2", "memory.events")):
         if controller not in paths:

@@ -1,4 +1,5 @@
-"""TEE: several metrics at once per rank and node, against the job's own peers (PAPER section 7, TRANSOM's eagle eye).
+"""TEE: several metrics at once per rank and node, against the job's own peers (TRANSOM's eagle eye;
+docs/design/paper.md, section 7).
 
 Two halves. Collectors read counters of the node (standard library; NVML through pynvml where it is installed) and
 become rates by ``Rates``. ``PeerWatch`` (numpy, controller side) judges one round of metrics of all peers: robust

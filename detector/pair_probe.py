@@ -12,6 +12,7 @@ are changed on their way), crash, hang or slow:SECONDS (before each message).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 BACKENDS = ("auto", "nccl", "gloo", "sockets")
 MARK = "UNICRON-PAIR "
@@ -197,7 +199,7 @@ class Sockets:
 class Torch:
     """The tests over torch.distributed, on the CPU (gloo) or on one GPU (nccl)."""
 
-    def __init__(self, rank: int, size: int, store: object, backend: str, device: str, seconds: float) -> None:
+    def __init__(self, rank: int, size: int, store: Any, backend: str, device: str, seconds: float) -> None:
         import datetime
 
         import torch
@@ -300,7 +302,9 @@ def measure(transport, control: dict[int, Link], seconds: float) -> tuple[float,
     for other in range(1, transport.size):
         if transport.rank not in (0, other):
             continue
-        rounds, until, pings, blocks = 0, time.monotonic() + seconds, [], []
+        rounds, until = 0, time.monotonic() + seconds
+        pings: list[float] = []
+        blocks: list[float] = []
         while True:
             if transport.rank == 0:
                 go = rounds < 3 or (time.monotonic() < until and rounds < 10000)
@@ -374,7 +378,7 @@ def agree(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) 
     return answer
 
 
-_kept: list[object] = []  # rank 0's store must live as long as the process
+_kept: list[Any] = []  # rank 0's store must live as long as the process
 
 
 def _store(backend: str, size: int) -> int:
@@ -398,9 +402,7 @@ def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) 
     limit = datetime.timedelta(seconds=options.patience)
     store = _kept[0] if rank == 0 else dist.TCPStore(options.address, port, len(nodes), is_master=False, timeout=limit)
     devices = [f"cuda:{i}" for i in range(gpus)] if backend == "nccl" else ["cpu"]
-    return [
-        lambda device=device: Torch(rank, len(nodes), store, backend, device, options.patience) for device in devices
-    ]
+    return [functools.partial(Torch, rank, len(nodes), store, backend, device, options.patience) for device in devices]
 
 
 def play(options: argparse.Namespace) -> dict[str, object]:
@@ -412,7 +414,7 @@ def play(options: argparse.Namespace) -> dict[str, object]:
         links = connect(rank, options.nodes, options.address, options.token, options.patience)
         rate, delay = float("inf"), 0.0
         for make in _transports(options, rank, links):
-            transport = make()
+            transport: Any = make()
             result["backend"] = transport.name
             if name == options.node and fault:
                 transport = Faulty(transport, fault)

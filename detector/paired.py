@@ -2,7 +2,8 @@
 
 Pure scheduling and decision; the caller runs the test (a short all-reduce and matrix product) on each group. Round 1
 pairs the nodes with one another. A pair that fails makes both suspects. Round 2 pairs each suspect with a node known
-to be good: whoever fails again is bad, whoever passes is cleared. Mechanism: DLRover, SuperBench (PAPER section 8).
+to be good: whoever fails again is bad, whoever passes is cleared. Mechanism: DLRover, SuperBench
+(docs/design/paper.md, section 8).
 """
 
 from __future__ import annotations

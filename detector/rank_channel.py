@@ -74,7 +74,7 @@ class RankChannel:
             pass  # the pipe is full of wake-ups already
 
     def fault(self, error: BaseException, at: float | None = None) -> None:
-        """Report an exception (method 3 of PAPER section 3) with its type, text and the end of its traceback."""
+        """Report an exception (detection method 3) with its type, text and the end of its traceback."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         at = at or time.time()
         self.send("fault", type=type(error).__name__, text=str(error)[:2000], at=at, traceback=lines[-MAX_TRACEBACK:])

@@ -1,7 +1,7 @@
 """Severities, causes and the rules that lead to them.
 
 The knowledge itself is data: ``severity_table.toml`` beside this module. Standard library only: ranks import it.
-Source of the severities: PAPER section 3 (SEV1 isolate the node, SEV2 restart the process, SEV3 reattempt in place).
+SEV1: isolate the node. SEV2: restart the process. SEV3: reattempt in place (docs/design/paper.md, section 3).
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def folded(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """A named cause with its severity. ``method`` is the detection method of PAPER section 3 that usually sees it."""
+    """A named cause with its severity. ``method``: the detection method that usually sees it (docs/design/paper.md,
+    section 3)."""
 
     name: str
     severity: Severity
     scope: str = "unknown"
     title: str = ""
     method: str = "exception"
-    paper: str = ""  # the row of PAPER section 1 or 3 that it stands for, if any
+    paper: str = ""  # the row of docs/design/paper.md (sections 1 and 3) that it stands for, if any
     action: str = ""  # only "report" differs from the severity's own action
 
     @property

@@ -1,7 +1,7 @@
 """Online statistics of iteration times: degraded, failed, a deadline for the iteration in progress, and the culprit.
 
-Pure and for the standard library only: the caller gives times and clocks. Thresholds: PAPER section 3 (over 3x the
-running average an iteration has failed; over 1.1x it is degraded, which is only reported).
+Pure and for the standard library only: the caller gives times and clocks. Thresholds: over 3x the running
+average an iteration has failed; over 1.1x it is degraded, which is only reported (docs/design/paper.md, section 3).
 
 Why not simply compare with the mean: the first iterations are slow (allocator, compilation, data), checkpoints and
 evaluations are not iterations, times drift with the sequence length, and some jobs alternate between two speeds. So the
@@ -225,6 +225,7 @@ class IterationMonitor:
             self._block.clear()
         target = self.average
         # Schedules drift over thousands of iterations; a fault does not take that long.
+        assert self._baseline is not None  # learned before there is anything to follow
         self._baseline += (0.02 if target < self._baseline else 0.002) * (target - self._baseline)
 
     def _health(self) -> Health:

@@ -101,13 +101,14 @@ class Stragglers:
 
     def _still(self, culprit: Culprit, groups: Mapping[int, Hashable]) -> bool:
         """Whether the last two blocks still show half of what counts; one lucky block is no cure."""
-        means = self._means(2)
-        peers = _peers(means, culprit.slot, groups)
-        if culprit.slot not in means or not peers:
+        means, slot = self._means(2), culprit.slot
+        if slot is None or slot not in means:
             return False
-        index = self.phases.index(culprit.phase)
-        excess = _excess(means, culprit.slot, peers, index)
-        return excess > 0.5 * self.threshold * (sum(means[culprit.slot]) - excess)
+        peers = _peers(means, slot, groups)
+        if not peers:
+            return False
+        excess = _excess(means, slot, peers, self.phases.index(culprit.phase))
+        return excess > 0.5 * self.threshold * (sum(means[slot]) - excess)
 
     def _find(self, groups: Mapping[int, Hashable]) -> Culprit | None:
         means = self._means(self.blocks)

@@ -1,4 +1,5 @@
-"""Process supervision (method 2 of PAPER section 3): the ranks' processes as children of their agent.
+"""Process supervision (detection method 2; docs/design/paper.md, section 3): the ranks' processes as children of their
+agent.
 
 A pidfd becomes readable the moment a child ends, so an exit is known in well under a millisecond and without polling.
 """

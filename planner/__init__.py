@@ -6,6 +6,7 @@ Pure: standard library and numpy only, no I/O but files given to it.
 from __future__ import annotations
 
 from planner.model import Job, PlanError, Scenario
-from planner.solve import Plan, solve
+from planner.plan import Plan
+from planner.solve import solve
 
 __all__ = ["Job", "Plan", "PlanError", "Scenario", "solve"]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from planner import keys, tables
 from planner.lookahead import Lookahead
 from planner.model import Scenario
-from planner.solve import Plan, plan_of
+from planner.plan import Plan, plan_of
 
 MOST_SPARES = 2
 
@@ -46,10 +46,10 @@ def after_failure(scenario: Scenario, assignment: dict[str, int]) -> float:
     parts = []
     for job in running.jobs:
         if job.nodes:
-            parts.append(job.nodes / scenario.nodes * table.get(("lost", job.name)).plan.objective)
+            parts.append(job.nodes / scenario.nodes * table.entries["lost", job.name].plan.objective)
     idle = scenario.nodes - sum(assignment.values())
     if idle:
-        parts.append(idle / scenario.nodes * table.get(("spare",)).plan.objective)
+        parts.append(idle / scenario.nodes * table.entries[("spare",)].plan.objective)
     return math.fsum(parts)
 
 
@@ -61,4 +61,5 @@ def solve_expected(scenario: Scenario, spares: int = MOST_SPARES) -> Plan:
         score = plan.objective + after_failure(scenario, assignment)
         if best is None or score > best[0] + 1e-12 * abs(best[0]):
             best = (score, plan)
+    assert best is not None  # the optimum itself is always a candidate
     return best[1]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from planner import keys, tables
 from planner.keys import Row
 from planner.model import Scenario
-from planner.solve import Plan, flops_text, nodes_text, plan_of, solve
+from planner.plan import Plan, flops_text, nodes_text, plan_of
+from planner.solve import solve
 
 __all__ = ["Explanation", "explain", "runner_up"]
 
@@ -27,7 +29,7 @@ class Explanation:
     seconds: float
     text: str
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """For --json."""
         out = {
             "job": self.job,

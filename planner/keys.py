@@ -41,16 +41,17 @@ class Layout:
 
 def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """(sizes, FLOP/s) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
-    sizes = job.flops.sizes
+    table = job.rates
+    sizes = table.sizes
     low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
     zero = np.zeros(1, dtype=np.int64)
-    return np.concatenate([zero, sizes[low:high]]), np.concatenate([zero, job.flops.rates[low:high]])
+    return np.concatenate([zero, sizes[low:high]]), np.concatenate([zero, table.rates[low:high]])
 
 
-def _by_relation(job: Job, sizes: np.ndarray, values: tuple) -> np.ndarray:
+def _by_relation(job: Job, sizes: np.ndarray, values: Sequence[float]) -> np.ndarray:
     """values = (at 0, below x_t, at x_t, above x_t), spread over `sizes`."""
     zero, below, same, above = values
-    out = np.where(sizes < job.nodes, below, np.where(sizes == job.nodes, same, above))
+    out: np.ndarray = np.where(sizes < job.nodes, below, np.where(sizes == job.nodes, same, above))
     out[0] = same if job.nodes == 0 else zero
     return out
 

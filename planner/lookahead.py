@@ -1,4 +1,5 @@
-"""The plan for every next event, computed before it happens; at the failure it is one look-up (Unicron, section 4).
+"""The plan for every next event, computed before it happens; at the failure it is one look-up
+(docs/design/planning.md).
 
 Events that leave the same number of nodes share everything but one job's row, so their optima come out of one pair of
 tables: with P[i] (jobs before i) and Q[i+1] (jobs after i), the best plan in which job i has the changed row V is
@@ -19,7 +20,8 @@ from planner import keys, tables
 from planner.events import Event, after, normal, pairs_of_losses, single_events
 from planner.keys import Row
 from planner.model import Job, Scenario
-from planner.solve import Plan, plan_of, solve
+from planner.plan import Plan, plan_of
+from planner.solve import solve
 
 MOST_JOBS_FOR_PAIRS = 16
 TRACED = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
@@ -114,6 +116,7 @@ class _Class:
         self.rows, changed = made[: len(self.jobs)], dict(zip(variants, made[len(self.jobs) :], strict=True))
         self.cases = []
         for event in events:
+            rows: dict[int, Row | None]
             if event[0] == "start":
                 rows = {len(self.jobs): changed[event[1]]}
             else:
@@ -156,6 +159,7 @@ class _Class:
                 table = before[first]
             else:
                 last, second = changed[1]
+                assert row is not None  # two changes are two losses, and a job that loses a node stays
                 if first not in shared:  # P[first] + V(first) + the rows behind it, once for all pairs that start there
                     run = [tables.add(before[first], row)]
                     for other in rows[first + 1 :]:
@@ -168,19 +172,20 @@ class _Class:
     def _trace(self, bound: tables.Bound, case: _Case) -> dict[str, int]:
         """The assignment that reaches `case.best`; ties as in `solve`."""
         gap = case.upper - case.best
-        names, rows = [], []
+        names: list[str] = []
+        rows: list[Row] = []
         for i, job in enumerate(self.jobs):
             if i in case.changed:
-                if (row := case.changed[i]) is None:
-                    continue
-                row = _near(bound.price, row, gap)
+                row = _near(bound.price, case.changed[i], gap)
             else:
                 row = _kept(bound.rows[i], bound.slack[i], gap)
-            names.append(job.name)
-            rows.append(row)
-        if len(self.rows) in case.changed:
+            if row is not None:
+                names.append(job.name)
+                rows.append(row)
+        starting = _near(bound.price, case.changed.get(len(self.rows)), gap)
+        if starting is not None:
             names.append(case.event[1])
-            rows.append(_near(bound.price, case.changed[len(self.rows)], gap))
+            rows.append(starting)
         if len(case.changed) <= 1 and sum(len(row.sizes) for row in rows if len(row.sizes) > 1) > TRACED:
             return self._walk(case)
         order = sorted(range(len(names)), key=lambda i: names[i])
@@ -318,11 +323,13 @@ class Keeper:
                 self._changed.wait_for(lambda: self._stopped or self._due())
                 if self._stopped:
                     return
+                assert self._wanted is not None  # else nothing is due
                 scenario, queue = self._wanted
+            table, error = None, None
             try:
-                table, error = Lookahead(scenario, queue, self._pairs), None
+                table = Lookahead(scenario, queue, self._pairs)
             except Exception as failure:  # the thread must live on: get() still plans, and wait() raises it
-                table, error = None, failure
+                error = failure
             with self._changed:
                 self._error = error
                 if table is not None:

@@ -1,7 +1,8 @@
 """What the planner is told: jobs, their throughput by size, and the cluster.
 
-Words and formulas are those of Unicron, section 4 (arXiv 2401.00134): `F(t,x) = w(t) * T(t,x)` where x meets the job's
-requirement, else 0; `G(t,x') = F(t,x') * D_running(n') - 1[t lost a worker or x' != x_t] * F(t,x_t) * D_transition`.
+Words and formulas are those of Unicron (arXiv 2401.00134; docs/design/planning.md): `F(t,x) = w(t) * T(t,x)` where x
+meets the job's requirement, else 0;
+`G(t,x') = F(t,x') * D_running(n') - 1[t lost a worker or x' != x_t] * F(t,x_t) * D_transition`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def whole(value: object, what: str, *, least: int = 0) -> int:
     return value
 
 
-class Rates(dict):
+class Rates(dict[int, float]):
     """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by
     size. Raises PlanError. Not to be changed after it is made."""
 
@@ -120,6 +121,11 @@ class Job:
         by_type = {kind: _checked(flops, f"{what} on {kind}") for kind, flops in self.flops_by_type.items()}
         object.__setattr__(self, "flops_by_type", by_type)
 
+    @property
+    def rates(self) -> Rates:
+        """`flops` with its sizes and rates as arrays. Raises PlanError where all throughputs are by node type."""
+        return _checked(self.flops, f"job {self.name}")
+
     def f(self, nodes: int) -> float:
         """F(t,x): weighted achieved FLOP/s on `nodes` nodes; 0 where the job can't run."""
         return self.weight * self.flops.get(nodes, 0.0) if nodes and self.runs(nodes) else 0.0
@@ -186,7 +192,9 @@ class Scenario:
         for kind in [*job.flops_by_type, *([job.node_type] if job.node_type else [])]:
             if kind not in self.types:
                 raise PlanError(f"job {job.name}: the cluster has no nodes of type {kind!r}")
-        rates = [float(flops.rates.max()) for flops in (job.flops, *job.flops_by_type.values()) if flops]
+        what = f"job {job.name}"
+        tables = [_checked(flops, what) for flops in (job.flops, *job.flops_by_type.values()) if flops]
+        rates = [float(table.rates.max()) for table in tables]
         longest = max(self.d_running, self.transition_seconds, job.transition_seconds or 0.0, *job.transition.values())
         if not math.isfinite(job.weight * max(rates) * longest * 4 * len(self.jobs)):
             raise PlanError(f"job {job.name}: weight x flops x time is too large for a number")
@@ -199,7 +207,7 @@ class Scenario:
     def d_transition(self, job: Job, nodes: int) -> float:
         """D_transition in seconds for taking `job` to `nodes`."""
         kind = job.kind(nodes)
-        if kind in job.transition and nodes:
+        if kind is not None and kind in job.transition and nodes:
             return job.transition[kind]
         return self.transition_seconds if job.transition_seconds is None else job.transition_seconds
 

@@ -25,6 +25,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from planner.model import Job, PlanError, Scenario
 
@@ -61,7 +62,7 @@ def load(path: str | Path) -> Scenario:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _known(table: Mapping, keys: tuple[str, ...], what: str) -> None:
+def _known(table: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in table:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
@@ -69,14 +70,14 @@ def _known(table: Mapping, keys: tuple[str, ...], what: str) -> None:
             raise PlanError(f"{what}: unknown key {key!r}; {hint}")
 
 
-def _table(value: object, what: str) -> Mapping:
+def _table(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise PlanError(f"{what} must be a table")
     return value
 
 
-def _flops(value: object, what: str) -> dict:
-    out: dict = {}
+def _flops(value: object, what: str) -> dict[int, Any]:
+    out: dict[int, Any] = {}
     for key, rate in _table(value, what).items():
         try:
             size = int(key)
@@ -88,8 +89,8 @@ def _flops(value: object, what: str) -> dict:
     return out
 
 
-def _job(table: object, position: int) -> Job:
-    table = dict(_table(table, f"job number {position}"))
+def _job(value: object, position: int) -> Job:
+    table = dict(_table(value, f"job number {position}"))
     name = table.get("name")
     if name is None:
         raise PlanError(f"job number {position} has no name")
@@ -108,7 +109,7 @@ def _job(table: object, position: int) -> Job:
     return Job(**table)
 
 
-def from_dict(data: Mapping) -> Scenario:
+def from_dict(data: Mapping[str, Any]) -> Scenario:
     """A Scenario from the structure of the TOML file; raises PlanError."""
     data = _table(data, "the scenario")
     _known(data, ("cluster", "job"), "the scenario")
@@ -128,9 +129,9 @@ def from_dict(data: Mapping) -> Scenario:
     return Scenario(nodes=nodes, jobs=made, types=dict(types), **settings)
 
 
-def to_dict(scenario: Scenario) -> dict:
+def to_dict(scenario: Scenario) -> dict[str, Any]:
     """The structure that `from_dict` reads, without what is at its default."""
-    cluster = {
+    cluster: dict[str, Any] = {
         "nodes": scenario.nodes,
         "mtbf_node_hours": scenario.mtbf_node_hours,
         "transition_seconds": scenario.transition_seconds,
@@ -140,8 +141,8 @@ def to_dict(scenario: Scenario) -> dict:
     return {"cluster": cluster, "job": [_job_dict(job) for job in scenario.jobs]}
 
 
-def _job_dict(job: Job) -> dict:
-    out = {
+def _job_dict(job: Job) -> dict[str, Any]:
+    out: dict[str, Any] = {
         "name": job.name,
         "weight": job.weight,
         "min_nodes": job.min_nodes,

@@ -1,4 +1,4 @@
-"""Max-plus tables: Unicron's dynamic program (section 4) on integer keys, and a bound that leaves out what can't win.
+"""Max-plus tables: Unicron's dynamic program on integer keys, and a bound that leaves out what can't win.
 
 `S(i,j) = max_k S(i-1,j-k) + G(t_i,k)`. A table is an int64 array over j = 0..n, the nodes that may be used; as a job
 may always be given 0 nodes, no entry of a finished table is -inf.

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,9 @@ def isotonic(values: Iterable[float], weights: Iterable[float]) -> list[float]:
     return [mean for mean, _, count in blocks for _ in range(int(count))]
 
 
-def ridge(features: np.ndarray, seconds: np.ndarray, prior: np.ndarray, spread: np.ndarray, noise: np.ndarray):
+def ridge(
+    features: np.ndarray, seconds: np.ndarray, prior: np.ndarray, spread: np.ndarray, noise: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Least squares of seconds ~ features @ factors, relative to `noise`, around prior +- spread; factors stay >= 0.
 
     Returns (factors, covariance). features: (samples, k); seconds, noise: (samples,); prior, spread: (k,)."""
@@ -138,13 +141,13 @@ class Throughput:
         """(split, features) with the shortest iteration; None where nothing fits into memory."""
         if self.model is None:
             return None, self._features(nodes, None)
-        found = None
+        found: tuple[float, Parallel, np.ndarray] | None = None
         for how in cost_model.ways(self.model, self.hardware, nodes, self.tp, self.pp):
             features = self._features(nodes, how)
             seconds = float(features @ factors)
             if found is None or seconds < found[0]:
                 found = (seconds, how, features)
-        return found and found[1:]
+        return None if found is None else found[1:]
 
     def _fit(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
         """Factors on the features, and their covariance."""
@@ -153,8 +156,8 @@ class Throughput:
         prior, spread = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
         factors, covariance = prior, np.diag(spread**2)
         for _ in range(3):  # the best split depends on the factors, and the factors on the splits
-            pairs = [(self._best(nodes, factors), value) for nodes, value in sorted(seen.items())]
-            pairs = [(best, value) for best, value in pairs if best is not None]
+            fitting = ((self._best(nodes, factors), value) for nodes, value in sorted(seen.items()))
+            pairs = [(best, value) for best, value in fitting if best is not None]
             if not pairs:
                 break
             features = np.array([best[1] for best, _ in pairs])
@@ -174,7 +177,7 @@ class Throughput:
         noise = np.hypot([seen[nodes][1] for nodes in sorted(seen)], 0.02 * seconds)
         return ridge(features, seconds, prior, spread, noise)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` reads it."""
         return {
             "flops_per_iteration": self.flops_per_iteration,
@@ -186,7 +189,7 @@ class Throughput:
         }
 
     @staticmethod
-    def from_dict(data: Mapping) -> Throughput:
+    def from_dict(data: Mapping[str, Any]) -> Throughput:
         """The Throughput in a dict; raises PlanError with one line where it is damaged."""
         try:
             made = Throughput(

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: the last resort of the nearest principle (paper section 5), for a job of which no rank is left.
+"""Checkpoints on disk: the last resort of the nearest principle, for a job of which no rank is left
+(docs/design/micro-batch-reuse.md).
 
 A file holds what a newcomer gets from a replica (`migrate.TrainingState`): it does not depend on how many ranks there
 are. It is written beside the training, from a copy in the host's memory, under another name until it is whole; its

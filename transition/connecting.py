@@ -24,6 +24,7 @@ def interruptible(lost: Callable[[], bool]) -> Iterator[None]:
         yield
         return
     original = distributed_c10d.ProcessGroupGloo
+    module: Any = distributed_c10d  # whose class is replaced for a while
 
     class Connecting(type):
         def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
@@ -32,11 +33,11 @@ def interruptible(lost: Callable[[], bool]) -> Iterator[None]:
         def __instancecheck__(cls, candidate: Any) -> bool:
             return isinstance(candidate, original)
 
-    distributed_c10d.ProcessGroupGloo = Connecting("ProcessGroupGloo", (), {})
+    module.ProcessGroupGloo = Connecting("ProcessGroupGloo", (), {})
     try:
         yield
     finally:
-        distributed_c10d.ProcessGroupGloo = original
+        module.ProcessGroupGloo = original
 
 
 def run_until(work: Callable[[], Any], lost: Callable[[], bool]) -> Any:

@@ -1,14 +1,15 @@
 """The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and how often each was
 computed.
 
-Paper section 5: the micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer
-steps.
+The micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer steps
+(docs/design/micro-batch-reuse.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class LedgerError(RuntimeError):
@@ -31,7 +32,7 @@ class Ledger:
     assigned: list[int]
     done: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    losses: dict[int, object] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
+    losses: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
 
     def todo(self) -> list[int]:
         """What is assigned and not yet in the gradient."""

@@ -1,5 +1,5 @@
-"""State migration: a newcomer gets the training state from a data-parallel replica's memory (paper section 5, nearest
-principle).
+"""State migration: a newcomer gets the training state from a data-parallel replica's memory, the nearest place
+(docs/design/micro-batch-reuse.md).
 
 One rank sends, the newcomers receive, and all members compare their checksums with the sender's. What arrived corrupted
 is never trained with: it is sent again, by another member where there is one. A member that had silently diverged from

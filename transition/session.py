@@ -1,5 +1,5 @@
-"""The training loop that survives: one object between a Megatron training script and the generation protocol (DESIGN
-section 6).
+"""The training loop that survives: one object between a Megatron training script and the generation protocol
+(docs/design/generations.md).
 
 A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost
 every survivor stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the
@@ -112,7 +112,8 @@ class Session:
         self._phase = "computing"
         self._next_assignment: list[int] | None = None
         self._ledger = Ledger(start_iteration, micro_batches, [])
-        self._seconds, self._loss = 0.0, None
+        self._seconds = 0.0
+        self._loss: float | None = None
         self._reduce_seconds = self._outside_seconds = 0.0
         self._last_progress = 0.0
         self._self_stops = 0
@@ -321,8 +322,8 @@ class Session:
         self._rest("stopped", fault)
 
     def _rest(self, state: str, fault: dict[str, Any] | None = None) -> None:
-        """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes "
-        "before a plan."""
+        """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes
+        before a plan."""
         self._resting = (state, fault)
         self._publish(state, fault=fault)
 
@@ -360,8 +361,8 @@ class Session:
                 plan = self._wait_plan()
 
     def _leave(self) -> None:
-        """A plan went on without this rank: let go of everything, so that the others do not wait for it. It "
-        "may come back as a newcomer."""
+        """A plan went on without this rank: let go of everything, so that the others do not wait for it. It
+        may come back as a newcomer."""
         self._watch.give_up()
         self._roles = self._roles or groups.roles()
         groups.tear_down()
@@ -395,7 +396,7 @@ class Session:
         self._timing["grouped"] = time.time()
         self._members = list(plan.members)
         if plan.joiners and plan.source is not None:
-            self._migrate(plan, newcomer)
+            self._migrate(plan, plan.source, newcomer)
         self._check_alive()
         self.generation, self._entered_first = plan.generation, True
         self._timing["entered"] = time.time()
@@ -404,9 +405,9 @@ class Session:
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
         self._publish("running")
 
-    def _migrate(self, plan: Plan, newcomer: bool) -> None:
-        source = plan.members.index(plan.source)
-        self._half_received = self._half_received or (newcomer and self.slot != plan.source)
+    def _migrate(self, plan: Plan, sender: int, newcomer: bool) -> None:
+        source = plan.members.index(sender)
+        self._half_received = self._half_received or (newcomer and self.slot != sender)
         holders = [place for place, slot in enumerate(plan.members) if slot not in plan.joiners]
 
         def note(*what: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 
 def tcp_sockets() -> dict[int, int]:
@@ -39,7 +40,7 @@ class Unblocker:
         self._armed = False
 
     @contextlib.contextmanager
-    def building(self):
+    def building(self) -> Iterator[None]:
         """Around the building of a generation's groups: every TCP socket opened inside belongs to the generation."""
         with self._lock:
             self._foreign = set(tcp_sockets())

@@ -1,7 +1,7 @@
 """What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
 
-Rules of DESIGN section 6: a message about an older generation is ignored, a repeated one does no harm, and a Break ends
-every generation up to its number, those that are offered or being entered included.
+A message about an older generation is ignored, a repeated one does no harm, and a Break ends every generation up to its
+number, those that are offered or being entered included (docs/design/generations.md).
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def check_clock(settings: Settings, now: Callable[[], float] = time.time) -> Fin
         return Finding(WARNING, f"the clock moved {ran:.2f} s in {should:.2f} s: it is being set", {})
     if settings.clock_reference is not None:
         skew = now() - settings.clock_reference
-        values = {"skew_seconds": round(skew, 3)}
+        values: dict[str, object] = {"skew_seconds": round(skew, 3)}
         if abs(skew) > settings.clock_bad:
             return Finding(BAD, f"the clock is {skew:+.1f} s off the controller's; munge will refuse this node", values)
         if abs(skew) > settings.clock_warn:

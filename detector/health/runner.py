@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from detector.health.checks import BAD, CHECKS, GOOD, UNKNOWN, WARNING, Finding, Settings
 
@@ -78,7 +79,8 @@ def load_settings(config: Mapping[str, object] | str | Path | None = None, **ove
             raise ValueError("[health] must be a table")
         values.update(section)
     values.update({key: value for key, value in overrides.items() if value is not None})
-    return Settings(**{key: _checked(key, value) for key, value in values.items()})
+    checked: dict[str, Any] = {key: _checked(key, value) for key, value in values.items()}
+    return Settings(**checked)
 
 
 _FIELDS = {item.name: item for item in dataclasses.fields(Settings)}

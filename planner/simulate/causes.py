@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """severity 1, 2 or 3; method: node_health, process, exception or statistical (Unicron, section 3)."""
+    """severity 1, 2 or 3; method: node_health, process, exception or statistical (docs/design/paper.md, section 3)."""
 
     name: str
     severity: int

@@ -8,12 +8,15 @@ split of all nodes without failures.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planner.events import Event
+from planner.expected import solve_expected
 from planner.model import Job, PlanError, Scenario
 from planner.simulate.causes import REPORTED
 from planner.simulate.placement import split
@@ -58,7 +61,7 @@ class Result:
     failures: tuple[float, ...]
     plans: int
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl simulate`."""
         return {
             "policy": self.policy,
@@ -81,7 +84,8 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
         first.setdefault(event.node, event.event)
     numbers = {name: number for number, name in enumerate(list(first)[:nodes])}
     absent = {number for name, number in numbers.items() if first[name] == "join"}
-    up, gone, most = set(range(nodes)) - absent, [], nodes
+    up, most = set(range(nodes)) - absent, nodes
+    gone: list[int] = []
     start, out = set(up), []
     for event in trace.events:
         number = numbers.get(event.node)
@@ -102,7 +106,7 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
                     f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
                     "a scenario with more nodes"
                 )
-            if event.cause.severity == 1 and number in up:
+            if event.failure.severity == 1 and number in up:
                 up.remove(number)
                 gone.append(number)
         out.append((event.seconds, event, number))
@@ -125,20 +129,20 @@ class Simulation:
         self.free = set(self.up)
         self.tasks = [Task(job) for job in fresh]
         self.owner: dict[int, Task] = {}
-        self.queue: list = []
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.now, self.plans = 0.0, 0
         self.work = 0.0
         self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
         self.series: list[tuple[float, float]] = []
         self.failures: list[float] = []
-        self.memory: dict[tuple, dict[str, int]] = {}
+        self.memory: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = {}
 
     def run(self) -> Result:
         """Replays the whole trace."""
         self._start()
         for when, event, number in self.events:
-            self._push(when, lambda event=event, number=number: self._trace_event(event, number))
+            self._push(when, functools.partial(self._trace_event, event, number))
         while self.queue and self.queue[0][0] < self.trace.until:
             when, _, act = heapq.heappop(self.queue)
             self._advance(when)
@@ -219,14 +223,14 @@ class Simulation:
                     self._drop(holder, number)
                 self._joined()
             return
-        if number not in self.up or event.cause.name in REPORTED:
+        if number not in self.up or event.failure.name in REPORTED:
             return
         task = self.owner.get(number)
-        if event.cause.severity == 1:
+        if event.failure.severity == 1:
             self.up.discard(number)
             self.free.discard(number)
         if task is None or task.phase == IDLE:
-            if task is not None and event.cause.severity == 1:
+            if task is not None and event.failure.severity == 1:
                 self._drop(task, number)
             return
         self.failures.append(self.now)
@@ -235,8 +239,8 @@ class Simulation:
     def _hit(self, task: Task, event: TraceEvent) -> None:
         if task.phase != DETECT:
             self._owe(task)
-            self._enter(task, DETECT, detection_seconds(self.policy, event.cause), self._noticed)
-        task.worst = min(task.worst, event.cause.severity)
+            self._enter(task, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+        task.worst = min(task.worst, event.failure.severity)
 
     def _owe(self, task: Task) -> None:
         """What the failure makes the job compute again, in seconds of its own work."""
@@ -389,8 +393,6 @@ class Simulation:
         key = (len(self.up), tuple(task.size for task in self.tasks), frozenset(lost))
         if key not in self.memory:
             if self.policy.ahead:
-                from planner.expected import solve_expected
-
                 self.memory[key] = solve_expected(scenario).assignment
             else:
                 self.memory[key] = solve(scenario).assignment

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from planner.model import PlanError
 from planner.simulate.engine import Result
@@ -54,10 +55,10 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
     figure = Figure(figsize=(13, 1.6 + 1.05 * count), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(count, 2, width_ratios=(2.2, 1))
-    first = None
+    panels: list[Any] = []
     for row, result in enumerate(results):
-        axes = figure.add_subplot(grid[row, 0], sharex=first)
-        first = first or axes
+        axes = figure.add_subplot(grid[row, 0], sharex=panels[0] if panels else None)
+        panels.append(axes)
         times, values = _steps(result, until)
         times = [when / unit for when in times]
         axes.fill_between(times, values, step="post", color=PARTS[0][2], alpha=0.25, linewidth=0)
@@ -77,7 +78,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
         axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.tick_params(labelsize=8, colors=MUTED, labelbottom=row == count - 1)
         axes.spines[["top", "right"]].set_visible(False)
-    first.figure.axes[count - 1].set_xlabel(f"{name}; red ticks: failures that hit a job", fontsize=8, color=MUTED)
+    panels[-1].set_xlabel(f"{name}; red ticks: failures that hit a job", fontsize=8, color=MUTED)
     _bars(figure.add_subplot(grid[:, 1]), results)
     figure.suptitle(
         title or "WAF over time, as a share of the failure-free ideal", fontsize=11, color=INK, x=0.01, ha="left"
@@ -88,7 +89,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
         raise PlanError(f"can't write {path}: {error.strerror or error}") from None
 
 
-def _bars(axes, results: Sequence[Result]) -> None:
+def _bars(axes: Any, results: Sequence[Result]) -> None:
     """Stacked bars of useful work and losses, the first policy on top."""
     left = [0.0] * len(results)
     places = list(range(len(results)))

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from planner.model import PlanError
 from planner.simulate.causes import CAUSES
 from planner.simulate.trace import DAY, Trace, TraceEvent, make
 
-# Unicron, section 1: share of tasks by outcome in percent, without those that finished.
+# Unicron (docs/design/paper.md, section 1): share of tasks by outcome in percent, without those that finished.
 UNICRON_MIX = {
     "nccl_timeout": 10.1,
     "link_flapping": 3.9,
@@ -42,7 +42,7 @@ LLAMA3_COUNTS = {
 LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
 RSC1_PER_NODE_DAY = 6.50 / 1000
-REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron, section 1), so log-normal within 1 h..7 d [choice]
+REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron), so log-normal within 1 h..7 d [choice]
 
 
 def repair_seconds(draw: random.Random, median_hours: float = REPAIR_HOURS) -> float:
@@ -72,7 +72,7 @@ def poisson(
     nodes: int,
     seconds: float,
     per_node_day: float,
-    mix: dict[str, float],
+    mix: Mapping[str, float],
     seed: int,
     name: str,
     repair: float = REPAIR_HOURS,

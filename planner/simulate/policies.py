@@ -1,5 +1,6 @@
 """How each system detects, recovers and places. Figures come from each system's own paper or code, named beside them,
-and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours.
+and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours. Unicron's own are in
+docs/design/paper.md.
 
 Sources read: microsoft/varuna at a2145cc, SymbioticLab/Oobleck at 3b7a0c2, uclasystem/bamboo at 8080929, PyTorch 2.13.
 """
@@ -13,8 +14,8 @@ from dataclasses import dataclass, field
 from planner.model import PlanError
 from planner.simulate.causes import Cause
 
-D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron, section 1) [S]
-CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron, section 6) [R]
+D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron) [S]
+CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron) [R]
 REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (same) [S]
 ITERATION = 30.0  # seconds of one iteration, of the order that large runs have [choice]
 
@@ -49,9 +50,9 @@ def _all(seconds: float) -> dict[str, float]:
     return dict.fromkeys(("node_health", "process", "exception", "statistical"), seconds)
 
 
-# Unicron's own detection times (Unicron, table of section 3) [R]: statistical monitoring needs three iterations.
+# Unicron's own detection times (docs/design/paper.md, section 3) [R]: statistical monitoring needs three iterations.
 _UNICRON_DETECT = {"node_health": 5.6, "process": 1.8, "exception": 0.3, "statistical": 3 * ITERATION}
-# In place: SEV3 reattempts the collective, SEV2 restarts a process from a replica's state (Unicron, sections 3 and 5).
+# In place: SEV3 reattempts the collective, SEV2 restarts a process from a replica's state (docs/design/paper.md).
 _UNICRON_TRANSITION = {1: None, 2: None, 3: 5.0}
 
 
@@ -64,10 +65,10 @@ def _unicron(name: str, placement: str, ahead: bool = False) -> Policy:
         redo=0.5,
         ahead=ahead,
         sources=(
-            "detection: Unicron, section 3 [R]",
+            "detection: Unicron [R]",
             "D_transition: the scenario's",
             "SEV3 reattempt 5 s [choice]",
-            "at most half an iteration of the lost rank is computed again (Unicron, section 5)",
+            "at most half an iteration of the lost rank is computed again (docs/design/micro-batch-reuse.md)",
         ),
     )
 
@@ -87,9 +88,9 @@ POLICIES = {
             dict.fromkeys((1, 2, 3), REQUEUE + SETUP),
             checkpoint=CHECKPOINT,
             sources=(
-                "detection: D_timeout 30 min, node health 5.7 s (Unicron, sections 1 and 3)",
-                "restart: 9 + 14 min (Unicron, section 1) [S]",
-                "checkpoint every 30 min (Unicron, section 6) [R]",
+                "detection: D_timeout 30 min, node health 5.7 s (Unicron)",
+                "restart: 9 + 14 min (Unicron) [S]",
+                "checkpoint every 30 min (Unicron) [R]",
                 "waits for repair, or takes a hot spare where there is one",
             ),
         ),

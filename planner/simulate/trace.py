@@ -31,6 +31,13 @@ class TraceEvent:
     node: str
     cause: Cause | None = None
 
+    @property
+    def failure(self) -> Cause:
+        """The cause of a failure. Raises PlanError where there is none."""
+        if self.cause is None:
+            raise PlanError(f"the trace's event at {self.seconds:g} s, {self.event} of {self.node}, has no cause")
+        return self.cause
+
 
 @dataclass(frozen=True)
 class Trace:

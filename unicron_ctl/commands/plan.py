@@ -47,7 +47,7 @@ def command(
         raise click.UsageError("give either a SCENARIO.toml or --live")
     try:
         names: dict[str, str] = {}
-        if live:
+        if not scenario:
             before, names = _live(controller)
             suppositions = tuple(by_id(text, names) for text in suppositions)
             explained = explained and by_id(f"job {explained}", names).removeprefix("job ")
@@ -121,7 +121,7 @@ def _run(
 
 
 def _show(scenario: Scenario, out: dict, names: Mapping[str, str]) -> None:
-    from planner.solve import flops_text, nodes_text
+    from planner.plan import flops_text, nodes_text
 
     labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}
     width = max(len(label) for label in labels.values())

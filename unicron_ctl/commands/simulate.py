@@ -122,7 +122,7 @@ def _written(path: str, act) -> None:
 
 
 def _show(results, policies) -> None:
-    from planner.solve import flops_text
+    from planner.plan import flops_text
 
     parts = ("detection", "transition", "sub_healthy", "recompute")
     click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts))

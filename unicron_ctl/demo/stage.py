@@ -298,16 +298,23 @@ class Stage:
         """One job of the status, None before its first agent has registered."""
         return next((job for job in self.status()["jobs"] if job["job"] == self.ids[name]), None)
 
+    def known_job(self, name: str) -> dict[str, Any]:
+        """The same of a job that has registered. Raises LookupError."""
+        found = self.job(name)
+        if found is None:
+            raise LookupError(f"the controller knows no job {name}")
+        return found
+
     def kill_rank(self, name: str, element: int) -> float:
         """kill -9 of the element's first rank; returns the time."""
-        found = next(e for e in self.job(name)["elements"] if e["element"] == element)
+        found = next(e for e in self.known_job(name)["elements"] if e["element"] == element)
         now = time.time()
         os.kill(found["ranks"][0]["pid"], signal.SIGKILL)
         return now
 
     def node_of(self, name: str, element: int) -> str:
         """Where the element runs now."""
-        return next(e["node"] for e in self.job(name)["elements"] if e["element"] == element)
+        return next(e["node"] for e in self.known_job(name)["elements"] if e["element"] == element)
 
     def power_off(self, node: str) -> float:
         """slurmd, stepd and every process of the node are gone at once; returns the time."""

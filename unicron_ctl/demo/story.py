@@ -18,7 +18,7 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Injury:
-    """One failure that the demo causes: `what` for people, `kind` as in the contract (DESIGN section 7)."""
+    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md)."""
 
     kind: str
     job: str
@@ -56,7 +56,7 @@ class Story:
             FINISH_SECONDS,
             "the jobs did not finish",
         )
-        trained = {job.name: self.stage.job(job.name)["iteration"] + 1 for job in self.stage.jobs}
+        trained = {job.name: self.stage.known_job(job.name)["iteration"] + 1 for job in self.stage.jobs}
         self.tell(
             "waiting for the undisturbed runs to reach "
             f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"

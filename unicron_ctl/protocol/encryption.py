@@ -1,4 +1,4 @@
-"""CURVE on the controller's socket: peers know whom they talk to, and nobody else reads it (DESIGN section 5).
+"""CURVE on the controller's socket: peers know whom they talk to, and nobody else reads it (docs/design/trust.md).
 
 The controller's secret lies in its state folder; everybody's configuration holds the public key. Peers make a key pair
 of their own for each connection: who they are is munge's matter. Without a public key nothing is encrypted.
@@ -36,14 +36,14 @@ def public_key(environment: Mapping[str, str] = os.environ, config: Config | Non
     return key
 
 
-def secure_client(socket: zmq.Socket, key: str) -> None:
+def secure_client(socket: zmq.Socket[bytes], key: str) -> None:
     """Before connect: talk to the holder of the secret key only."""
     if key:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_serverkey = key.encode()
 
 
-def secure_server(socket: zmq.Socket, key: str, folder: Path) -> None:
+def secure_server(socket: zmq.Socket[bytes], key: str, folder: Path) -> None:
     """Before bind: only for peers that know `key`, whose secret lies in `folder`. Raises UserError."""
     if not key:
         return

@@ -1,4 +1,4 @@
-"""Who is speaking: munge credentials (DESIGN section 5). Without munge on the machine the credential is empty."""
+"""Who is speaking: munge credentials (docs/design/trust.md). Without munge on the machine the credential is empty."""
 
 from __future__ import annotations
 

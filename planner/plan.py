@@ -1,0 +1,93 @@
+"""The plan for one scenario: what each job gets, what it is worth, and why, in one sentence a job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.model import Job, Scenario
+
+
+@dataclass(frozen=True)
+class Plan:
+    """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
+    weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there
+    are several."""
+
+    assignment: dict[str, int]
+    objective: float
+    waf: float
+    reasons: dict[str, str]
+    spares: int = 0
+    types: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `unicronctl plan`."""
+        out = {
+            "assignment": self.assignment,
+            "objective": self.objective,
+            "waf": self.waf,
+            "reasons": self.reasons,
+            "spares": self.spares,
+        }
+        return out | ({"types": self.types} if self.types else {})
+
+
+def plan_of(scenario: Scenario, assignment: dict[str, int]) -> Plan:
+    """The Plan with figures and reasons for an assignment that is already known."""
+    assignment = {job.name: assignment[job.name] for job in scenario.jobs}
+    spares = scenario.nodes - sum(assignment.values())
+    return Plan(
+        assignment=assignment,
+        objective=math.fsum(scenario.g(job, assignment[job.name]) for job in scenario.jobs),
+        waf=math.fsum(job.f(assignment[job.name]) for job in scenario.jobs),
+        reasons={job.name: reason(scenario, job, assignment[job.name], spares) for job in scenario.jobs},
+        spares=spares,
+    )
+
+
+def flops_text(rate: float) -> str:
+    """FLOP/s for people: 1.9 PFLOP/s."""
+    for name, unit in (("EFLOP/s", 1e18), ("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if rate >= unit:
+            return f"{rate / unit:.3g} {name}"
+    return f"{rate:.3g} FLOP/s"
+
+
+def nodes_text(count: int) -> str:
+    """1 node, 2 nodes."""
+    return f"{count} node{'' if count == 1 else 's'}"
+
+
+def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
+    """Why the job gets `nodes` nodes, in one sentence."""
+    if nodes == 0:
+        return _stopped(scenario, job)
+    now, then = flops_text(job.f(job.nodes)), flops_text(job.f(nodes))
+    seconds = f"{scenario.d_transition(job, nodes):g} s"
+    lost = "lost a worker; " if job.lost_worker else ""
+    if nodes == job.nodes:
+        if job.lost_worker:
+            return f"lost a worker; a spare takes its place, so it stays on {nodes_text(nodes)} ({now}) after {seconds}"
+        return f"stays on {nodes_text(nodes)} ({now}): no other plan gains more than its transition costs"
+    if job.nodes == 0:
+        return f"starts on {nodes_text(nodes)} ({then})"
+    if nodes > job.nodes:
+        verb, why = "grows", "the nodes bring more weighted FLOP/s here than anywhere else"
+    elif not job.lost_worker:
+        verb, why = "shrinks", "its nodes bring more weighted FLOP/s in other jobs"
+    elif spares:
+        verb, why = "shrinks", "a replacement would cost more than it brings before the next failure"
+    else:
+        verb, why = "shrinks", "a node taken from another job would cost more weighted FLOP/s than it brings here"
+    change = f"{verb} from {job.nodes} to {nodes_text(nodes)} ({now} to {then})"
+    return f"{lost}{change}: {why}; the transition takes {seconds}"
+
+
+def _stopped(scenario: Scenario, job: Job) -> str:
+    smallest = next((size for size in job.flops if size <= scenario.nodes and job.runs(size)), None)
+    before = "stays without nodes" if job.nodes == 0 else f"stops and gives up its {nodes_text(job.nodes)}"
+    if smallest is None:
+        return f"{before}: none of its sizes fits into {nodes_text(scenario.nodes)}"
+    return f"{before}: its smallest size is {nodes_text(smallest)}, which bring more weighted FLOP/s in other jobs"
