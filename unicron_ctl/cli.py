@@ -40,7 +40,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module_name, attribute = COMMANDS[cmd_name][0].split(":")
-        return getattr(importlib.import_module(module_name), attribute)
+        command: click.Command = getattr(importlib.import_module(module_name), attribute)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # click's own version imports every command for its help text; the table already has it.
@@ -70,32 +71,32 @@ def unicronctl(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def run(program: str, command: click.Command, arguments: Sequence[str] | None = None) -> int:
+def run(program: str, command: click.Command, arguments: Sequence[str] | None = None, mark: str = "") -> int:
     """Runs a click command and returns its exit status: 0, 2 for wrong use, 1 for anything else.
 
-    Every error becomes one line on stderr. With UNICRON_DEBUG=1 a traceback comes before it.
+    Every error becomes one line on stderr, which begins with `mark`. With UNICRON_DEBUG=1 a traceback comes before it.
     """
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else program
-        return _report(program, f"{error.format_message()} (see '{path} --help')", WRONG_USE)
+        return _report(mark + program, f"{error.format_message()} (see '{path} --help')", WRONG_USE)
     except click.ClickException as error:
-        return _report(program, error.format_message(), FAILURE)
+        return _report(mark + program, error.format_message(), FAILURE)
     except UserError as error:
-        return _report(program, str(error), error.exit_code)
+        return _report(mark + program, str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return _report(program, "interrupted", FAILURE)
+        return _report(mark + program, "interrupted", FAILURE)
     except BrokenPipeError:
         # The reader went away (`unicronctl events | head`). Python would complain again at exit when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except OSError as error:
-        return _report(program, str(error), FAILURE)
+        return _report(mark + program, str(error), FAILURE)
     except Exception as error:
         hint = "this is a defect; run again with UNICRON_DEBUG=1 for the traceback"
-        return _report(program, f"{type(error).__name__}: {error} ({hint})", FAILURE)
+        return _report(mark + program, f"{type(error).__name__}: {error} ({hint})", FAILURE)
 
 
 def _report(program: str, message: str, status: int) -> int:

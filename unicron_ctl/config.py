@@ -1,112 +1,144 @@
-"""`unicron.toml`: where it is found, what it may say, and the defaults. `Config.check` rejects time-outs that
-contradict each other.
+"""`unicron.toml`: where it is found, what it may say, and the defaults.
+
+Each field has its range beside it; how the fields must relate to each other, and to the fixed limits of agents, ranks
+and plugin, is in `unicron_ctl.limits`. Everybody checks the file in itself; against those limits only unicrond does:
+an agent that cannot read its configuration leaves its job unprotected.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from unicron_ctl import limits
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.limits import DAY, HEARTBEATS, Range
 
 DEFAULT_PORT = 7451
-AUTH = ("munge", "none")
-SLURM = ("auto", "command", "none")
-THROUGHPUT = ("measured", "linear")
-ADMISSION = ("require", "prefer", "off")
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
 
+Seconds = Annotated[float, Range(0.001, DAY)]
+SecondsOrZero = Annotated[float, Range(0.0, DAY)]
+LongSeconds = Annotated[float, Range(0.001, 30 * DAY)]
+Share = Annotated[float, Range(0.0, 1.0)]
+
 
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The section [controller]; all times are in seconds.
+    """The section [controller]; times are in seconds."""
 
-    Connections
-        public_key: encrypt all traffic with the controller that has its secret (`unicrond --make-key`).
-        heartbeat_period: between two messages of an agent without news; lease_periods: so many of them without a
-        message and the node counts as lost. hint_grace: how long an agent whose end Slurm reported may take to prove
-        that it lives; restart_grace: how long agents may take to come back after the controller was restarted.
-        repeat_seconds: between two copies of an order that was not obeyed yet.
-    Generations
-        forming_settle_seconds: how long a job waits for further nodes before it starts. offer_delay: newcomers are
-        taken in together when they come within it. fault_grace: how long a rank that stopped by itself waits for the
-        cause to show (its peers die of its death). report_timeout, enter_timeout: how long a survivor may take to
-        stop, a member to enter. join_after_seconds: in restart mode newcomers are taken in together when none has
-        come for so long; checkpoint_seconds: how often such scripts save their state.
-    Monitoring
-        monitor_iterations: judge iteration times at all. hang_floor_seconds: no iteration is taken for hung sooner.
-        hang_outside_seconds: how long the script's own code between two iterations (a checkpoint, an evaluation) may
-        take; hang_idle_seconds: the same for a process that does nothing meanwhile, where that code was short so far.
-        first_iteration_seconds: how long a job's first iteration may take (it compiles, opens its data).
-        stacks_seconds: how long the stacks of a hanging rank are waited for before it is stopped. metrics_seconds:
-        between two rounds of metrics that nodes and ranks are compared by, 0 for none; metrics_directory: whose
-        latency is measured on each node, by default a local one.
-    Actions
-        regroup_seconds, restart_seconds, isolate_seconds: how long an action may take before it has failed and the
-        next severity follows: all train again; a started process takes part; a node is down in Slurm and its element
-        runs elsewhere. max_isolated_nodes, max_isolated_share, max_isolated_job_share, isolation_window_seconds:
-        without an admin, living nodes are set down only while those set down within the window are at most so many,
-        or this share of the cluster if that is more, and at most this share of the job's own nodes (one is always
-        allowed). act_on_node_events: isolate a node on the word of its kernel alone; false records it only.
-        admission: a node that was set down comes back after passing its health checks: "require" them, "prefer" them
-        (after admission_seconds without any it comes back unverified), "off". allow_inject: let `unicronctl inject`
-        break jobs on purpose.
-    Planning
-        mtbf_node_hours, transition_seconds: what the planner reckons with. throughput: "measured" fits T(t,x) to all
-        sizes at which the job (or an earlier one of its name) has run, "linear" trusts one size and scales it.
-    """
-
+    # ---- connections
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
+    """Where the controller listens."""
     state_dir: str = ""
+    """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
-    auth: str = "munge"
+    """Encrypts all traffic with the controller that has its secret (`unicrond --make-key`)."""
+    auth: Literal["munge", "none"] = "munge"
+    """How agents and users prove who they are; "none" trusts everybody on the network."""
     admins: list[str] = []
+    """Users who may do what a job's owner may, besides root."""
     observe: bool = False
-    allow_inject: bool = False
-    slurm: str = "auto"
-    slurm_poll_seconds: float = 2.0
-    slurm_timeout: float = 10.0
-    heartbeat_period: float = 1.0
-    lease_periods: float = 1.8
-    forming_settle_seconds: float = 5.0
-    offer_delay: float = 0.2
-    fault_grace: float = 0.15
-    hint_grace: float = 0.3
-    report_timeout: float = 10.0
-    enter_timeout: float = 30.0
-    restart_grace: float = 5.0
-    repeat_seconds: float = 0.5
-    probe_timeout: float = 0.5
+    """Decide and log, but change nothing."""
+    heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
+    """Between two messages of an agent that has no news."""
+    lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
+    """Heartbeat periods without a message after which a node counts as lost."""
+    hint_grace: Seconds = 0.3
+    """For an agent whose end Slurm reported to prove that it lives."""
+    restart_grace: Seconds = 5.0
+    """For agents to come back after the controller was restarted."""
+    repeat_seconds: Seconds = 0.5
+    """Between two copies of an order that was not obeyed yet."""
+
+    # ---- Slurm
+    slurm: Literal["auto", "command", "none"] = "auto"
+    """How Slurm is asked: by pyslurm where it fits the cluster, by its commands, or not at all."""
+    slurm_poll_seconds: Seconds = 2.0
+    """Between two looks at Slurm's jobs and nodes."""
+    slurm_timeout: Seconds = 10.0
+    """For one command to Slurm."""
+    probe_timeout: Seconds = 0.5
+    """For slurmd to accept a connection when its node's agent is lost: did the node die, or the agent alone?"""
+
+    # ---- generations
+    forming_settle_seconds: Seconds = 5.0
+    """That a job waits for further nodes before it starts."""
+    offer_delay: SecondsOrZero = 0.2
+    """Newcomers that come within it are taken in together."""
+    join_after_seconds: SecondsOrZero = 5.0
+    """The same in restart mode, counted from the last newcomer."""
+    fault_grace: SecondsOrZero = 0.15
+    """That a rank which stopped by itself waits for the cause to show: its peers fail because it did."""
+    report_timeout: Seconds = 10.0
+    """For a survivor to stop and report."""
+    enter_timeout: Seconds = 30.0
+    """For a member to enter its generation."""
+
+    # ---- monitoring
     monitor_iterations: bool = True
-    hang_floor_seconds: float = 1.0
-    hang_outside_seconds: float = 600.0
-    hang_idle_seconds: float = 60.0
-    first_iteration_seconds: float = 600.0
-    metrics_seconds: float = 10.0
+    """Judge iteration times; without it only the collectives' own time-out finds a hang."""
+    hang_floor_seconds: Seconds = 1.0
+    """No iteration counts as hung before this."""
+    hang_outside_seconds: Seconds = 600.0
+    """For the script's own code between two iterations: a checkpoint, an evaluation."""
+    hang_idle_seconds: Seconds = 60.0
+    """The same for a process that does nothing meanwhile, where that code has been quick so far."""
+    first_iteration_seconds: Seconds = 600.0
+    """For a job's first iteration: it compiles and opens its data."""
+    stacks_seconds: SecondsOrZero = 1.0
+    """For the stacks of a hanging rank to arrive before it is stopped."""
+    metrics_seconds: Annotated[float, Range(1.0, DAY, zero=True)] = 10.0
+    """Between two rounds of the metrics by which nodes and ranks are compared."""
     metrics_directory: str = ""
-    stacks_seconds: float = 1.0
-    regroup_seconds: float = 300.0
-    restart_seconds: float = 600.0
-    isolate_seconds: float = 300.0
-    max_isolated_nodes: int = 2
-    max_isolated_share: float = 0.1
-    max_isolated_job_share: float = 0.5
-    isolation_window_seconds: float = 600.0
-    admission: str = "prefer"
-    admission_seconds: float = 30.0
-    quick_death_seconds: float = 20.0
-    quick_deaths: int = 3
-    throughput: str = "measured"
-    join_after_seconds: float = 5.0
-    checkpoint_seconds: float = 1800.0
-    mtbf_node_hours: float = 1000.0
-    transition_seconds: float = 5.0
+    """The folder whose latency is measured on each node; by default a local one."""
+
+    # ---- actions
+    regroup_seconds: Seconds = 300.0
+    """For all ranks to train again after a reattempt; then the process is restarted."""
+    restart_seconds: Seconds = 600.0
+    """For a restarted process to take part; then its node is isolated."""
+    isolate_seconds: Seconds = 300.0
+    """For a node to be down in Slurm and its element to run elsewhere; then it is asked for again."""
+    max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 2
+    """Living nodes that are set down within the window without an admin."""
+    max_isolated_share: Share = 0.1
+    """The same as a share of the cluster; the larger of the two counts."""
+    max_isolated_job_share: Share = 0.5
+    """The same as a share of the job's nodes, which must hold as well; one node is always allowed."""
+    isolation_window_seconds: LongSeconds = 600.0
+    """The window for those three."""
     act_on_node_events: bool = True
+    """Isolate a node on the word of its kernel log alone; without it the word is recorded only."""
+    quick_death_seconds: Seconds = 20.0
+    """A process that ends within this time of its start, without ever being ready, has died quickly."""
+    quick_deaths: Annotated[int, Range(1, 1000)] = 3
+    """Quick deaths in a row after which a restart is not tried again."""
+    allow_inject: bool = False
+    """Let `unicronctl inject` and `punish` break jobs on purpose."""
+
+    # ---- coming back
+    admission: Literal["require", "prefer", "off"] = "prefer"
+    """Whether a node that was set down has to pass its health checks to come back."""
+    admission_seconds: Seconds = 30.0
+    """For a report of those checks under "prefer"; then the node comes back unverified."""
+
+    # ---- planning
+    mtbf_node_hours: Annotated[float, Range(0.001, 1e9)] = 1000.0
+    """Hours between two failures of one node, as the planner assumes them."""
+    transition_seconds: SecondsOrZero = 5.0
+    """For a job to go over to another number of nodes, as the planner assumes it."""
+    throughput: Literal["measured", "linear"] = "measured"
+    """"measured" fits T(t,x) to all sizes at which the job, or an earlier one of its name, has run; "linear" scales one
+    size."""
+    checkpoint_seconds: Annotated[float, Range(0.0, 30 * DAY)] = 1800.0
+    """Between two checkpoints of a script in restart mode: half of it is what a restart costs."""
 
     @property
     def lease(self) -> float:
@@ -115,15 +147,14 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The section [agent], read by the agents on their nodes.
-
-    node_events: watch the kernel log, memory cgroup and links at all. kmsg: where the kernel log is read (the variable
-    UNICRON_KMSG goes before). link_seconds: between two looks at the links' counters.
-    """
+    """The section [agent], read by the agents on their nodes; times are in seconds."""
 
     node_events: bool = True
+    """Watch the kernel log, the memory cgroup and the links."""
     kmsg: str = "/dev/kmsg"
-    link_seconds: float = 5.0
+    """Where the kernel log is read; the variable UNICRON_KMSG takes precedence."""
+    link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
+    """Between two looks at the links' counters."""
 
 
 class Config(msgspec.Struct, kw_only=True):
@@ -135,115 +166,61 @@ class Config(msgspec.Struct, kw_only=True):
     path: str = ""
 
     def check(self) -> Config:
-        """The configuration itself, or UserError with the first contradiction."""
-        for problem in problems(self.controller):
-            raise UserError(f"{self.path or 'configuration'}: [controller] {problem}", WRONG_USE)
-        if not 0.1 <= self.agent.link_seconds <= 3600:
-            seconds = f"link_seconds = {self.agent.link_seconds:g}"
-            raise UserError(f"{self.path or 'configuration'}: [agent] {seconds} must be 0.1 to 3600", WRONG_USE)
+        """The configuration itself, or UserError with the first problem."""
+        refuse(self.path, _problems(self, None))
         return self
 
 
-_POSITIVE = (
-    "slurm_poll_seconds",
-    "slurm_timeout",
-    "heartbeat_period",
-    "forming_settle_seconds",
-    "report_timeout",
-    "enter_timeout",
-    "restart_grace",
-    "repeat_seconds",
-    "probe_timeout",
-    "mtbf_node_hours",
-    "quick_death_seconds",
-    "admission_seconds",
-    "hint_grace",
-    "hang_floor_seconds",
-    "hang_outside_seconds",
-    "hang_idle_seconds",
-    "first_iteration_seconds",
-    "regroup_seconds",
-    "restart_seconds",
-    "isolate_seconds",
-    "isolation_window_seconds",
-)
-_NOT_NEGATIVE = (
-    "offer_delay",
-    "fault_grace",
-    "transition_seconds",
-    "stacks_seconds",
-    "metrics_seconds",
-    "join_after_seconds",
-    "checkpoint_seconds",
-)
+def problems(section: ControllerConfig | AgentConfig, environment: Mapping[str, str] | None = None) -> list[str]:
+    """What is out of range or contradicts something else, in one line each; empty when all is well.
 
-
-def problems(c: ControllerConfig) -> list[str]:
-    """What contradicts itself, each with what to do about it; empty when all is well."""
-    found = [
-        f"{name} = {getattr(c, name):g} must be above 0"
-        for name in _POSITIVE
-        if not 0 < getattr(c, name) < float("inf")
-    ]
-    found += [
-        f"{name} = {getattr(c, name):g} must be 0 or more"
-        for name in _NOT_NEGATIVE
-        if not 0 <= getattr(c, name) < float("inf")
-    ]
-    if c.auth not in AUTH:
-        found.append(f'auth = "{c.auth}": use one of {", ".join(AUTH)}')
-    if c.slurm not in SLURM:
-        found.append(f'slurm = "{c.slurm}": use one of {", ".join(SLURM)}')
-    if c.admission not in ADMISSION:
-        found.append(f'admission = "{c.admission}": use one of {", ".join(ADMISSION)}')
-    if c.throughput not in THROUGHPUT:
-        found.append(f'throughput = "{c.throughput}": use one of {", ".join(THROUGHPUT)}')
-    if not c.listen.startswith("tcp://") or not c.listen.rpartition(":")[2].isdigit():
-        found.append(f'listen = "{c.listen}": write tcp://ADDRESS:PORT')
-    if c.quick_deaths < 1:
-        found.append(f"quick_deaths = {c.quick_deaths} must be 1 or more")
-    if c.max_isolated_nodes < 0:
-        found.append(f"max_isolated_nodes = {c.max_isolated_nodes} must be 0 or more")
-    found += [
-        f"{name} = {getattr(c, name):g} must be 0 to 1"
-        for name in ("max_isolated_share", "max_isolated_job_share")
-        if not 0 <= getattr(c, name) <= 1
-    ]
-    if found:
-        return found
-    if not 1.1 <= c.lease_periods <= 100:
-        found.append(
-            f"lease_periods = {c.lease_periods:g} must be 1.1 to 100: one late heartbeat must not look like a lost node"
-        )
-    if c.repeat_seconds >= c.report_timeout:
-        found.append(
-            f"report_timeout = {c.report_timeout:g} must be above repeat_seconds = {c.repeat_seconds:g}: "
-            "a lost message is repeated first"
-        )
-    if c.enter_timeout < c.lease:
-        found.append(
-            f"enter_timeout = {c.enter_timeout:g} must be at least heartbeat_period x lease_periods = {c.lease:g}: "
-            "a lost node is found by its lease first"
-        )
-    if c.report_timeout < c.lease:
-        found.append(
-            f"report_timeout = {c.report_timeout:g} must be at least heartbeat_period x lease_periods = {c.lease:g}"
-        )
-    if c.restart_grace < c.heartbeat_period:
-        found.append(
-            f"restart_grace = {c.restart_grace:g} must be at least heartbeat_period = {c.heartbeat_period:g}: "
-            "agents come back at their next heartbeat"
-        )
-    if c.regroup_seconds <= c.report_timeout:
-        found.append(
-            f"regroup_seconds = {c.regroup_seconds:g} must be above report_timeout = {c.report_timeout:g}: "
-            "survivors that do not stop are found by that first"
-        )
-    if 0 < c.metrics_seconds < 1:
-        found.append(f"metrics_seconds = {c.metrics_seconds:g} must be 1 or more, or 0 for none")
-    if c.fault_grace >= c.report_timeout:
-        found.append(f"fault_grace = {c.fault_grace:g} must be below report_timeout = {c.report_timeout:g}")
+    environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
+    """
+    wrong = {field.name: problem for field in msgspec.structs.fields(section) if (problem := _field(section, field))}
+    found = list(wrong.values())
+    if isinstance(section, ControllerConfig):
+        values, variables = rungs(section, environment)
+        # A value out of range would break rules that say nothing new.
+        sound = {name: value for name, value in values.items() if name not in wrong}
+        if {"heartbeat_period", "lease_periods"} & wrong.keys():
+            sound.pop("lease")
+        found += [*variables, *limits.contradictions(sound, section.slurm != "none")]
     return found
+
+
+def rungs(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
+    """The values that the rules of `limits` are about, by name, and what is wrong with variables of the environment."""
+    values, found = ({}, []) if environment is None else limits.fixed(environment)
+    values["lease"] = section.lease
+    for field in msgspec.structs.fields(section):
+        if isinstance(value := getattr(section, field.name), int | float):
+            values[field.name] = value
+    return values, found
+
+
+def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
+    found = [f"[controller] {problem}" for problem in problems(config.controller, environment)]
+    return found + [f"[agent] {problem}" for problem in problems(config.agent)]
+
+
+def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
+    """What is wrong with one field, or nothing."""
+    value, allowed = getattr(section, field.name), field.type
+    if get_origin(allowed) is Literal:
+        choices = get_args(allowed)
+        return "" if value in choices else f'{field.name} = "{value}": use one of {", ".join(choices)}'
+    for note in getattr(allowed, "__metadata__", ()):
+        if isinstance(note, Range):
+            return note.problem(field.name, value)
+    return listen_problem(value) if field.name == "listen" else ""
+
+
+def listen_problem(value: str) -> str:
+    """What is wrong with an address to listen on, or nothing."""
+    port = value.rpartition(":")[2]
+    if value.startswith("tcp://") and port.isdecimal() and int(port) <= 65535:
+        return ""
+    return f'listen = "{value}": write tcp://ADDRESS:PORT'
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -255,13 +232,45 @@ def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
     """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line."""
+    config, found = _read(path, environment)
+    refuse(config.path, found or _problems(config, None))
+    return config
+
+
+def examine(
+    path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
+) -> tuple[Config, list[str]]:
+    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
+
+    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
+    """
+    config, found = _read(path, environment)
+    config.controller.listen = listen or config.controller.listen
+    return config, found + _problems(config, environment)
+
+
+def refuse(path: str, found: list[str]) -> None:
+    """UserError with the first of the problems, if there is one."""
+    if found:
+        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
+        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
+
+
+def parse(raw: Mapping[str, Any], path: str = "") -> Config:
+    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
+    config, found = understand(raw, path)
+    refuse(path, found)
+    return config.check()
+
+
+def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Config, list[str]]:
     if path is None:
         named = environment.get("UNICRON_CONFIG")
         if named and not Path(named).is_file():
             raise UserError(f"UNICRON_CONFIG={named}: no such file; unset it or write the file", WRONG_USE)
         path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
         if path is None:
-            return Config()
+            return Config(), []
     try:
         with open(path, "rb") as file:
             raw = tomllib.load(file)
@@ -269,30 +278,47 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
         raise UserError(f"{path}: {error.strerror}; name an existing file with --config", WRONG_USE) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
-    return parse(raw, str(path))
+    return understand(raw, str(path))
 
 
-def parse(raw: Mapping[str, Any], path: str = "") -> Config:
-    """The configuration in a mapping that was read from TOML. Raises UserError."""
-    for section in raw:
-        if section not in ("controller", "agent", *OTHER_SECTIONS):
-            raise UserError(
-                f"{path or 'configuration'}: unknown section [{section}]: "
-                f"use [controller], [agent] or one of {', '.join(OTHER_SECTIONS)}",
-                WRONG_USE,
-            )
-    try:
-        # strict=False lets `1` stand for 1.0; TOML has typed everything else already.
-        section = "controller"
-        controller = msgspec.convert(raw.get("controller", {}), ControllerConfig)
-        section = "agent"
-        agent = msgspec.convert(raw.get("agent", {}), AgentConfig)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path or 'configuration'}: [{section}] {error}", WRONG_USE) from None
+def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
+    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
+    own = ", ".join(f"[{section}]" for section in ("controller", "agent", *OTHER_SECTIONS))
+    found = [
+        f"unknown section [{section}]: use one of {own}"
+        for section in raw
+        if section not in ("controller", "agent", *OTHER_SECTIONS)
+    ]
+    controller, wrong = _section(ControllerConfig, "controller", raw)
+    agent, wrong_too = _section(AgentConfig, "agent", raw)
     severity = raw.get("severity", {})
-    return Config(
-        controller=controller, agent=agent, severity=dict(severity) if isinstance(severity, Mapping) else {}, path=path
-    ).check()
+    if not isinstance(severity, Mapping):
+        found.append("[severity] must be a section")
+        severity = {}
+    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), [*found, *wrong, *wrong_too]
+
+
+SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig)
+
+
+def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tuple[SectionType, list[str]]:
+    """One field after the other, so that every error is found and not only the first."""
+    given = raw.get(name, {})
+    if not isinstance(given, Mapping):
+        return kind(), [f"[{name}] must be a section"]
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    found = []
+    for key, value in given.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            found.append(f"[{name}] {key}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
+            continue
+        try:
+            values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
+        except msgspec.ValidationError as error:
+            found.append(f"[{name}] {key}: {error}")
+    return kind(**values), found
 
 
 def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:

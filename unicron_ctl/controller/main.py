@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
+import logging
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -12,13 +13,18 @@ import click
 
 from detector.classify import Classifier, default_classifier
 from detector.severity import SeverityTableError
+from unicron_ctl import descriptors, journal, limits
 from unicron_ctl.cli import run
-from unicron_ctl.config import Config, load, problems, state_dir
-from unicron_ctl.controller.server import Server, say
+from unicron_ctl.config import Config, examine, listen_problem, refuse, rungs, state_dir
+from unicron_ctl.controller.server import Server
 from unicron_ctl.controller.store import Store
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import encryption
 from unicron_ctl.slurm.client import SlurmClient
+from unicron_ctl.systemd import SystemdNotifier
+
+PROGRAM = "unicrond"
+log = logging.getLogger("unicron.controller")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,61 +36,89 @@ from unicron_ctl.slurm.client import SlurmClient
 )
 @click.option("--listen", metavar="ADDRESS", help="For example tcp://0.0.0.0:7451; port 0 takes any free one.")
 @click.option("--state-dir", "state", type=click.Path(), help="Folder of the event log.")
-@click.option("--check", is_flag=True, help="Check the configuration and end.")
+@click.option("--check", is_flag=True, help="Check the configuration, print every problem or the time-outs, and end.")
 @click.option(
     "--make-key", is_flag=True, help="Make the secret of encrypted connections, print its public key, and end."
 )
-def unicrond(config_path: str | None, listen: str | None, state: str | None, check: bool, make_key: bool) -> None:
+@click.option(
+    "--log-level",
+    type=click.Choice(journal.LEVELS),
+    default="info",
+    envvar="UNICRON_LOG_LEVEL",
+    show_default=True,
+    help="The least important messages that are written to standard error.",
+)
+def unicrond(
+    config_path: str | None, listen: str | None, state: str | None, check: bool, make_key: bool, log_level: str
+) -> int:
     """The controller of Unicron: heals and plans training jobs on Slurm."""
-    config = load(config_path)
-    classifier = classifier_of(config)
-    if listen:
-        config.controller.listen = listen
-        for problem in problems(config.controller):
-            raise UserError(f"--listen: {problem}", WRONG_USE)
+    journal.start(PROGRAM, log_level)
+    if listen and (problem := listen_problem(listen)):
+        raise UserError(f"--listen: {problem}", WRONG_USE)
+    config, found = examine(config_path, listen=listen)
     if check:
-        click.echo(f"{config.path or 'defaults'}: no problem found")
-        return
+        return report(config, found)
+    refuse(config.path, found)
+    classifier = classifier_of(config)
     folder = Path(state) if state else state_dir(config)
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
-        return
+        return 0
     lock = claim(folder)
     try:
         serve(config, config_path, folder, classifier)
     finally:
         os.close(lock)
+    return 0
+
+
+def report(config: Config, found: list[str]) -> int:
+    """What `--check` says: every problem, or the time-outs in their order. Returns the exit status."""
+    where = config.path or "defaults"
+    for check in (lambda: classifier_of(config), lambda: encryption.public_key({}, config)):
+        try:
+            check()
+        except UserError as error:
+            found = [*found, str(error).removeprefix(f"{config.path}: ")]
+    for problem in found:
+        click.echo(f"{PROGRAM}: {where}: {problem}", err=True)
+    if found:
+        return WRONG_USE
+    for line in limits.ladder(rungs(config.controller, os.environ)[0], config.controller.slurm != "none"):
+        click.echo(line)
+    click.echo(f"{where}: no problem found")
+    return 0
 
 
 def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
     """Runs the controller until a signal ends it."""
+    notifier = SystemdNotifier()
+    if shortage := descriptors.shortage(descriptors.raise_limit()):
+        log.warning("%s", shortage)
     server = Server(config, Store(folder / "events.sqlite"), config.controller.listen, slurm_client(config), classifier)
 
     def reload() -> None:
+        notifier.reloading()
         try:
-            fresh = load(config_path)
+            fresh, found = examine(config_path)
+            refuse(fresh.path, found)
             server.take_config(fresh, classifier_of(fresh))
         except UserError as error:
-            say(f"configuration not reloaded, the old one stays: {error}")
+            log.error("configuration not reloaded, the old one stays: %s", error)
+        notifier.ready()
 
     server.reload = reload
+    server.watchdog = notifier.watchdog
     server.catch_signals()
     written = folder / "address"
     write_atomically(written, server.address + "\n")
-    jobs = sum(1 for job in server.engine.state.jobs.values() if not job.ended)
-    server.engine.emit(
-        "started",
-        pid=os.getpid(),
-        address=server.address,
-        jobs=jobs,
-        reason=f"controller started with {jobs} jobs from its log",
-    )
-    print(f"unicrond: listening on {server.address}", flush=True)
-    notify("READY=1")
+    server.started()
+    print(f"{PROGRAM}: listening on {server.address}", flush=True)
+    notifier.ready()
     try:
         server.run()
     finally:
-        notify("STOPPING=1")
+        notifier.stopping()
         written.unlink(missing_ok=True)
         server.close()
 
@@ -123,7 +157,7 @@ def slurm_client(config: Config) -> SlurmClient | None:
             try:
                 return choose_client(timeout=config.controller.slurm_timeout)
             except SlurmError as error:  # it may come up later; until then every poll says what is wrong
-                say(f"Slurm does not answer yet: {error}")
+                log.warning("Slurm does not answer yet: %s", error)
                 return CommandLineClient(timeout=config.controller.slurm_timeout)
 
 
@@ -142,21 +176,11 @@ def write_atomically(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def notify(state: str) -> None:
-    """Tells systemd (Type=notify), where it is there (sd_notify(3))."""
-    where = os.environ.get("NOTIFY_SOCKET")
-    if not where:
-        return
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            channel.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
-    except OSError as error:
-        say(f"couldn't notify systemd: {error.strerror}")
-
-
 def main() -> None:
     """Entry point of the `unicrond` program."""
-    sys.exit(run("unicrond", unicrond))
+    faulthandler.enable()  # systemd ends a stalled loop with SIGABRT: the journal then has where it stood
+    mark = journal.mark(logging.ERROR) if journal.is_journal(sys.stderr) else ""
+    sys.exit(run(PROGRAM, unicrond, mark=mark))
 
 
 if __name__ == "__main__":

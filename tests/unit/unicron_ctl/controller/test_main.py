@@ -1,0 +1,153 @@
+"""`unicrond`: its options, and what it does around the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicron_ctl import cli, descriptors, journal
+from unicron_ctl.config import Config
+from unicron_ctl.controller import main
+from unicron_ctl.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No configuration, controller or systemd of the machine has a say here."""
+    for name in list(os.environ):
+        if name.startswith(("UNICRON", "NOTIFY_", "WATCHDOG_", "JOURNAL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    logger = logging.getLogger(journal.ROOT)
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def unicrond(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str], list[str]]]:
+    """Runs it; returns the exit status and the lines of its outputs."""
+
+    def run(*arguments: str) -> tuple[int, list[str], list[str]]:
+        status = cli.run("unicrond", main.unicrond, arguments)
+        out, err = capfd.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    return run
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "unicron.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_good_configuration_shows_its_time_outs(unicrond: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, "[controller]\nreport_timeout = 12\n")
+    status, out, err = unicrond("--config", path, "--check")
+    assert (status, err) == (0, []) and out[-1] == f"{path}: no problem found"
+    assert "repeat_seconds = 0.5 < report_timeout = 12: a lost message is repeated first" in out
+    assert unicrond("--check")[1][-1] == "defaults: no problem found"
+
+
+def test_everything_wrong_is_printed(unicrond: Any, tmp_path: Path) -> None:
+    text = "[controller]\nheartbeat_period = 0.005\nrestart_seconds = 900\npublic_key = 'short'\nhint = 1\n"
+    path = written(tmp_path, text + "[[severity.rule]]\nid = 'mine'\n")
+    status, out, err = unicrond("--config", path, "--check")
+    assert (status, out) == (2, []) and all(line.startswith(f"unicrond: {path}: ") for line in err)
+    for word in ("heartbeat_period = 0.005", "restart_seconds = 900", "public key", "hint: unknown key"):
+        assert sum(word in line for line in err) == 1, (word, err)
+    assert len(err) == 5, "the severity table is checked as well"
+
+
+def test_a_start_with_a_bad_configuration_is_one_line(unicrond: Any, tmp_path: Path) -> None:
+    status, out, err = unicrond("--config", written(tmp_path, "[controller]\nheartbeat_period = 60\n"))
+    assert (status, out) == (2, []) and len(err) == 1 and "enter_timeout" in err[0]
+    status, _, err = unicrond("--listen", "here", "--check")
+    assert (status, len(err)) == (2, 1) and err[0].startswith('unicrond: --listen: listen = "here"')
+    assert unicrond("--log-level", "loud", "--check")[0] == 2
+
+
+def test_make_key(unicrond: Any, tmp_path: Path) -> None:
+    status, (line,), _ = unicrond("--make-key", "--state-dir", str(tmp_path / "state"))
+    assert status == 0 and line.startswith('public_key = "')
+
+
+class FakeServer:
+    """Records what main does with it. `during`: called in place of the loop."""
+
+    address = "tcp://here:1"
+
+    def __init__(self, during: Callable[[FakeServer], None], *arguments: Any) -> None:
+        self.during, self.calls, self.taken = during, list[str](), list[Config]()
+        self.reload: Callable[[], None] = lambda: None
+        self.watchdog: Callable[[float], None] = lambda now: None
+        arguments[1].close()
+
+    def take_config(self, config: Config, classifier: object) -> None:
+        self.taken.append(config)
+
+    def run(self) -> None:
+        self.calls.append("run")
+        self.during(self)
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.calls.append(name)
+
+
+def test_a_life_from_start_to_stop(
+    unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, state = written(tmp_path, "[controller]\nslurm = 'none'\n"), tmp_path / "state"
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.bind(str(tmp_path / "notify"))
+    manager.settimeout(5)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setenv("WATCHDOG_USEC", "30000000")
+    monkeypatch.setattr(descriptors, "raise_limit", lambda: 1024)
+    servers: list[FakeServer] = []
+
+    def hear() -> str:
+        return manager.recv(1000).decode().partition("\n")[0]
+
+    def during(server: FakeServer) -> None:
+        servers.append(server)
+        assert hear() == "READY=1" and server.calls == ["catch_signals", "started", "run"]
+        assert (state / "address").read_text() == "tcp://here:1\n"
+        server.watchdog(100.0)
+        assert hear() == "WATCHDOG=1"
+        written(tmp_path, "[controller]\nslurm = 'none'\noffer_delay = 0.5\n")
+        server.reload()
+        assert (hear(), hear()) == ("RELOADING=1", "READY=1")
+        written(tmp_path, "[controller]\noffer_delay = 'soon'\n")
+        server.reload()
+        assert (hear(), hear()) == ("RELOADING=1", "READY=1")
+
+    monkeypatch.setattr(main, "Server", lambda *arguments: FakeServer(during, *arguments))
+    status, out, err = unicrond("--config", path, "--state-dir", str(state))
+    assert (status, out) == (0, ["unicrond: listening on tcp://here:1"]), err
+    assert [config.controller.offer_delay for config in servers[0].taken] == [0.5]
+    assert servers[0].calls[-1] == "close" and hear() == "STOPPING=1" and not (state / "address").exists()
+    assert err[0].startswith("unicrond: warning: 1024 open files are granted")
+    assert err[1].startswith("unicrond: error: configuration not reloaded, the old one stays: ") and len(err) == 2
+    manager.close()
+
+
+def test_two_on_one_state_folder(tmp_path: Path) -> None:
+    first = main.claim(tmp_path / "state")
+    with pytest.raises(UserError, match="another unicrond runs on this state folder"):
+        main.claim(tmp_path / "state")
+    os.close(first)
+    os.close(main.claim(tmp_path / "state"))
+
+
+def test_a_marked_error_is_an_error_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("unicrond", main.unicrond, ["--listen", "here"], mark="<3>") == 2
+    assert capsys.readouterr().err.startswith("<3>unicrond: --listen")

@@ -1,0 +1,98 @@
+"""What unicrond writes to standard error."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from unicron_ctl import journal
+
+log = logging.getLogger("unicron.controller")
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    logger = logging.getLogger(journal.ROOT)
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def in_the_journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """A file that JOURNAL_STREAM names."""
+    with tempfile.TemporaryFile("w+") as stream:
+        status = os.fstat(stream.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+        yield stream
+
+
+def written(stream: TextIO) -> list[str]:
+    stream.seek(0)
+    return stream.read().splitlines()
+
+
+def test_a_line_has_the_program_and_the_level() -> None:
+    stream = io.StringIO()
+    journal.start("unicrond", stream=stream)
+    log.debug("not asked for")
+    log.info("two\nlines  of %s", "text")
+    log.warning("look")
+    assert written(stream) == ["unicrond: info: two lines of text", "unicrond: warning: look"]
+
+
+def test_the_level_can_be_chosen() -> None:
+    stream = io.StringIO()
+    journal.start("unicrond", "error", stream)
+    log.warning("no")
+    journal.start("unicrond", "debug", stream)
+    log.debug("yes")
+    assert written(stream) == ["unicrond: debug: yes"]
+
+
+def test_priorities_in_the_journal(in_the_journal: TextIO) -> None:
+    journal.start("unicrond", "debug", in_the_journal)
+    for level in (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG):
+        log.log(level, "text")
+    assert written(in_the_journal) == ["<2>text", "<3>text", "<4>text", "<6>text", "<7>text"]
+
+
+def test_each_line_of_a_traceback_has_the_priority(in_the_journal: TextIO) -> None:
+    journal.start("unicrond", stream=in_the_journal)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        log.exception("job 7 is set aside")
+    lines = written(in_the_journal)
+    assert lines[0] == "<3>job 7 is set aside" and lines[-1] == "<3>ValueError: bad"
+    assert all(line.startswith("<3>") for line in lines)
+
+
+def test_a_redirected_standard_error_is_not_the_journal(in_the_journal: TextIO, tmp_path: Path) -> None:
+    """JOURNAL_STREAM is inherited by what a service starts."""
+    assert journal.is_journal(in_the_journal)
+    with (tmp_path / "log").open("w") as other:
+        assert not journal.is_journal(other)
+    assert not journal.is_journal(io.StringIO())
+    assert not journal.is_journal(in_the_journal, {}) and not journal.is_journal(
+        in_the_journal, {"JOURNAL_STREAM": "x"}
+    )
+
+
+def test_an_output_that_is_gone_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", buffering=1)
+    journal.start("unicrond", stream=stream)
+    log.error("nobody reads this")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(BrokenPipeError):
+        stream.close()

@@ -1,0 +1,33 @@
+"""Open files, of which the controller needs one for each connection."""
+
+from __future__ import annotations
+
+import resource
+
+CONNECTIONS = 10000  # of agents and commands: what the controller is made for
+OWN = 200  # its sockets, pipes and threads, the event log, programs that it starts
+# Some programs that it starts close every descriptor up to the limit one by one: a limit in the millions costs seconds.
+MOST = 1 << 16
+
+
+def raise_limit() -> int:
+    """How many files this process may have open, after as many were asked for as the system grants it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        return soft
+    return wanted
+
+
+def shortage(granted: int) -> str:
+    """One line for an admin when so many are too few, else nothing."""
+    if granted >= CONNECTIONS + OWN:
+        return ""
+    return (
+        f"{granted} open files are granted, enough for {max(0, granted - OWN)} connections and not for {CONNECTIONS}: "
+        "set LimitNOFILE=65536 in unicrond.service, or raise `ulimit -Hn`"
+    )

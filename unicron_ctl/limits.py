@@ -1,0 +1,307 @@
+"""Every time-out and limit of the system in one place, and the rules that they must keep among themselves.
+
+What an admin can set is in `unicron_ctl.config`. What is fixed is listed here by value, for ranks import nothing of
+this package, and the controller must not import theirs (torch): a test reads the sources and compares. The rules are
+checked together, so that `unicrond --check` can name every contradiction at once. The tables of docs/admin-guide.md are
+made of this file by tools/limits_tables.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+DAY = 86400.0
+
+
+class Range(NamedTuple):
+    """What a number in the configuration may be, both ends included; `zero`: 0 is allowed too, and turns it off."""
+
+    low: float
+    high: float
+    zero: bool = False
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{number(self.low)} to {number(self.high)}" + (", or 0 for none" if self.zero else "")
+
+    def problem(self, name: str, value: float) -> str:
+        """What is wrong with the value, or nothing."""
+        if self.low <= value <= self.high or (self.zero and value == 0):
+            return ""
+        return f"{name} = {number(value)} must be {self}" + (f": {self.why}" if self.why else "")
+
+
+class Limit(NamedTuple):
+    """A fixed time-out or limit, in seconds unless its meaning says otherwise. `variable`: the environment variable of
+    a job that sets another value."""
+
+    owner: str
+    name: str
+    value: float
+    meaning: str
+    variable: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name in the rules."""
+        return f"{self.owner}.{self.name}"
+
+
+class Rule(NamedTuple):
+    """`low` must be below `high`, or at most as much where they may be `equal`. Each is a sum of names: a field of
+    [controller], `lease`, or a limit's key. `slurm`: only where the controller has a Slurm."""
+
+    low: str
+    high: str
+    why: str
+    equal: bool = False
+    slurm: bool = False
+
+
+# Whose limits they are, and the folder or file that has them.
+HOMES: dict[str, str] = {
+    "controller": "unicron_ctl/controller",
+    "agent": "unicron_ctl/agent",
+    "rank": "transition",
+    "detector": "detector",
+    "node": "unicron_ctl/node",
+    "protocol": "unicron_ctl/protocol",
+    "process": "unicron_ctl/descriptors.py",
+    "plugin": "slurm_plugin/spank/notify.c",
+    "prolog": "slurm_plugin/prolog.d/50-unicron",
+    "health": "slurm_plugin/health/unicron-health",
+    "service": "slurm_plugin/systemd/unicrond.service",
+    "slurm": "",  # slurm.conf(5): the defaults
+}
+
+LIMITS: tuple[Limit, ...] = (
+    Limit("controller", "TICK_SECONDS", 0.05, "between two turns of the loop that look at the clock"),
+    Limit("controller", "STALL_SECONDS", 0.5, "a turn that is later than this was the controller's own delay"),
+    Limit("controller", "BUSY_SECONDS", 2.0, "for another process's lock on the event log"),
+    Limit("controller", "UNMUNGE_SECONDS", 3.0, "for munge to check a credential"),
+    Limit("controller", "LOOK_SECONDS", 0.5, "between two looks for overdue actions"),
+    Limit(
+        "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
+    ),
+    Limit("controller", "PUT_BACK_SECONDS", 1.0, "for a newcomer to acknowledge a Break; then it did not get in"),
+    Limit("controller", "HOLD_SECONDS", 1.0, "before a node is isolated by its kernel's word: do others say the same?"),
+    Limit("controller", "BEFORE_SECONDS", 10.0, "a rank that ended so long before a node event may have ended by it"),
+    Limit("controller", "AFTER_SECONDS", 3.0, "the same for one that ended after it"),
+    Limit(
+        "controller", "LINK_SECONDS", 60.0, "a collective that breaks so long after a link flap may have broken by it"
+    ),
+    Limit("controller", "FRESH_PERIODS", 2.5, "periods of metrics_seconds after which a sample is too old"),
+    Limit("controller", "EVIDENCE_SECONDS", 600.0, "for which an anomaly that is over still counts as evidence"),
+    Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
+    Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
+    Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
+    Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
+    Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
+    Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
+    Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
+    Limit("controller", "SUSPECT_SECONDS", DAY, "for which a flapping node is remembered"),
+    Limit("agent", "PERIODS[0]", 0.01, "shortest heartbeat period that an agent accepts"),
+    Limit("agent", "PERIODS[1]", 60.0, "longest heartbeat period that an agent accepts"),
+    Limit("agent", "REGISTER_SECONDS", 0.5, "between two tries to register"),
+    Limit(
+        "agent",
+        "REGISTER_TIMEOUT",
+        10.0,
+        "to find the controller; then the job runs unprotected",
+        "UNICRON_REGISTER_TIMEOUT",
+    ),
+    Limit("agent", "ORPHAN_SECONDS", 600.0, "without the controller; then an element with a dead rank ends"),
+    Limit(
+        "agent", "WITHOUT_CONTROLLER_SECONDS", 60.0, "that a finished element waits for others without the controller"
+    ),
+    Limit("agent", "STOP_SECONDS", 1.0, "between SIGTERM and SIGKILL of a rank after a loss"),
+    Limit("agent", "PLANNED_SECONDS", 8.0, "the same in restart mode when nobody is lost: time to save something"),
+    Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
+    Limit("agent", "YOUNG_SECONDS", 20.0, "age up to which a restart-mode world that breaks may have a broken script"),
+    Limit("agent", "OWN_END_SECONDS", 2.0, "for the processes of such a world to end by themselves"),
+    Limit("agent", "QUIET_SECONDS", 0.2, "between two statuses that are not urgent"),
+    Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
+    Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
+    Limit("agent", "TICK_SECONDS", 1.0, "between two looks at the memory cgroup and at files that cannot be polled"),
+    Limit("agent", "KEPT_SECONDS", 300.0, "for which node events are kept for a controller that was restarted"),
+    Limit("agent", "SILENT_PERIODS", 5.0, "periods of metrics_seconds after which a silent sampler is replaced"),
+    Limit("agent", "SETTLE_SECONDS", 3.0, "without change in Slurm before a world without the controller starts"),
+    Limit("agent", "LIMIT_SECONDS", 60.0, "at most, for that"),
+    Limit(
+        "rank",
+        "PLAN_TIMEOUT",
+        600.0,
+        "that a stopped rank waits for a plan; then its process ends",
+        "UNICRON_PLAN_TIMEOUT",
+    ),
+    Limit("rank", "ENTER_TIMEOUT", 20.0, "for one process group to connect"),
+    Limit("rank", "CONNECT_SECONDS", 0.5, "for one try to reach the rendezvous store"),
+    Limit("rank", "COLLECTIVE_TIMEOUT", 1800.0, "of a collective in training", "UNICRON_COLLECTIVE_TIMEOUT"),
+    Limit("rank", "BOUNDARY_TIMEOUT", DAY, "that a newcomer waits for the end of the iteration"),
+    Limit("rank", "DRAIN_SECONDS", 10.0, "for reduces under way to end after a Break"),
+    Limit("rank", "PROGRESS_SECONDS", 0.2, "between two messages of progress"),
+    Limit("rank", "KICK_SECONDS", 0.02, "between two tries to free a main thread from a collective"),
+    Limit("rank", "POLL_SECONDS", 0.005, "between two looks while groups are connected"),
+    Limit("rank", "STALE_SECONDS", DAY, "age at which a checkpoint that was never finished is deleted"),
+    Limit("detector", "ANSWER_SECONDS", 0.5, "for a rank to begin its stack trace"),
+    Limit("detector", "SETTLE_SECONDS", 0.05, "without growth; then a stack trace is complete"),
+    Limit("detector", "SPY_SECONDS", 1.5, "for py-spy to look at one process"),
+    Limit("detector", "CLAIM_SECONDS", 60.0, "for a process to end after the OOM killer chose it"),
+    Limit("detector", "REPORT_SECONDS", 3.0, "until an OOM kill that explains no rank's end is reported by itself"),
+    Limit("detector", "BURST_SECONDS", 10.0, "within which the same fault of the kernel log is one burst"),
+    Limit("detector", "CONNECT_SECONDS", 20.0, "for the two nodes of a pair test to meet"),
+    Limit("node", "BUDGET_SECONDS", 8.0, "for the admission checks of a node together"),
+    Limit("node", "REPORT_SECONDS", 2.0, "for the controller to take their report"),
+    Limit("node", "START_SECONDS", 30.0, "for Slurm to start a pair test"),
+    Limit("protocol", "TIME_LIMIT", 3.0, "for one call of munge"),
+    Limit("protocol", "MAX_BYTES", 4 << 20, "bytes of one message"),
+    Limit("protocol", "MAX_MEMBERS", 1 << 20, "members of one plan"),
+    Limit("process", "CONNECTIONS", 10000, "connections that the controller is made for"),
+    Limit("plugin", "LOOKUP_NANOSECONDS", 0.5e9, "nanoseconds for the look-up of the controller's name"),
+    Limit("prolog", "UNICRON_HEALTH_SECONDS", 4.0, "for the admission checks in the prolog (prolog.conf)"),
+    Limit("health", "UNICRON_HEALTH_SECONDS", 8.0, "for the admission checks as HealthCheckProgram (health.conf)"),
+    Limit("service", "WatchdogSec", 30.0, "without a turn of the controller's loop; then systemd restarts it"),
+    Limit("service", "TimeoutStopSec", 10.0, "for the controller to end"),
+    Limit("service", "RestartSec", 2.0, "until systemd starts it again"),
+    Limit("service", "LimitNOFILE", 65536, "open files of the controller: one for each connection"),
+    Limit("slurm", "KillWait", 30.0, "between SIGTERM and SIGKILL of a step"),
+    Limit("slurm", "MessageTimeout", 10.0, "for an answer of one daemon to another"),
+    Limit("slurm", "BatchStartTimeout", 10.0, "for a batch job to start, its prolog included"),
+    Limit("slurm", "HealthCheckProgram", 60.0, "for that program; then slurmd kills it"),
+    Limit("slurm", "cred_expire", 120.0, "until a requeued job may start again (AuthInfo)"),
+)
+
+HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")  # agent.PERIODS
+
+RULES: tuple[Rule, ...] = (
+    # ---- what an admin can set
+    Rule("repeat_seconds", "report_timeout", "a lost message is repeated first"),
+    Rule("lease", "enter_timeout", "a lost node is found by its lease first", equal=True),
+    Rule("lease", "report_timeout", "a lost node is found by its lease first", equal=True),
+    Rule("heartbeat_period", "restart_grace", "agents come back at their next heartbeat", equal=True),
+    Rule("report_timeout", "regroup_seconds", "survivors that do not stop are found by that first"),
+    Rule("fault_grace", "report_timeout", "the cause of a fault must show before survivors are given up"),
+    Rule(
+        "slurm_poll_seconds + slurm_timeout",
+        "isolate_seconds",
+        "one command to Slurm may fail by its time-out and be repeated",
+        slurm=True,
+    ),
+    # ---- against what is fixed in agents and ranks
+    Rule("agent.PLANNED_SECONDS", "report_timeout", "a restart-mode script may take so long to save its state"),
+    Rule("restart_grace", "agent.ORPHAN_SECONDS", "agents must still be there when the controller is back"),
+    Rule(
+        "report_timeout + enter_timeout + restart_grace",
+        "rank.PLAN_TIMEOUT",
+        "stopped ranks must not give up while the controller waits for the others",
+    ),
+    Rule(
+        "restart_seconds",
+        "rank.PLAN_TIMEOUT",
+        "at a job's fewest nodes its stopped ranks wait for the one that is started again",
+        equal=True,
+    ),
+    Rule("hang_outside_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a rank's checkpoint"),
+    Rule("first_iteration_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a late rank"),
+    # ---- among what is fixed
+    Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
+    Rule(
+        "protocol.TIME_LIMIT + controller.UNMUNGE_SECONDS",
+        "agent.REGISTER_TIMEOUT",
+        "munge on both sides may be slow once",
+    ),
+    Rule("agent.PERIODS[1]", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
+    Rule("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
+    Rule(
+        "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"
+    ),
+    Rule("rank.CONNECT_SECONDS", "rank.ENTER_TIMEOUT", "several tries"),
+    Rule("rank.ENTER_TIMEOUT", "rank.COLLECTIVE_TIMEOUT", "quick to give up while connecting, patient in training"),
+    Rule("rank.COLLECTIVE_TIMEOUT", "rank.BOUNDARY_TIMEOUT", "a newcomer waits for a whole iteration"),
+    Rule("node.REPORT_SECONDS", "node.BUDGET_SECONDS", "the report is part of the checks' time"),
+    Rule("prolog.UNICRON_HEALTH_SECONDS", "slurm.BatchStartTimeout", "a batch job starts after its prolog"),
+    Rule("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
+    Rule("controller.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
+    Rule("process.CONNECTIONS", "service.LimitNOFILE", "each connection is an open file"),
+)
+
+
+def number(value: float) -> str:
+    """As people write it: no exponent, no trailing zeros."""
+    return format(value, ".10g")
+
+
+def fixed(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
+    """The values of LIMITS by key, and what is wrong with those that the environment sets.
+
+    The variables are those of jobs; a site that sets one for all its jobs sets it for unicrond as well.
+    """
+    values, found = {}, []
+    for limit in LIMITS:
+        values[limit.key] = limit.value
+        if limit.variable and (text := environment.get(limit.variable)):
+            try:
+                values[limit.key] = float(text)
+            except ValueError:
+                values[limit.key] = math.nan
+            if not 0 <= values[limit.key] < math.inf:
+                del values[limit.key]
+                found.append(f"{limit.variable} = {text!r} must be a number of seconds, 0 or more")
+    return values, found
+
+
+def contradictions(values: Mapping[str, float], slurm: bool = True) -> list[str]:
+    """Every rule that is broken, in one line each. A rule with a name that has no value is left out."""
+    found = []
+    for rule, low, high in _known(values, slurm):
+        if low < high or (rule.equal and low == high):
+            continue
+        # Whoever reads it wants to know first what to change: a field, and of two fields the larger.
+        if _settable(rule.high) or not _settable(rule.low):
+            subject, words, other = (rule.high, high), "at least" if rule.equal else "above", (rule.low, low)
+        else:
+            subject, words, other = (rule.low, low), "at most" if rule.equal else "below", (rule.high, high)
+        found.append(f"{_text(*subject)} must be {words} {_text(*other)}: {rule.why}")
+    return found
+
+
+def ladder(values: Mapping[str, float], slurm: bool = True) -> list[str]:
+    """The rules with their values, in one line each."""
+    return [
+        f"{_text(rule.low, low)} {'<=' if rule.equal else '<'} {_text(rule.high, high)}: {rule.why}"
+        for rule, low, high in _known(values, slurm)
+    ]
+
+
+def names(side: str) -> list[str]:
+    """The names in one side of a rule."""
+    return side.split(" + ")
+
+
+def label(side: str) -> str:
+    """One side of a rule as an admin knows it: variables of the environment in place of constants."""
+    return " + ".join(_LABELS.get(name, name) for name in names(side))
+
+
+_LABELS = {
+    "lease": "heartbeat_period x lease_periods",
+    **{limit.key: limit.variable for limit in LIMITS if limit.variable},
+}
+
+
+def _known(values: Mapping[str, float], slurm: bool) -> Iterable[tuple[Rule, float, float]]:
+    for rule in RULES:
+        wanted = (*names(rule.low), *names(rule.high))
+        if all(name in values for name in wanted) and (slurm or not rule.slurm):
+            low, high = (sum(values[name] for name in names(side)) for side in (rule.low, rule.high))
+            yield rule, low, high
+
+
+def _settable(side: str) -> bool:
+    return any("." not in name for name in names(side))
+
+
+def _text(side: str, value: float) -> str:
+    return f"{label(side)} = {number(value)}"

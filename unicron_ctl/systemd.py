@@ -1,0 +1,71 @@
+"""What unicrond tells systemd: that it is ready, reloads, stops, and that its loop turns (sd_notify(3), Type=notify).
+
+Nothing here raises or waits: a service manager that does not listen must not stop the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+log = logging.getLogger("unicron.systemd")
+
+
+class SystemdNotifier:
+    """Does nothing where there is no systemd. `watchdog_seconds` is 0 where no watchdog waits for this process."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        # A leading @ stands for the zero byte of an abstract address (unix(7)).
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self.watchdog_seconds = _watchdog_seconds(environment) if address else 0.0
+        self._last: float | None = None
+        self._failed = False
+
+    def ready(self) -> None:
+        """The start, or a reload, is over."""
+        self._tell("READY=1")
+
+    def reloading(self) -> None:
+        """The configuration is being read again; `ready` follows."""
+        self._tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        self._tell("STOPPING=1")
+
+    def watchdog(self, now: float) -> None:
+        """To be called at each turn of the loop; systemd hears of it twice per watchdog period.
+
+        now: seconds of any clock that never goes backwards.
+        """
+        if not self.watchdog_seconds:
+            return
+        if (self._last is None or now - self._last >= self.watchdog_seconds / 2) and self._tell("WATCHDOG=1"):
+            self._last = now
+
+    def _tell(self, state: str) -> bool:
+        if not self._address:
+            return False
+        try:
+            with socket.socket(
+                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+            ) as channel:
+                channel.sendto(state.encode(), self._address)
+        except OSError as error:
+            if not self._failed:  # once: a watchdog would repeat it at each turn
+                log.warning("systemd does not hear %s: %s", state.partition("\n")[0], error.strerror or error)
+            self._failed = True
+            return False
+        self._failed = False
+        return True
+
+
+def _watchdog_seconds(environment: Mapping[str, str]) -> float:
+    """After how long a silence systemd ends this process (sd_watchdog_enabled(3))."""
+    microseconds, process = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
+    if not microseconds.isdecimal() or (process and process != str(os.getpid())):
+        return 0.0
+    return int(microseconds) / 1e6
