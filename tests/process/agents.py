@@ -197,6 +197,7 @@ class FakeController:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an agent that connects again is the same one
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._route = b""
 
@@ -219,11 +220,15 @@ class FakeController:
         """The next status of a rank that fits."""
         return self.status(lambda status: slot in status.ranks and fits(status.ranks[slot]), what).ranks[slot]
 
-    def welcome(self) -> wire.Status:
+    def welcome(self, heartbeat_period: float = 0.5, **settings: float) -> wire.Status:
         """Take the agent in; returns its first status."""
         self.hear(lambda message: isinstance(message, wire.Register), "the registration")
-        self.send(wire.Welcome(heartbeat_period=0.5, controller="test"))
+        self.send(wire.Welcome(heartbeat_period=heartbeat_period, controller="test", **settings))
         return self.status()
+
+    def plan(self, plan: wire.Plan, slots: list[int]) -> None:
+        """Send the agent with these slots its share."""
+        self.send(wire.share(plan, wire.common(plan), slots))
 
     def send(self, message: wire.Message | bytes) -> None:
         """To the agent that spoke last."""

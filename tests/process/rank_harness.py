@@ -20,6 +20,7 @@ import zmq
 
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
+from unicron_ctl.agent.sockets import for_rank
 from unicron_ctl.controller import resume
 from unicron_ctl.protocol import wire
 
@@ -245,10 +246,11 @@ class Ranks:
         ]
 
     def _send(self, message: wire.Message, slots: list[int]) -> None:
-        data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": 1})
+        common = wire.common(message) if isinstance(message, wire.Plan) else None
         for slot in slots:
             if slot in self.identities and self.ranks[slot].alive:
-                self.socket.send_multipart([self.identities[slot], data])
+                told = message if common is None else wire.whole(wire.share(message, common, [slot]))
+                self.socket.send_multipart([self.identities[slot], for_rank(told)])
 
     def _admit(self) -> None:
         """The first generation, or an offer for newcomers; waits until all members run in it."""

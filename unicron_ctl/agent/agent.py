@@ -7,11 +7,11 @@ controller says.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -29,69 +29,63 @@ from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
-from unicron_ctl.agent.store import StoreProcess
+from unicron_ctl.agent.sockets import bind_ranks, connect_controller, for_rank, socket_folder
+from unicron_ctl.agent.step_reports import StepReports
+from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
-from unicron_ctl.errors import one_line
+from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.encryption import public_key, secure_client
 from unicron_ctl.protocol.munge import make_credential
 
 REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
-QUIET_SECONDS = 0.2  # at most one unhurried status per this time
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 PERIODS = (0.01, 60.0)  # heartbeat periods that make sense, in seconds
+PROGRESS_PERIODS = (0.05, 60.0)  # the same for news of mere progress
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
 class Agent:
     """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
 
-    Raises zmq.ZMQError for an address that is none. `exit_code` is None until the element is over.
+    `exit_code` is None until the element is over. Raises zmq.ZMQError for an address that is none, UserError for a
+    wrong configuration.
     """
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
-        self.identity, key = uuid.uuid4().hex, public_key()
+        self.identity = uuid.uuid4().hex
         self._context = zmq.Context()
-        self._controller = self._context.socket(zmq.DEALER)
-        self._controller.setsockopt(zmq.IDENTITY, f"{place.label}.{self.identity[:8]}".encode())
-        self._controller.setsockopt(zmq.LINGER, 500)
-        self._controller.setsockopt(zmq.SNDHWM, 10000)
-        self._controller.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._controller.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._controller.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
-        secure_client(self._controller, key)
         try:
-            self._controller.connect(address)
-        except zmq.ZMQError:
+            self._controller = connect_controller(self._context, address, f"{place.label}.{self.identity[:8]}")
+        except (zmq.ZMQError, UserError):
             self._context.destroy(linger=0)
             raise
-        self._folder = _socket_folder(f"unicron-{place.label}-")
-        endpoint = f"ipc://{self._folder}/ranks"
-        self._channel = self._context.socket(zmq.ROUTER)
-        self._channel.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
-        self._channel.bind(endpoint)
-        self._endpoint = endpoint
+        self._folder = socket_folder(f"unicron-{place.label}-")
+        self._channel, self._endpoint = bind_ranks(self._context, self._folder)
         self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
-        environment = rank_environment(place, endpoint, dict(os.environ))
-        self.ranks = {slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)}
+        environment = rank_environment(place, self._endpoint, dict(os.environ))
+        self.ranks: dict[int, Rank] = {
+            slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
+        }
         self._trials = Trials(place.job, self._controller, address, self.ranks, self._tell, self._send, self._complain)
         self._identities: dict[int, bytes] = {}
         self._vitals, self._sampling = Vitals(), Sampling(self._folder)
-        self._store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
-        self._period = 1.0
+        self._steps = StepReports(place.job, place.element, self.identity)
+        self._store: Store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
+        self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
         self._welcomed = self._registered = False
         self._last_register = self._last_status = self._last_heard = 0.0
-        self._dirty = False
+        self._dirty = False  # there is progress that the last status does not tell
+        self._number = 0  # of the last status
         self.exit_code: int | None = None
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
         self._stop_seconds = STOP_SECONDS
         self._complaints: Counter[str] = Counter()
+        self._lost_steps = False  # some, and it was said
         self._poller = zmq.Poller()
         for socket in (self._controller, self._channel):
             self._poller.register(socket, zmq.POLLIN)
@@ -140,22 +134,24 @@ class Agent:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        wait = min(self._period, QUIET_SECONDS if self._dirty else self._period) - (now - self._last_status)
+        wait = min(self._status_period() - (now - self._last_status), self._steps.wait(now))
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
+        self._send_steps(now)
         self._send_metrics(now)
-        if self._trials.due():
-            self._send_status()
-        if now - self._last_status >= (QUIET_SECONDS if self._dirty else self._period):
+        if self._trials.due() or now - self._last_status >= self._status_period():
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
             self._register()
         self._end_if_over(now)
 
+    def _status_period(self) -> float:
+        return min(self._period, self._progress_period) if self._dirty else self._period
+
     def _serve(self, seconds: float) -> None:
         """Wait up to `seconds` for something to happen, and deal with all that has."""
-        for descriptor, _ in self._poller.poll(max(0, int(seconds * 1000))):
+        for descriptor, _ in self._poller.poll(max(0, math.ceil(seconds * 1000))):
             if descriptor is self._controller:
                 while self._controller.poll(0) and self.exit_code is None:
                     self._from_controller()
@@ -295,13 +291,17 @@ class Agent:
         while self._channel.poll(0):
             identity, *frames = self._channel.recv_multipart()
             self._from_rank(identity, frames[-1] if frames else b"")
+        self._send_steps(time.monotonic())
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:
             message = msgpack.unpackb(data)
             rank = self.ranks[message["slot"]]
-            if message["kind"] in ("step", "timing"):
-                self._forward(message)
+            if message["kind"] == "step":
+                self._steps.add(message, time.monotonic())
+                return
+            if message["kind"] == "timing":
+                self._send(msgspec.convert({**message, "job": self.place.job, "v": wire.VERSION}, wire.Timing))
                 return
             if message["incarnation"] != rank.status.incarnation:
                 return  # of a process that has been replaced
@@ -318,13 +318,6 @@ class Agent:
         self._complaints[peer] += 1
         if self._complaints[peer] <= COMPLAINTS:
             self._complain(f"dropped a bad message of {peer}: {why[:300]}")
-
-    def _forward(self, message: dict[str, Any]) -> None:
-        kind = {"step": wire.Step, "timing": wire.Timing}[message["kind"]]
-        fields = {
-            name: message[name] for name in kind.__struct_fields__ if name in message and name not in ("v", "job")
-        }
-        self._send(msgspec.convert({**fields, "kind": message["kind"], "job": self.place.job}, kind))
 
     def _register(self) -> None:
         self._last_register = time.monotonic()
@@ -343,19 +336,28 @@ class Agent:
         )
 
     def _send_status(self, leaving: str = "") -> None:
-        self._last_status, self._dirty = time.monotonic(), False
-        self._vitals.update(self.ranks.values(), self._last_status)
+        now = time.monotonic()
+        self._send_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
+        self._last_status, self._dirty = now, False
+        self._vitals.update(self.ranks.values(), now)
+        self._number += 1
         self._send(
             wire.Status(
                 job=self.place.job,
                 element=self.place.element,
                 agent=self.identity,
                 sent=time.time(),
+                number=self._number,
                 store=f"{self.place.address}:{self._store.port}" if self._store.port else "",
                 leaving=leaving,
                 ranks={slot: rank.status for slot, rank in self.ranks.items()},
             )
         )
+
+    def _send_steps(self, now: float, leaving: bool = False) -> None:
+        running = {} if leaving else {slot: rank.status.generation for slot, rank in self.ranks.items() if rank.running}
+        for message in self._steps.take(now, running):
+            self._send(message)
 
     def _send_node_events(self, again: bool = False) -> None:
         for event in self._node.take(self.place.job, self.place.element, self.identity, again) if self._node else ():
@@ -365,41 +367,44 @@ class Agent:
         sample = self._sampling.turn(now)
         if sample is not None:
             ranks = self._vitals.sample(self.ranks.values(), now)
-            own = {"job": self.place.job, "element": self.place.element, "agent": self.identity}
-            self._send(wire.Metrics(**own, host=sample.host, node=sample.node, ranks=ranks))
+            job, element, agent = self.place.job, self.place.element, self.identity
+            host, node = sample.host, sample.node
+            self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))
 
     def _send(self, message: wire.Message) -> None:
         if self._trials.muted:
             return
         try:
             self._controller.send(wire.encode(message), zmq.DONTWAIT)
-        except zmq.Again:
-            pass  # the queue to a controller that is away is full; the next status tells everything again
+        except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
+            if isinstance(message, wire.Steps) and not self._lost_steps:
+                self._lost_steps = True
+                self._complain("the controller has been away for too long: reports of steps are lost until it is back")
 
     def _from_controller(self) -> None:
+        data = self._controller.recv()
+        if self._trials.muted:
+            return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
-            message = wire.decode(self._controller.recv(), wire.ToAgent)
+            message = wire.decode(data, wire.ToAgent)
+            self._last_heard = time.monotonic()
+            self._obey(message)
         except wire.BadMessage as error:
             self._drop("the controller", str(error))
-            return
-        self._last_heard = time.monotonic()
+
+    def _obey(self, message: Any) -> None:
+        """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
         match message:
             case wire.Welcome():
-                if not PERIODS[0] <= message.heartbeat_period <= PERIODS[1]:
-                    self._drop("the controller", f"a heartbeat period of {message.heartbeat_period} s")
-                    return
-                self._period, self._welcomed = message.heartbeat_period, True
-                self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
-                if self._registered:
-                    self._send_status()
-                    self._send_node_events(again=True)
-                self._registered = True
+                self._on_welcome(message)
             case wire.Ping():
                 self._send_status()
             case wire.Refused():
                 self._on_refused(message)
-            case wire.Break() | wire.Plan():
+            case wire.Break():
                 self._to_ranks(message)
+            case wire.PlanShare():
+                self._to_ranks(wire.whole(message))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
@@ -414,6 +419,21 @@ class Agent:
                 self._dump(message)
             case wire.End():
                 self._on_end(message)
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        for name, value, (least, most) in (
+            ("heartbeat period", message.heartbeat_period, PERIODS),
+            ("progress period", message.progress_seconds, PROGRESS_PERIODS),
+        ):
+            if not least <= value <= most:
+                raise wire.BadMessage(f"a {name} of {value} s")
+        self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
+        self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        self._welcomed = True
+        if self._registered:
+            self._send_status()
+            self._send_node_events(again=True)
+        self._registered = True
 
     def _on_end(self, message: wire.End) -> None:
         """A job that trained to its end lets its scripts finish: they may save something after the last iteration."""
@@ -442,25 +462,15 @@ class Agent:
             self._register()
 
     def _to_ranks(self, message: wire.Break | wire.Plan) -> None:
-        data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": wire.VERSION})
+        data = for_rank(message)
         for slot, identity in self._identities.items():
             if self.ranks[slot].alive:
                 self._channel.send_multipart([identity, data])
 
     def _tell(self, slot: int, message: wire.Message) -> None:
         if slot in self._identities and self.ranks[slot].alive:
-            data = msgpack.packb(msgspec.to_builtins(message, str_keys=False) | {"v": wire.VERSION})
-            self._channel.send_multipart([self._identities[slot], data])
+            self._channel.send_multipart([self._identities[slot], for_rank(message)])
 
     def _complain(self, text: str) -> None:
         with contextlib.suppress(OSError):
             print(f"unicron: {self.place.label} on {self.place.node}: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def _socket_folder(prefix: str) -> str:
-    """A private folder whose sockets' paths are short enough."""
-    folder = tempfile.mkdtemp(prefix=prefix)
-    if len(folder) + len("/ranks") <= MAX_ENDPOINT:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix=prefix, dir="/tmp")

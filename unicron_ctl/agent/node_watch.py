@@ -45,7 +45,7 @@ class NodeWatch:
         self._stop_read, self._stop = os.pipe2(os.O_CLOEXEC)
         self._faults = KernelFaults(classifier)
         self._log: KernelLog | None = None
-        self._lines, self._links = 0, None
+        self._lines = 0  # of the kernel log, since the last tick
         self.oom = OomKills(counter_file() if options.node_events else None)
         self._thread: threading.Thread | None = None
         if options.node_events:
@@ -97,7 +97,7 @@ class NodeWatch:
         poll = select.poll()
         poll.register(self._stop_read, select.POLLIN)
         try:
-            self._links = LinkWatch(links)
+            watched = LinkWatch(links)
             next_links, next_tick = time.monotonic() + self._seconds, 0.0
             while True:
                 if self._log is not None and self._log.pollable and self._lines < LINES_PER_SECOND:
@@ -112,7 +112,7 @@ class NodeWatch:
                     self._memory()
                 if now >= next_links:
                     next_links = now + self._seconds
-                    for name, rises in self._links.look().items():
+                    for name, rises in watched.look().items():
                         self._tell("link", describe(name, rises, self._seconds), name, rises)
         except Exception as error:  # the watch is a help, never a reason to lose the agent
             self._say(f"the node is not watched any more: {type(error).__name__}: {error}")

@@ -101,7 +101,7 @@ class FreePort:
         self.port: int | None = None
 
     def start(self) -> None:
-        """Find a new one: never one of the last 200, whose late clients may still try."""
+        """Find a new one: never one of the last 200, whose late clients may still try. There is nothing to poll."""
         self.close()
         while self.port is None:
             port = FIRST_PORT + random.randrange(PORTS)
@@ -132,7 +132,8 @@ class RestartAgent(Agent):
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
-        self.ranks.update({slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)})
+        self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
+        self.ranks.update(self._plain)
         self._store = FreePort()
         self._base = {
             **{name: value for name, value in os.environ.items() if name not in NOT_FOR_PROGRAMS},
@@ -156,7 +157,7 @@ class RestartAgent(Agent):
             return
         ready = [
             rank
-            for rank in self.ranks.values()
+            for rank in self._plain.values()
             if rank.status.state == "waiting" and rank.status.broken < plan.generation
         ]
         if not ready:
@@ -173,7 +174,7 @@ class RestartAgent(Agent):
         self._send_status()
 
     def _break(self, generation: int, lost: bool) -> None:
-        if any([rank.break_(generation) for rank in self.ranks.values()]):
+        if any([rank.break_(generation) for rank in self._plain.values()]):
             now = time.monotonic()
             young = lost and now - self._began < YOUNG_SECONDS
             self._term_at = now + (OWN_END_SECONDS if young else 0.0)
@@ -183,7 +184,7 @@ class RestartAgent(Agent):
 
     # ------------------------------------------------------------ time
     def _breaking(self) -> list[PlainRank]:
-        return [rank for rank in self.ranks.values() if rank.breaking is not None]
+        return [rank for rank in self._plain.values() if rank.breaking is not None]
 
     def _press(self) -> None:
         """Ends the processes of a broken world, without waiting for them."""
@@ -211,8 +212,13 @@ class RestartAgent(Agent):
 
 
 def world_of(plan: wire.Plan, place: Place) -> World:
-    """The place of this node in the plan's world: its members' nodes in order of their slots."""
+    """The place of this node in the plan's world: its members' nodes in order of their slots.
+
+    Raises BadMessage for a plan whose store has no port.
+    """
     per_node = place.settings.ranks_per_node
     host, _, port = plan.store.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
     return World(elements.index(place.element), len(elements), per_node, host, int(port))

@@ -57,6 +57,11 @@ class Rank:
         """Its process runs."""
         return self.child is not None
 
+    @property
+    def running(self) -> bool:
+        """It trains in its generation, and nothing says that it is about to end."""
+        return self.status.state == "running" and self.status.end is None
+
     def heard(self, message: dict[str, Any]) -> bool:
         """Take in a `rank` or `fault` message of the rank's process; True when the controller should know at once.
 
@@ -65,14 +70,14 @@ class Rank:
         if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
             return False  # of a process that has been replaced
         if message["kind"] == "fault":
-            fields = {name: message[name] for name in ("type", "text", "at", "traceback") if name in message}
-            lived = time.time() - self.child.started if self.child else 0.0
-            self.status.fault = msgspec.convert({**fields, "fatal": True, "lived": lived}, wire.Fault)
+            said = ("type", "text", "at", "traceback")
+            fields: dict[str, Any] = {name: message[name] for name in said if name in message}
+            fields |= {"fatal": True, "lived": time.time() - self.child.started if self.child else 0.0}
+            self.status.fault = msgspec.convert(fields, wire.Fault)
             self.status.changed = time.time()
             return True
-        values = msgspec.to_builtins(self.status, str_keys=False) | {
-            name: value for name, value in message.items() if name in _rank_fields and name not in AGENTS_OWN
-        }
+        values: dict[str, Any] = msgspec.to_builtins(self.status, str_keys=False)
+        values |= {name: value for name, value in message.items() if name in _rank_fields and name not in AGENTS_OWN}
         if message["kind"] != "rank" or values["state"] not in RANK_STATES:
             raise ValueError(f"{message['kind']!r} with the state {values['state']!r}")
         before = self.status

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import IO
 
 import msgspec
 
@@ -51,7 +52,7 @@ class Sampling:
                 self._start(now)
             return None
         try:
-            data = os.read(self._child.stdout.fileno(), LINE_BYTES)
+            data = os.read(_output(self._child).fileno(), LINE_BYTES)
         except BlockingIOError:
             if now - self._heard > SILENT_PERIODS * self._seconds:
                 self._drop(now)
@@ -82,7 +83,7 @@ class Sampling:
         except OSError:
             self._due = now + self._seconds
             return
-        os.set_blocking(self._child.stdout.fileno(), False)
+        os.set_blocking(_output(self._child).fileno(), False)
         self._buffer, self._heard = b"", now
 
     def _drop(self, now: float) -> None:
@@ -94,8 +95,13 @@ class Sampling:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
-            child.stdout.close()
+            _output(child).close()
             try:
                 child.wait(0.2)
             except subprocess.TimeoutExpired:
                 pass
+
+
+def _output(child: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert child.stdout is not None  # it was started with a pipe
+    return child.stdout

@@ -7,8 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 TRIES = 3
+
+
+class Store(Protocol):
+    """What an agent needs of a store. port: None until it answers. python: the interpreter that runs it, if any."""
+
+    python: str
+    port: int | None
+
+    def start(self) -> int | None:
+        """Start it; returns the descriptor to poll, None when there is none."""
+
+    def read(self, descriptor: int) -> bool:
+        """Take in what it printed; False when it has ended."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class StoreProcess:

@@ -101,6 +101,9 @@ def test_the_world_of_a_plan_is_torchruns():
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "20123",
     }
+    for nowhere in ("", "10.0.0.1", "10.0.0.1:", "10.0.0.1:http"):
+        with pytest.raises(wire.BadMessage, match="has no port"):
+            world_of(wire.Plan(generation=3, members=plan.members, store=nowhere, prefix=""), place)
 
 
 def test_ports_are_free_and_new_each_time():

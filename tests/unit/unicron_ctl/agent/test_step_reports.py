@@ -1,0 +1,166 @@
+"""What the ranks of a node report of an iteration leaves the agent as one message, and always before a rank's end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.agent.step_reports import MERGE_SECONDS, StepReports
+from unicron_ctl.protocol import wire
+
+PHASES = {name: float(number) for number, name in enumerate(wire.PHASES)}
+
+
+def report(slot: int, iteration: int, generation: int = 1, **more: Any) -> dict[str, Any]:
+    """As a rank sends it."""
+    said = {"v": 1, "kind": "step", "slot": slot, "incarnation": 0, "pid": 7, "generation": generation}
+    said |= {"iteration": iteration, "micro_batches": [slot], "computed": [slot], "total": 8, "seconds": 0.5}
+    return said | {"loss": 2.0, "phases": PHASES, "at": 1000.0 + slot} | more
+
+
+def running(*slots: int, generation: int = 1) -> dict[int, int]:
+    return dict.fromkeys(slots, generation)
+
+
+def told(messages: list[wire.Steps]) -> list[tuple[int, int, list[int]]]:
+    """(generation, iteration, slots) of each."""
+    return [(each.generation, each.iteration, [rank.slot for rank in each.ranks]) for each in messages]
+
+
+@pytest.fixture
+def steps() -> StepReports:
+    return StepReports("7", 2, "agent")
+
+
+def test_an_iteration_of_all_running_ranks_is_one_message(steps):
+    steps.add(report(5, 3), 10.0)
+    assert steps.take(10.0, running(4, 5)) == []
+    steps.add(report(4, 3, computed=[4, 4], phases={}), 10.01)
+    (message,) = steps.take(10.01, running(4, 5))
+    assert message == wire.Steps(
+        job="7",
+        element=2,
+        agent="agent",
+        generation=1,
+        iteration=3,
+        total=8,
+        at=1005.0,
+        ranks=[
+            wire.RankStep(slot=4, micro_batches=[4], seconds=0.5, loss=2.0, computed=[4, 4]),
+            wire.RankStep(slot=5, micro_batches=[5], seconds=0.5, loss=2.0, phases=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
+        ],
+    )
+    assert wire.decode(wire.encode(message)) == message
+    assert steps.take(99.0, running(4, 5)) == [] and steps.wait(99.0) == float("inf"), "nothing is said twice"
+
+
+def test_only_ranks_of_the_same_generation_are_waited_for(steps):
+    steps.add(report(0, 3, generation=2), 10.0)
+    assert told(steps.take(10.0, {0: 2, 1: 1})) == [(2, 3, [0])]
+
+
+def test_an_incomplete_iteration_waits_no_longer_than_its_time(steps):
+    steps.add(report(0, 3), 10.0)
+    assert steps.wait(10.0) == pytest.approx(MERGE_SECONDS)
+    assert steps.take(10.0 + MERGE_SECONDS * 0.9, running(0, 1)) == []
+    assert told(steps.take(10.0 + MERGE_SECONDS * 1.01, running(0, 1))) == [(1, 3, [0])]
+
+
+def test_who_is_late_is_a_message_of_its_own_that_waits_for_nobody_who_has_reported(steps):
+    everyone = running(0, 1, 2)
+    steps.add(report(0, 3), 10.0)
+    assert told(steps.take(11.0, everyone)) == [(1, 3, [0])]
+    steps.add(report(1, 3), 11.0)
+    assert steps.take(11.0, everyone) == []
+    steps.add(report(2, 3), 11.01)
+    assert told(steps.take(11.01, everyone)) == [(1, 3, [1, 2])]
+
+
+def test_a_later_iteration_ends_the_wait_for_an_earlier_one(steps):
+    steps.add(report(0, 3), 10.0)
+    steps.add(report(0, 4), 10.01)
+    assert told(steps.take(10.01, running(0, 1))) == [(1, 3, [0])]
+    steps.add(report(1, 3), 10.02)
+    steps.add(report(1, 4), 10.02)
+    assert told(steps.take(10.02, running(0, 1))) == [(1, 3, [1]), (1, 4, [0, 1])]
+    steps.add(report(0, 5), 10.03)
+    steps.add(report(1, 4, generation=2), 10.03)
+    assert told(steps.take(10.03, {0: 1, 1: 1})) == [(1, 5, [0]), (2, 4, [1])], "generations count before iterations"
+
+
+@pytest.mark.parametrize("after", [running(1), running(1) | {0: 2}, {}])
+def test_a_rank_that_runs_no_more_has_proved_its_step_first(steps, after):
+    steps.add(report(0, 3), 10.0)
+    assert steps.take(10.0, running(0, 1)) == []
+    assert told(steps.take(10.0, after)) == [(1, 3, [0])]
+
+
+def test_the_end_of_a_rank_that_did_not_report_ends_the_wait_for_it(steps):
+    steps.add(report(0, 3), 10.0)
+    assert told(steps.take(10.0, running(0))) == [(1, 3, [0])]
+
+
+def test_a_rank_that_reports_an_iteration_again_is_not_merged_with_itself(steps):
+    for loss in (1.0, 2.0):
+        steps.add(report(0, 3, loss=loss), 10.0)
+    messages = steps.take(11.0, running(0, 1))
+    assert [each.ranks[0].loss for each in messages] == [1.0, 2.0]
+
+
+def test_different_totals_stay_apart(steps):
+    steps.add(report(0, 3, total=8), 10.0)
+    steps.add(report(1, 3, total=9), 10.0)
+    messages = steps.take(10.0, running(0, 1))
+    assert [(each.total, len(each.ranks)) for each in messages] == [(8, 1), (9, 1)]
+
+
+@pytest.mark.parametrize("missing", wire.PHASES)
+def test_incomplete_phases_are_none(steps, missing):
+    steps.add(report(0, 3, phases={name: 1.0 for name in PHASES if name != missing}), 10.0)
+    assert steps.take(10.0, running(0))[0].ranks[0].phases == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"loss": {}}, {"slot": None}, {"computed": None}, {"phases": [1.0]}, {"iteration": "3"}, {"micro_batches": [[]]}],
+)
+def test_a_bad_report_is_refused_and_harms_no_other(steps, more):
+    steps.add(report(1, 3), 10.0)
+    with pytest.raises(msgspec.ValidationError):
+        steps.add(report(0, 3) | more, 10.0)
+    assert told(steps.take(10.0, running(1))) == [(1, 3, [1])]
+
+
+REPORTS = st.tuples(st.just("report"), st.integers(0, 2), st.integers(1, 2), st.integers(0, 3))
+STATES = st.tuples(st.just("running"), st.dictionaries(st.integers(0, 2), st.integers(1, 2)))
+WAITS = st.tuples(st.just("wait"), st.sampled_from([0.0, 0.02, 0.06]))
+
+
+@given(st.lists(st.one_of(REPORTS, STATES, WAITS), max_size=40))
+def test_whatever_happens_each_report_leaves_once_and_in_time(story):
+    steps, now, state = StepReports("7", 0, "agent"), 0.0, running(0, 1, 2)
+    said: list[tuple[int, int, int]] = []  # (slot, generation, iteration)
+    heard: list[tuple[int, int, int]] = []
+    since: dict[tuple[int, int], float] = {}
+    for what, *more in story:
+        if what == "report":
+            slot, generation, iteration = more
+            steps.add(report(slot, iteration, generation), now)
+            said.append((slot, generation, iteration))
+            since.setdefault((generation, iteration), now)
+        elif what == "running":
+            state = more[0]
+        else:
+            now += more[0]
+        for message in steps.take(now, state):
+            assert len({rank.slot for rank in message.ranks}) == len(message.ranks)
+            heard += [(rank.slot, message.generation, message.iteration) for rank in message.ranks]
+            since.pop((message.generation, message.iteration), None)
+        assert all(now - began < MERGE_SECONDS for began in since.values())
+        assert all(state.get(slot) == generation for slot, generation, _ in set(said) - set(heard))
+    heard += [(r.slot, m.generation, m.iteration) for m in steps.take(now, {}) for r in m.ranks]
+    assert sorted(heard) == sorted(said)

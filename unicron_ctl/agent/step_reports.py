@@ -1,0 +1,121 @@
+"""The step reports of a node's ranks, merged into one message for each iteration.
+
+The ranks of a node step together, within milliseconds, and each of them says so; the controller's work is to grow with
+nodes, not with ranks. Nothing waits for long, and nothing is left out: what cannot be merged in time is a message of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.protocol import wire
+
+MERGE_SECONDS = 0.05  # an iteration's first report waits this long for the others
+
+
+class Report(msgspec.Struct):
+    """A rank's `step` message, as far as the controller is told of it. Times in seconds; `at` by the rank's clock."""
+
+    slot: int
+    generation: int
+    iteration: int
+    micro_batches: list[int]
+    computed: list[int]
+    total: int
+    seconds: float
+    loss: float
+    at: float
+    phases: dict[str, float] = {}
+
+
+Key = tuple[int, int, int]  # generation, iteration, total: what the reports of one message have in common
+
+
+@dataclass
+class _Group:
+    """The reports that are to go out together. since: when the first of them came."""
+
+    key: Key
+    since: float
+    reports: dict[int, Report] = field(default_factory=dict)
+
+
+class StepReports:
+    """Collects what the ranks of one agent report. `now`: seconds on any clock that does not jump."""
+
+    def __init__(self, job: str, element: int, agent: str) -> None:
+        self._job, self._element, self._agent = job, element, agent
+        self._open: dict[Key, _Group] = {}
+        self._repeated: list[_Group] = []  # closed, since one of their ranks has reported the same iteration again
+        self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last message ...
+        self._told: set[int] = set()  # ... and the slots that have reported it
+
+    def add(self, message: Mapping[str, Any], now: float) -> None:
+        """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
+        report = msgspec.convert(message, Report)
+        key = report.generation, report.iteration, report.total
+        if key in self._open and report.slot in self._open[key].reports:
+            self._repeated.append(self._open.pop(key))
+        self._open.setdefault(key, _Group(key, now)).reports[report.slot] = report
+
+    def take(self, now: float, running: Mapping[int, int]) -> list[wire.Steps]:
+        """The messages that are due, oldest iteration first.
+
+        running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
+        unless a rank has reported a later one, or a rank that has reported it runs no more: the controller is to have
+        the proof before it learns of that end.
+        """
+        messages = [self._message(group) for group in self._repeated]
+        self._repeated = []
+        newest = max(self._open, default=None)
+        for key in sorted(self._open):
+            group = self._open[key]
+            if key != newest or now - group.since >= MERGE_SECONDS or self._complete(group, running):
+                messages.append(self._message(self._open.pop(key)))
+        return messages
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next message is due even if nothing more is reported; infinity when there is none."""
+        return min((group.since + MERGE_SECONDS - now for group in self._open.values()), default=float("inf"))
+
+    def _complete(self, group: _Group, running: Mapping[int, int]) -> bool:
+        generation, iteration, _ = group.key
+        if any(running.get(slot) != generation for slot in group.reports):
+            return True
+        told = self._told if self._last == (generation, iteration) else set()
+        members = {slot for slot, in_generation in running.items() if in_generation == generation}
+        return members <= told | group.reports.keys()
+
+    def _message(self, group: _Group) -> wire.Steps:
+        generation, iteration, total = group.key
+        if self._last != (generation, iteration):
+            self._last, self._told = (generation, iteration), set()
+        self._told |= group.reports.keys()
+        return wire.Steps(
+            job=self._job,
+            element=self._element,
+            agent=self._agent,
+            generation=generation,
+            iteration=iteration,
+            total=total,
+            at=max(report.at for report in group.reports.values()),
+            ranks=[_rank_step(group.reports[slot]) for slot in sorted(group.reports)],
+        )
+
+
+def _rank_step(report: Report) -> wire.RankStep:
+    """The rank's part of the message, without what goes without saying."""
+    measured = all(name in report.phases for name in wire.PHASES)
+    return wire.RankStep(
+        slot=report.slot,
+        micro_batches=report.micro_batches,
+        seconds=report.seconds,
+        loss=report.loss,
+        computed=None if report.computed == report.micro_batches else report.computed,
+        phases=[report.phases[name] for name in wire.PHASES] if measured else [],
+    )
