@@ -14,17 +14,9 @@ from transition.watch import Watch
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def kicks():
-    return Kicks()
-
-
-@pytest.fixture
-def watch(kicks):
-    return Watch(0, kicks)
-
-
-def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
+def test_a_rank_that_stopped_by_itself_is_out_of_its_generation():
+    kicks = Kicks()
+    watch = Watch(0, kicks)
     inside(watch, 4)
     assert watch.give_up() == 4 and watch.lost()
     watch.on_message(broken(4))
@@ -34,7 +26,9 @@ def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
     assert not watch.lost()
 
 
-def test_a_stuck_main_thread_is_freed_until_it_acknowledges(watch, kicks):
+def test_a_stuck_main_thread_is_freed_until_it_acknowledges():
+    kicks = Kicks()
+    watch = Watch(0, kicks)
     inside(watch, 1)
     watch.on_message(broken(1))
     wait_for(lambda: kicks.count >= 3, "it is freed again and again")
