@@ -6,14 +6,16 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest, for example PYTEST_ARGS="tests/unit -x"
 PYTEST_ARGS ?= tests
+# More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
+UNIT_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system plugin demo test lint bench clean
+.PHONY: help venv system plugin demo test test-unit lint bench clean
 help:            ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(STAMP)   ## .venv with all that the demo and the tests need, and the project itself (editable)
 
@@ -37,6 +39,9 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
+	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)
 
 lint: venv       ## ruff, the rules of who may import whom, types
 	$(BIN)/ruff check .

@@ -21,31 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.detection import hostile
-from tests.process.real_job import RealJob
+from tests.support.jobs import AGENT, FOREVER, World
+from tests.support.processes import outside_slurm
 
 # Recalled from the paper (section 3 and its table of detection times), not measured here; our own aims beside them.
 PAPER = {"lost agent": "5.6 s", "process exit": "1.8 s", "exception": "0.3 s", "hang": "3 x D_iter"}
 AIM = {"lost agent": 2.0, "process exit": 0.1, "exception": 0.1}
-SETTINGS = "allow_inject = true\nhang_floor_seconds = 0.25\nheartbeat_period = 1.0\n"
+SETTINGS = "allow_inject = true\nhang_floor_seconds = 0.25\nheartbeat_period = 1.0\nlease_periods = 1.8\n"
 NODES, LEARNED = 2, 13  # iterations after which a deadline is known
 
 
-def trains(job: RealJob, more: int = LEARNED) -> None:
+def trains(job: World, more: int = LEARNED) -> None:
     """Both nodes train again, and the deadline is learned."""
 
-    def whole(now: dict[str, Any] | None) -> bool:
+    def healed() -> bool:
         """All are in it, and not because the last failure has only just been seen."""
-        healed = now is not None and (now["last_failure"] is None or now["last_failure"]["stepped_at"])
-        return bool(healed) and now["members"] == list(range(NODES)) and now["state"] == "running"
+        last = job.job().get("last_failure")
+        return job.trains(range(NODES)) and (last is None or bool(last["stepped_at"]))
 
-    job.wait(lambda: whole(job.job()), "training")
-    before = job.job()["iteration"]
-    job.wait(lambda: job.job()["iteration"] >= before + more, "iterations")
+    job.wait(healed, "training")
+    job.trains_on(range(NODES), more)
 
 
-def once(job: RealJob, fault: str) -> dict[str, Any]:
+def once(job: World, fault: str) -> dict[str, Any]:
     """One fault into slot 1, and what the controller made of it."""
-    known = {failure["id"] for failure in job.status()["failures"]}
+    known = {failure["id"] for failure in job.failures()}
     usual, pid = job.job()["iteration_seconds"] or 0.0, job.rank(1)["pid"]
     began = time.time()
     if fault == "process exit":
@@ -53,10 +53,10 @@ def once(job: RealJob, fault: str) -> dict[str, Any]:
     elif fault == "hang":
         os.kill(pid, signal.SIGSTOP)
     elif fault == "lost agent":
-        job.agents[1].kill()
+        job.agents[1].process.kill()
     else:
         job.ask("inject", fault="exception:cuda", job="7", slot=1)
-    seen = job.wait(lambda: next((f for f in job.status()["failures"] if f["id"] not in known), None), fault)
+    seen = job.wait(lambda: next((f for f in job.failures() if f["id"] not in known), None), fault)
     if fault == "lost agent":
         job.agents[1].wait()
         job.start_agent(1)
@@ -78,7 +78,7 @@ def measure(rounds: int) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in PAPER}
     with (
         tempfile.TemporaryDirectory(prefix="unicron-detection-") as folder,
-        RealJob(Path(folder), NODES, SETTINGS, TINY_ITERATIONS="1000000", TINY_SAVE="0", TINY_SLOW="0.02") as job,
+        World(Path(folder), NODES, SETTINGS, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job,
     ):
         for _ in range(rounds):
             for name in found:
@@ -91,15 +91,15 @@ def attack(count: int) -> dict[str, Any]:
     """Hostile messages to a controller with a job that trains, and to an agent with a rank that lives."""
     with (
         tempfile.TemporaryDirectory(prefix="unicron-hostile-") as folder,
-        RealJob(Path(folder), 1, TINY_ITERATIONS="1000000", TINY_SAVE="0", TINY_SLOW="0.02") as job,
+        World(Path(folder), 1, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job,
     ):
-        job.wait(lambda: job.job() and job.job()["iteration"] >= 3, "training")
+        job.wait(lambda: job.trains([0], 3), "training")
         before = job.job()
         hostile.to_controller(job.address, count, seed=1)
         job.wait(lambda: job.job()["iteration"] > before["iteration"] + 3, "training under attack")
         after = job.job()
         controller = {
-            "alive": job.controller.poll() is None,
+            "alive": job.alive,
             "same_generation": after["generation"] == before["generation"],
             "failures": after["failures"],
         }
@@ -115,10 +115,9 @@ def _attack_agent(count: int) -> dict[str, Any]:
         "UNICRON_NODE_ADDRESS": "127.0.0.1",
         "UNICRON_REGISTER_TIMEOUT": "60",
         "UNICRON_MODE": "session",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-m", "unicron_ctl.agent.main", "run", "--", "sleep", "600"]
-    agent = subprocess.Popen(command, env=hostile.environment() | place, stderr=subprocess.DEVNULL)
+    command = [*AGENT, "run", "--", "sleep", "600"]
+    agent = subprocess.Popen(command, env=outside_slurm() | place, stderr=subprocess.DEVNULL)
     try:
         statuses = attacker.attack(count, seed=2)
         return {"alive": agent.poll() is None, "statuses_afterwards": statuses}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
 import socket
+import time
 
 import msgspec
 import zmq
 
+from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
 
 
@@ -17,12 +19,15 @@ def _valid(rng: random.Random) -> list[bytes]:
     settings = wire.Settings(name="x", user="y")
     slot = rng.randrange(-2, 5)
     ranks = {slot: wire.RankStatus(state="running", done=[1, 2])}
+    plan = wire.Plan(generation=-1, members=[], store="x", prefix="y", assignment={1: [-1]})
+    endless = wire.PlanCommon(generation=2**62, members=[(0, 2**60)], store="x", prefix="y")
     messages: list[msgspec.Struct] = [
         # Not of the running job: without munge a well-formed registration for it is a restarted agent's, and obeyed.
         wire.Register(job="99", element=slot, agent="x", node="n", address="a", slots=[slot], settings=settings),
         wire.Status(job="7", element=slot, agent="x", sent=1.0, ranks=ranks),
-        wire.Step(job="7", slot=slot, generation=1, iteration=2**40, micro_batches=[-1, 2**40], computed=[], total=-5,
-                  seconds=float("nan"), loss=float("inf"), at=-1.0, phases={"data": float("nan")}),
+        wire.Steps(job="7", element=slot, agent="x", generation=1, iteration=2**40, total=-5, at=-1.0, ranks=[
+            wire.RankStep(slot=slot, micro_batches=[-1, 2**40], seconds=float("nan"), loss=float("inf"), computed=[],
+                          phases=[float("nan")] * rng.randrange(9))]),
         wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
         wire.Metrics(job="7", element=slot, agent="x", node={"cpu_busy": float("nan"), "x" * 500: 1e308},
                      ranks={slot: {"rank_cpu": -1.0}}),
@@ -31,7 +36,8 @@ def _valid(rng: random.Random) -> list[bytes]:
         wire.Ask(what="inject", args={"fault": "rank-kill", "job": "7", "slot": 0}),
         wire.Ask(what="x" * 1000, args={"a": [1] * 1000}),
         wire.Break(generation=2**62, lost=[-1], reason=""),
-        wire.Plan(generation=-1, members=[], store="x", prefix="y", assignment={1: [-1]}),
+        wire.share(plan, wire.common(plan), [1]),
+        wire.PlanShare(common=msgspec.Raw(wire.encode(endless)), assignment={1: [-1]}),
         wire.StartRank(slot=99, incarnation=2**40, reason=""),
         wire.StopRank(slot=-1, incarnation=0, reason=""),
         wire.Stacks(slot=99, incarnation=0),
@@ -81,48 +87,28 @@ def to_controller(address: str, count: int, seed: int) -> None:
         context.destroy(linger=0)
 
 
-class HostileController:
+class HostileController(FakeController):
     """In the place of a controller: welcomes an agent, then sends it nonsense. Destructive orders that are well formed
     are left out, since obeying them is right."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
 
     def attack(self, count: int, seed: int) -> int:
         """Returns how many statuses the agent sent afterwards, within two seconds."""
         rng = random.Random(seed)
-        route = self._hear(wire.Register, 60_000)
-        self._socket.send_multipart([route, wire.encode(wire.Welcome(heartbeat_period=0.2, controller="x"))])
-        self._hear(wire.Status, 60_000)
+        self.welcome(heartbeat_period=0.2)
         sent = 0
         while sent < count:
             data = hostile(rng)
             if not _is_obeyed(data):
-                self._socket.send_multipart([route, data])
+                self.send(data)
                 sent += 1
         return self._count_statuses()
 
-    def _hear(self, kind: type, milliseconds: int) -> bytes:
-        while self._socket.poll(milliseconds):
-            route, data = self._socket.recv_multipart()
-            if isinstance(wire.decode(data, wire.ToController), kind):
-                return route
-        raise RuntimeError(f"the agent sent no {kind.__name__}")
-
     def _count_statuses(self) -> int:
-        import time
-
         heard, until = 0, time.monotonic() + 2.0
-        while time.monotonic() < until:
-            if self._socket.poll(100):
-                heard += isinstance(wire.decode(self._socket.recv_multipart()[1], wire.ToController), wire.Status)
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(AssertionError):
+                self.status(limit=left)
+                heard += 1
         return heard
 
 
@@ -133,8 +119,3 @@ def _is_obeyed(data: bytes) -> bool:
     except wire.BadMessage:
         return False
     return isinstance(message, wire.End | wire.Refused | wire.StopRank | wire.Inject | wire.Welcome)
-
-
-def environment() -> dict[str, str]:
-    """This process's without what belongs to Slurm or Unicron."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}

@@ -15,8 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.process import proof
-from tests.process.rank_harness import Ranks
+from tests.support import proof
+from tests.support.rank_harness import Ranks
 
 SIZE, VICTIM, AT = 4, 2, 2
 WARM_UP = 3  # rounds

@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import transition
-from tests.process import tiny_gpt
+from tests.support import tiny_gpt
 
 PLAIN = 1_000_000  # iteration numbers of the plain loop, for its data
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,9 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from tests.process.real_job import HERE, ROOT, RealJob
+from tests.support import proof
+from tests.support.jobs import FOREVER, World, undisturbed
+from tests.support.processes import ROOT, UNICRONCTL
 
 NODES = 3
 FAULTS = (
@@ -29,38 +30,16 @@ SETTINGS = "allow_inject = true\nhang_floor_seconds = 2.0\n"
 CLOSE = 1e-4  # losses of about 5 in fp32: other members add the same micro-batches in another order
 
 
-def losses(folder: Path) -> dict[int, set[float]]:
-    """iteration -> what its members report."""
-    found: dict[int, set[float]] = {}
-    for path in folder.glob("losses.*"):
-        for line in path.read_text().splitlines():
-            step = json.loads(line)
-            found.setdefault(step["iteration"], set()).add(step["loss"])
-    return found
-
-
 def reference(folder: Path, iterations: int) -> dict[int, set[float]]:
     """The losses of one undisturbed process."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM", "TINY"))}
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    tiny = {"TINY_OUT": str(folder), "TINY_ITERATIONS": str(iterations), "TINY_SAVE": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "tiny_gpt.py")]
-    environment = {**plain, **world, **tiny, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    return losses(folder)
+    if undisturbed(folder, iterations).wait():
+        raise RuntimeError(f"the undisturbed run failed:\n{(folder / 'log').read_text()[-3000:]}")
+    return proof.losses(folder)
 
 
-def punish(job: RealJob, options: argparse.Namespace) -> list[dict]:
+def punish(job: World, options: argparse.Namespace) -> list[dict]:
     """The injected faults."""
-    command = [
-        sys.executable,
-        "-c",
-        "from unicron_ctl.cli import main; main()",
-        "punish",
-        "--json",
-        "--controller",
-        job.address,
-    ]
+    command = [*UNICRONCTL, "punish", "--json", "--controller", job.address]
     command += ["--mtbf", str(options.mtbf), "--minutes", str(options.minutes), "--seed", str(options.seed)]
     done = subprocess.run(
         [*command, "--faults", options.faults], check=True, text=True, stdout=subprocess.PIPE, cwd=ROOT
@@ -77,16 +56,16 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unicron-punish-") as name:
         folder = Path(name)
-        tiny = {"TINY_ITERATIONS": "1000000", "TINY_SAVE": "0", "TINY_SLOW": "0.05"}
-        with RealJob(folder, NODES, SETTINGS, **tiny) as job:
-            job.wait(lambda: job.job() and job.job()["iteration"] >= 15, "the first iterations", 300)
+        tiny = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.05"}
+        with World(folder, NODES, SETTINGS, **tiny) as job:
+            job.wait(lambda: job.trains(range(NODES), 15), "the first iterations", 300)
             injected = punish(job, options)
             at = job.job()["iteration"]
             job.wait(lambda: job.job()["iteration"] > at + 5, "it trains on", 200)
             state, failures = job.job(), job.events("failure_detected")
-            recoveries = [f["stepped_at"] - f["detected_at"] for f in job.status()["failures"] if f["stepped_at"]]
+            recoveries = [f["stepped_at"] - f["detected_at"] for f in job.failures() if f["stepped_at"]]
         (folder / "reference").mkdir()
-        seen = losses(folder)
+        seen = proof.losses(folder)
         wanted = reference(folder / "reference", max(seen) + 1)
     apart = {i: abs(next(iter(seen[i])) - next(iter(wanted[i]))) for i in sorted(seen)}
     split = [i for i, values in seen.items() if len(values) > 1]

@@ -15,8 +15,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tests.process import proof
-from tests.process.rank_harness import Ranks
+from tests.support import proof
+from tests.support.rank_harness import Ranks
 
 SIZE = 4
 ITERATIONS = 12

@@ -12,20 +12,15 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from tests.process.agents import (
-    ROOT,
-    Controller,
-    FakeController,
-    Job,
-    is_alive,
-    outside_slurm,
-    wait_for,
-)
+from detector.rank_channel import VERSION
+from tests.support.controller import Controller
+from tests.support.jobs import AGENT, FOREVER, Job
+from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
+from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"
-FOREVER = "100000"
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +57,20 @@ def story(tmp_path_factory):
 
 def _play(told: SimpleNamespace, job: Job, controller: Controller) -> None:
     job.reached(2)
-    paused, victim = controller.rank("7", 0)["pid"], controller.rank("7", 1)["pid"]
+    paused, victim = controller.rank(0, "7")["pid"], controller.rank(1, "7")["pid"]
 
     # A survivor cannot report, so the recovery stands still between its Break and its Plan.
     os.kill(paused, signal.SIGSTOP)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: controller.job("7")["state"] == "breaking", "the Break")
-    told.plans_before = len(controller.events("7", "plan"))
+    told.plans_before = len(controller.events("plan", job="7"))
     controller.kill()
     controller.start()
     told.state_after_restart = controller.job("7")["state"]
     os.kill(paused, signal.SIGCONT)
     wait_for(lambda: controller.job("7")["members"] == [0, 2], lambda: f"the survivors' plan\n{job.logs}")
     told.without_victim = job.reached(0)
-    wait_for(lambda: controller.rank("7", 1).get("incarnation") == 1, "the rank's new process")
+    wait_for(lambda: controller.rank(1, "7").get("incarnation") == 1, "the rank's new process")
     wait_for(lambda: controller.job("7")["members"] == [0, 1, 2], lambda: f"the rank is back\n{job.logs}")
     wait_for(lambda: controller.job("7")["state"] == "running", lambda: f"it runs\n{job.logs}")
     told.with_it_again = job.reached(1)
@@ -85,9 +80,9 @@ def _play(told: SimpleNamespace, job: Job, controller: Controller) -> None:
     controller.start()
     wait_for(lambda: controller.job("7")["state"] == "running", "the controller finds its job again")
 
-    told.lost_pid = wait_for(lambda: controller.rank("7", 2).get("pid"), "its ranks again")
+    told.lost_pid = wait_for(lambda: controller.rank(2, "7").get("pid"), "its ranks again")
     told.was_alive = is_alive(told.lost_pid)
-    job.agents[2].process.kill()
+    job.agents[2].kill()
     wait_for(lambda: not is_alive(told.lost_pid), "the ranks of a killed agent end with it")
     wait_for(lambda: controller.job("7")["members"] == [0, 1], lambda: f"the others go on\n{job.logs}")
     told.without_node = job.reached(0, 3)
@@ -99,9 +94,9 @@ def _play(told: SimpleNamespace, job: Job, controller: Controller) -> None:
 
 def test_a_killed_rank_starts_again_in_place_and_rejoins(story):
     assert story.with_it_again > story.without_victim
-    failures = story.controller.events("7", "failure_detected")
+    failures = story.controller.events("failure_detected", job="7")
     assert [each["kind_of_failure"] for each in failures] == ["rank", "node"] and failures[0]["slots"] == [1]
-    starts = [(each["slot"], each["incarnation"]) for each in story.controller.events("7", "rank_start")]
+    starts = [(each["slot"], each["incarnation"]) for each in story.controller.events("rank_start", job="7")]
     assert starts == [(1, 1)]
     generations = [each["generation"] for each in story.job.losses(0)]
     assert generations == sorted(generations) and len(set(generations)) >= 4, "without it, with it, without the node"
@@ -109,7 +104,7 @@ def test_a_killed_rank_starts_again_in_place_and_rejoins(story):
 
 def test_a_recovery_that_a_controller_began_the_next_one_finishes(story):
     assert story.state_after_restart == "breaking"
-    assert len(story.controller.events("7", "plan")) > story.plans_before
+    assert len(story.controller.events("plan", job="7")) > story.plans_before
 
 
 def test_training_goes_on_without_a_controller(story):
@@ -120,7 +115,7 @@ def test_the_ranks_of_a_killed_agent_end_with_it_and_the_others_go_on(story):
     assert story.was_alive and not is_alive(story.lost_pid)
     assert story.without_node > max(story.without_controller)
     failures = [
-        event for event in story.controller.events("7", "failure_detected") if event["kind_of_failure"] == "node"
+        event for event in story.controller.events("failure_detected", job="7") if event["kind_of_failure"] == "node"
     ]
     assert [(each["element"], each["node"]) for each in failures] == [(2, "n2")]
 
@@ -137,9 +132,9 @@ def test_every_iteration_was_stepped_once_with_the_same_loss_on_every_rank(story
     assert [each["iteration"] for each in story.job.losses(0)] == list(range(last + 1))
     for other in by_rank[1:]:
         assert all(by_rank[0][iteration] == loss for iteration, loss in other.items())
-    steps = [event["iteration"] for event in story.controller.events("7", "step")]
+    steps = [event["iteration"] for event in story.controller.events("step", job="7")]
     assert len(steps) == len(set(steps))
-    assert not story.controller.events("7", "ledger_violation")
+    assert not story.controller.events("ledger_violation", job="7")
     assert story.controller.job("7")["ledger_violations"] == 0
 
 
@@ -219,12 +214,12 @@ def test_a_stopped_agent_ends_its_ranks_and_cleans_up(fake, sleeper):
 
 def test_a_final_refusal_and_a_failed_job_end_the_agent(fake, tmp_path):
     job = Job(tmp_path, fake.address, "21", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
-    fake.hear(lambda message: isinstance(message, wire.Register), "the registration")
+    fake.registration()
     fake.send(wire.Refused(reason="job 21 has 2 ranks per node", final=True))
     assert job.agents[0].wait() == 1
     assert job.agents[0].log == "unicron: 21_0 on n0: job 21 has 2 ranks per node\n"
     again = Job(tmp_path, fake.address, "22", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
-    fake.hear(lambda message: isinstance(message, wire.Register), "the registration")
+    fake.registration()
     fake.send(wire.End(code=3, reason="the script itself fails"))
     assert again.agents[0].wait() == 3
     assert again.agents[0].log == "unicron: 22_0 on n0: the script itself fails\n"
@@ -378,10 +373,9 @@ def test_unprotected_ranks_get_the_agents_signals(tmp_path, number, code):
         job.close()
 
 
-def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProcess:
+def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = outside_slurm() | {"SLURM_JOB_ID": "50", "UNICRON_CONTROLLER": "tcp://127.0.0.1:9"} | settings
-    program = [sys.executable, "-m", "unicron_ctl.agent.main", *words]
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return call(*AGENT, *words, cwd=folder, environment=environment)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import pytest
 import zmq
 
 from detector import blackhole
-from tests.process.agents import Agent, FakeController, Job, wait_for
+from tests.support.jobs import Agent, Job
+from tests.support.processes import wait_for
+from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
@@ -32,7 +34,7 @@ class TwoRanks:
 
     def __init__(self, fake: FakeController, agent: Agent):
         self.agent = agent
-        self._socket = fake._context.socket(zmq.DEALER)
+        self._socket = fake.context.socket(zmq.DEALER)
         self._socket.connect(f"ipc://{agent.socket}")
 
     def say(self, kind: str, slot: int, **fields: Any) -> None:
@@ -179,7 +181,7 @@ def test_hostile_bytes_are_dropped_on_both_sides(fake, two):
             {"kind": "fault", "type": 1, "text": 2, "at": "now"},
         )
     ]
-    peer = fake._context.socket(zmq.DEALER)
+    peer = fake.context.socket(zmq.DEALER)
     peer.setsockopt(zmq.LINGER, 0)
     peer.connect(f"ipc://{agent.socket}")
     for data in hostile:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.process.real_job import RealJob
+from tests.support.jobs import World, json_lines
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12
 
 
 def test_all_ranks_die_and_the_job_goes_on_from_its_checkpoint(tmp_path):
-    settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SAVE": "0", "TINY_SLOW": "0.1"}
-    with RealJob(tmp_path, nodes=2, TINY_CHECKPOINTS=str(tmp_path / "saves"), **settings) as job:
-        job.wait(lambda: job.job() and job.job()["iteration"] >= 5, "6 iterations")
+    settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.1"}
+    with World(tmp_path, nodes=2, TINY_CHECKPOINTS=str(tmp_path / "saves"), **settings) as job:
+        job.wait(lambda: job.trains([0, 1], 5), "6 iterations")
         for slot in (0, 1):
             os.kill(job.rank(slot)["pid"], signal.SIGKILL)
         job.wait(lambda: job.job()["ended"], "the job is trained to its end")
         assert job.job()["ended"]["code"] == 0 and job.job()["ledger_violations"] == 0
     for slot in (0, 1):
-        trained = [json.loads(line) for line in (tmp_path / f"losses.{slot}").read_text().splitlines()]
+        trained = json_lines(tmp_path / f"losses.{slot}")
         again = next(n for n, one in enumerate(trained) if one["generation"] > trained[0]["generation"])
         assert trained[again]["iteration"] in (4, 6, 8), "of the newest checkpoint, not of the start"
         losses = {}

@@ -6,236 +6,120 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import msgpack
 import pytest
 import zmq
 
+from tests.support.controller import COMMAND, Controller
+from tests.support.processes import call, unicronctl, wait_for
+from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.client import ask
 
 pytestmark = pytest.mark.process
-REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT = 10.0
-CONFIG = """
-[controller]
-auth = "none"
-slurm = "none"
-heartbeat_period = 0.4
-forming_settle_seconds = 0.5
-restart_grace = 2.0
-"""
-PATIENT = CONFIG.replace("period = 0.4", "period = 5.0").replace("grace = 2.0", "grace = 5.0")
-
-
-class Controller:
-    """A unicrond process with a state folder of its own."""
-
-    def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0", config: str = CONFIG) -> None:
-        self.folder = folder
-        (folder / "unicron.toml").write_text(config)
-        self.start(listen)
-
-    def start(self, listen: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "unicron_ctl.controller.main",
-            "--config",
-            str(self.folder / "unicron.toml"),
-            "--listen",
-            listen,
-            "--state-dir",
-            str(self.folder / "state"),
-        ]
-        self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=(self.folder / "errors").open("ab"), text=True
-        )
-        line = self.process.stdout.readline()
-        assert line.startswith("unicrond: listening on tcp://"), (self.folder / "errors").read_text()
-        self.address = line.split()[-1]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(5)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            assert self.process.wait(5) == 0, "SIGTERM ends it cleanly"
-        self.process.stdout.close()
-
-    def status(self) -> dict:
-        return ask({"kind": "status"}, self.address)
-
-    def job(self) -> dict:
-        return self.status()["jobs"][0]
-
-    def kinds(self) -> list[str]:
-        return [event["kind"] for event in ask({"kind": "events", "limit": 1000}, self.address)]
+PATIENT = "lease_periods = 40\nhint_grace = 2.0\n"
+SHORT_LEASE = "heartbeat_period = 0.4\n"
 
 
 @pytest.fixture
 def controller(tmp_path, request):
-    started = Controller(tmp_path, config=getattr(request, "param", CONFIG))
+    started = Controller(tmp_path, getattr(request, "param", PATIENT))
     yield started
     started.close()
 
 
-class Agent:
-    """A scripted agent of element `element` with one rank."""
-
-    def __init__(self, address: str, element: int, nodes: int = 2) -> None:
-        self.element, self.nodes = element, nodes
-        self.name = f"agent{element}"
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-        self.rank = wire.RankStatus(state="starting", micro_batches=4, train_iterations=50)
-        self.heard: list[wire.Message] = []
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
-
-    def send(self, message: wire.Message) -> None:
-        self.socket.send(wire.encode(message))
-
-    def register(self) -> None:
-        settings = wire.Settings(name="gpt", user="ann", max_nodes=self.nodes)
-        self.send(
-            wire.Register(
-                job="7",
-                element=self.element,
-                agent=self.name,
-                node=f"n{self.element}",
-                address="127.0.0.1",
-                slots=[self.element],
-                settings=settings,
-            )
-        )
-
-    def status(self, **changes) -> None:
-        values = {name: getattr(self.rank, name) for name in wire.RankStatus.__struct_fields__}
-        if changes:
-            self.rank = wire.RankStatus(**{**values, **changes, "changed": time.time()})
-        self.send(
-            wire.Status(
-                job="7",
-                element=self.element,
-                agent=self.name,
-                sent=time.time(),
-                store=f"127.0.0.1:{9000 + self.element}",
-                ranks={self.element: self.rank},
-            )
-        )
-
-    def expect(self, kind: type, *others: Agent, after: int = 0) -> wire.Message:
-        """The next message of a kind; heartbeats of this and the other agents go on meanwhile."""
-        deadline, beat = time.monotonic() + LIMIT, 0.0
-        while time.monotonic() < deadline:
-            for agent in (self, *others):
-                if time.monotonic() - beat > 0.2:
-                    agent.status()
-                while agent.socket.poll(0):
-                    message = wire.decode(agent.socket.recv(), wire.ToAgent)
-                    agent.heard.append(message)
-                    if isinstance(message, wire.Refused) and not message.final:
-                        agent.register()
-            if time.monotonic() - beat > 0.2:
-                beat = time.monotonic()
-            found = [m for m in self.heard if isinstance(m, kind) and (after == 0 or m.generation > after)]
-            if found:
-                return found[-1]
-            time.sleep(0.005)
-        raise AssertionError(f"no {kind.__name__} within {LIMIT:g} s; heard {[type(m).__name__ for m in self.heard]}")
-
-
 @pytest.fixture
 def agents(controller):
-    made = [Agent(controller.address, element, 3) for element in range(3)]
+    made = [ScriptedAgent(controller.address, element, 3) for element in range(3)]
     yield made
     for agent in made:
         agent.close()
 
 
-def form(agents: list[Agent]) -> None:
-    """A job that trains in generation 1."""
-    for agent in agents:
-        agent.register()
-        agent.expect(wire.Welcome, *agents)
-    for agent in agents:
-        agent.status(state="waiting")
-    for agent in agents:
-        plan = agent.expect(wire.Plan, *agents)
-        assert plan.members == [0, 1, 2] and plan.generation == 1
-    for agent in agents:
-        agent.status(state="running", generation=1)
-
-
-def wait_for(condition, what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
-        time.sleep(0.02)
-
-
-def test_a_death_leads_to_break_report_plan_and_running(controller, agents):
+@pytest.fixture
+def running(controller, agents):
+    """The agents' job trains, and the controller knows it."""
     form(agents)
-    wait_for(lambda: controller.job()["state"] == "running", "the job runs")
-    agents[2].status(state="exited", exit=wire.Exit(code=-9, at=time.time(), lived=5.0))
-    for agent in agents[:2]:
-        order = agent.expect(wire.Break, *agents)
+    wait(agents, lambda: controller.job()["state"] == "running", "the job runs")
+    return agents
+
+
+def wait(agents: list[ScriptedAgent], look: Callable[[], object], what: str) -> None:
+    """Wait for something while the agents' heartbeats go on."""
+
+    def turn() -> object:
+        for agent in agents:
+            agent.turn()
+        return look()
+
+    wait_for(turn, what)
+
+
+def hint(controller: Controller, element: int) -> None:
+    """What the plugin sends when a task has ended."""
+    host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
+    message = wire.Hint(v=wire.VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.sendto(wire.encode(message), (host, int(port)))
+
+
+def test_a_death_leads_to_break_report_plan_and_running(controller, running):
+    first, second, dying = running
+    dying.status(state="exited", exit=wire.Exit(code=-9, at=time.time(), lived=5.0))
+    for agent in (first, second):
+        order = agent.expect(wire.Break, *running)
         assert (order.generation, order.lost) == (1, [2])
-    assert agents[2].expect(wire.StartRank, *agents).incarnation == 1
-    agents[0].status(state="stopped", broken=1, done=[0], iteration=3)
-    agents[1].status(state="stopped", broken=1, done=[1], iteration=3)
-    plan = agents[1].expect(wire.Plan, *agents, after=1)
-    assert plan.generation == 2 and plan.assignment == {0: [0, 2], 1: [1, 3]} and plan.iteration == 3
-    for agent in agents[:2]:
-        agent.status(state="running", generation=2)
-    wait_for(lambda: controller.job()["state"] == "running", "all entered")
-    failure = controller.status()["failures"][0]
+    assert dying.expect(wire.StartRank, *running).incarnation == 1
+    first.status(state="stopped", broken=1, done=[0], iteration=3)
+    second.status(state="stopped", broken=1, done=[1], iteration=3)
+    for agent, share in ((first, {0: [0, 2]}), (second, {1: [1, 3]})):
+        plan = agent.expect(wire.Plan, *running, after=1)
+        assert (plan.generation, plan.members, plan.iteration, plan.assignment) == (2, [0, 1], 3, share)
+    for agent in (first, second):
+        agent.status(state="running", generation=2, iteration=3)
+    wait(running, lambda: controller.job()["state"] == "running", "all entered")
+    failure = controller.failures()[0]
     assert failure["kind"] == "rank" and failure["reused_micro_batches"] == 2
     assert failure["detected_at"] <= failure["broken_at"] <= failure["planned_at"] <= failure["resumed_at"]
-    kinds = [kind for kind in controller.kinds() if kind in ("failure_detected", "break", "plan", "entered")]
+    kinds = [event["kind"] for event in controller.events("failure_detected", "break", "plan", "entered")]
     assert kinds == ["plan", "entered", "failure_detected", "break", "plan", "entered"]
 
 
-def test_a_controller_killed_in_a_recovery_finishes_it_after_its_start(controller, agents):
-    form(agents)
-    wait_for(lambda: controller.job()["state"] == "running", "the job runs")
-    agents[2].status(state="exited", exit=wire.Exit(code=1, at=time.time(), lived=5.0))
-    agents[0].expect(wire.Break, *agents)
-    agents[0].status(state="stopped", broken=1, done=[0, 3])
+def test_the_steps_of_all_agents_make_an_iteration(controller, running):
+    for agent, micro_batches in zip(running, ([0, 3], [1], [2]), strict=True):
+        agent.steps(1, 0, micro_batches)
+    wait(running, lambda: controller.job()["iteration"] == 0, "the first iteration")
+    running[0].steps(1, 1, [0, 3])
+    running[1].steps(1, 1, [3])
+    running[2].steps(1, 1, [2])
+    wait(running, lambda: controller.job()["ledger_violations"] == 1, "a micro-batch that is in two gradients")
+
+
+def test_a_controller_killed_in_a_recovery_finishes_it_after_its_start(controller, running):
+    first, second, dying = running
+    dying.status(state="exited", exit=wire.Exit(code=1, at=time.time(), lived=5.0))
+    first.expect(wire.Break, *running)
+    first.status(state="stopped", broken=1, done=[0, 3])
     controller.kill()
-    controller.process.stdout.close()
-    controller.start(controller.address)
+    controller.start()
     assert controller.job()["state"] == "breaking"
-    agents[1].status(state="stopped", broken=1, done=[1])
-    plan = agents[0].expect(wire.Plan, *agents, after=1)
-    assert (
-        plan.generation == 2
-        and plan.members == [0, 1]
-        and set(plan.assignment[0]) >= {0, 3}
-        and 1 in plan.assignment[1]
-    )
+    second.status(state="stopped", broken=1, done=[1])
+    plan = first.expect(wire.Plan, *running, after=1)
+    assert plan.generation == 2 and plan.members == [0, 1] and set(plan.assignment[0]) >= {0, 3}
+    plan = second.expect(wire.Plan, *running, after=1)
+    assert 1 in plan.assignment[1] and not {0, 3} & set(plan.assignment[1])
 
 
-def test_a_silent_agent_is_lost(controller, agents):
-    form(agents)
-    wait_for(lambda: controller.job()["state"] == "running", "the job runs")
-    order = agents[0].expect(wire.Break, agents[1])
+@pytest.mark.parametrize("controller", [SHORT_LEASE], indirect=True)
+def test_a_silent_agent_is_lost(controller, running):
+    order = running[0].expect(wire.Break, running[1])
     assert order.lost == [2]
-    assert controller.status()["failures"][0]["kind"] == "node"
+    assert controller.failures()[0]["kind"] == "node"
 
 
 def test_hostile_input_is_counted_answered_and_survived(controller, agents):
@@ -255,20 +139,10 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     ]
     for data in hostile:
         peer.send(data)
+    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.0, loss=0.0)
     peer.send(
         wire.encode(
-            wire.Step(
-                job="7",
-                slot=0,
-                generation=1,
-                iteration=0,
-                micro_batches=[0],
-                computed=[0],
-                total=4,
-                seconds=0,
-                loss=0,
-                at=0,
-            )
+            wire.Steps(job="7", element=0, agent="agent0", generation=1, iteration=0, total=4, at=0.0, ranks=[step])
         )
     )
     peer.send(
@@ -290,7 +164,7 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     assert len(answers) == len(hostile) + 1
     assert "protocol version 99" in wire.decode(answers[-2], wire.Answer).error
     peer.close()
-    assert controller.kinds().count("bad_message") == 1, "one line per peer"
+    assert len(controller.events("bad_message")) == 1, "one line per peer"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as raw:
         host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
         raw.connect((host, int(port)))
@@ -298,49 +172,23 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
             for data in hostile:
                 datagrams.sendto(data, (host, int(port)))
-    assert controller.process.poll() is None
-    assert controller.job()["iteration"] == -1, "a Step from somebody else's connection is not believed"
+    assert controller.alive
+    assert controller.job()["iteration"] == -1, "steps from somebody else's connection are not believed"
 
 
-@pytest.mark.parametrize("controller", [PATIENT], indirect=True)
-def test_a_hint_provokes_an_answer_and_silence_after_it_is_a_loss(controller, agents):
-    form(agents)
-    wait_for(lambda: controller.job()["state"] == "running", "the job runs")
-    host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.sendto(
-            wire.encode(wire.Hint(v=1, kind="task_exit", job="7", element=1, node="n1", status=9)), (host, int(port))
-        )
-    agents[1].expect(wire.Ping, *agents)
-    agents[1].status()
-    time.sleep(0.5)
+def test_a_hint_provokes_an_answer_and_silence_after_it_is_a_loss(controller, running):
+    hint(controller, 1)
+    running[1].expect(wire.Ping, *running)
+    running[1].status()
+    answered = time.monotonic()
+    wait(running, lambda: time.monotonic() > answered + 3.0, "the time after which it would have been lost")
     assert controller.job()["state"] == "running"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.sendto(
-            wire.encode(wire.Hint(v=1, kind="task_exit", job="7", element=1, node="n1", status=9)), (host, int(port))
-        )
-    assert agents[0].expect(wire.Break, agents[2]).lost == [1]
-    assert controller.status()["failures"][0]["detected_by"] == "task exit in Slurm"
+    hint(controller, 1)
+    assert running[0].expect(wire.Break, running[2]).lost == [1]
+    assert controller.failures()[0]["detected_by"] == "task exit in Slurm"
 
 
-def unicronctl(name: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs one command the way `unicronctl` does."""
-    imports = f"import sys; from unicron_ctl.cli import run; from unicron_ctl.commands.{name} import command"
-    program = f"{imports}; sys.exit(run('unicronctl', command))"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-
-@pytest.mark.parametrize("controller", [PATIENT], indirect=True)
-def test_the_commands_show_it(controller, agents):
-    form(agents)
+def test_the_commands_show_it(controller, running):
     where = ["--controller", controller.address]
     data = json.loads(unicronctl("status", "--json", *where).stdout)
     assert set(data) >= {"controller", "jobs", "nodes", "failures", "waf"}
@@ -374,52 +222,25 @@ def test_the_commands_show_it(controller, agents):
 def test_errors_are_one_line_that_says_what_to_do(controller, tmp_path):
     with pytest.raises(UserError, match="no controller answers at tcp://127\\.0\\.0\\.1:1: start `unicrond`"):
         ask({"kind": "status"}, "tcp://127.0.0.1:1", timeout=0.3)
-    second = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "unicron_ctl.controller.main",
-            "--config",
-            str(controller.folder / "unicron.toml"),
-            "--state-dir",
-            str(controller.folder / "state"),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    assert (
-        second.returncode == 1
-        and "another unicrond runs on this state folder" in second.stderr
-        and second.stderr.count("\n") == 1
-    )
+    second = call(*controller.command)
+    assert second.returncode == 1 and "another unicrond runs on this state folder" in second.stderr
+    assert second.stderr.count("\n") == 1
     (tmp_path / "bad.toml").write_text("[controller]\nheartbeat_period = 60\n")
-    bad = subprocess.run(
-        [sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(tmp_path / "bad.toml")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+    bad = call(*COMMAND, "--config", tmp_path / "bad.toml")
     assert bad.returncode == 2 and "enter_timeout" in bad.stderr and bad.stderr.count("\n") == 1
 
 
 def test_a_reload_takes_a_good_file_and_keeps_the_old_one_for_a_bad_one(controller):
-    written = controller.folder / "unicron.toml"
-    written.write_text(CONFIG + "offer_delay = 0.5\n")
-    controller.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "configured" in controller.kinds(), "the reload")
-    written.write_text(CONFIG + "offer_delay = 'soon'\n")
-    controller.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "not reloaded" in (controller.folder / "errors").read_text(), "the complaint")
-    assert controller.process.poll() is None
+    controller.reload(PATIENT + "offer_delay = 0.5\n")
+    wait_for(lambda: controller.events("configured"), "the reload")
+    controller.reload(PATIENT + "offer_delay = 'soon'\n")
+    wait_for(lambda: "not reloaded" in controller.log, "the complaint")
+    assert controller.alive
 
 
 def test_the_address_file_is_there_while_it_runs(tmp_path):
-    started = Controller(tmp_path)
-    assert (tmp_path / "state" / "address").read_text().strip() == started.address
+    started = Controller(tmp_path, PATIENT)
+    written = started.state_folder / "address"
+    assert written.read_text().strip() == started.address
     started.close()
-    assert not (tmp_path / "state" / "address").exists()
+    assert not written.exists()

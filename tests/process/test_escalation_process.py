@@ -3,15 +3,12 @@ with is not."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.process.real_job import HERE, ROOT, RealJob
+from tests.support import proof
+from tests.support.jobs import FOREVER, World, undisturbed
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 LOSSES = 1e-4  # see test_rank_recovery
@@ -19,30 +16,12 @@ ITERATIONS = 90
 
 
 # ---------------------------------------------------------------- corrupted training state
-def losses(folder: Path) -> dict[int, set[float]]:
-    """iteration -> what its members report."""
-    found: dict[int, set[float]] = {}
-    for path in folder.glob("losses.*"):
-        for line in path.read_text().splitlines():
-            found.setdefault(json.loads(line)["iteration"], set()).add(json.loads(line)["loss"])
-    return found
-
-
 @pytest.fixture
 def reference(tmp_path):
     """A run in one process in which nothing fails, begun beside the test."""
     folder = tmp_path / "reference"
     folder.mkdir()
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM", "TINY"))}
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    settings = {"TINY_OUT": str(folder), "TINY_ITERATIONS": str(ITERATIONS), "TINY_SAVE": "0", "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "tiny_gpt.py")],
-            env={**plain, **world, **settings, "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=log,
-        )
+    process = undisturbed(folder, ITERATIONS)
     try:
         yield folder, process
     finally:
@@ -51,9 +30,9 @@ def reference(tmp_path):
 
 
 def test_state_that_arrives_corrupted_is_never_trained_with(tmp_path, reference):
-    settings = {"TINY_ITERATIONS": "100000", "TINY_SAVE": "0", "TINY_SLOW": "0.06"}
-    with RealJob(tmp_path, 3, "allow_inject = true\nhang_floor_seconds = 30.0\n", **settings) as job:
-        job.wait(lambda: job.job() and job.job()["iteration"] >= 3, "the first iterations", 200)
+    settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.06"}
+    with World(tmp_path, 3, "allow_inject = true\nhang_floor_seconds = 30.0\n", **settings) as job:
+        job.wait(lambda: job.trains([0, 1, 2], 3), "the first iterations", 200)
         sender = job.ask("inject", fault="corrupt-checkpoint", job="7")["slot"]
         assert sender == 0, "it strikes whoever sends next"
         job.ask("inject", fault="rank-kill", job="7", slot=2)
@@ -65,14 +44,14 @@ def test_state_that_arrives_corrupted_is_never_trained_with(tmp_path, reference)
         at = job.job()["iteration"]
         job.wait(lambda: job.job()["iteration"] > at + 8, "they train on")
         status = job.job()
-        failure = next(f for f in job.status()["failures"] if f["kind"] == "transfer")
+        failure = next(f for f in job.failures() if f["kind"] == "transfer")
     assert failure["slots"] == [2] and failure["cause"] == "checkpoint_corrupt" and failure["severity"] == 2
     assert "checkpoint of slot 0) corrupt" in failure["reason"] and "taken again from slot 1" in failure["reason"]
     assert failure["detected_at"] <= back["time"] and status["members"] == [0, 1, 2]
     assert status["ledger_violations"] == 0
     folder, process = reference
     assert process.wait(120) == 0, (folder / "log").read_text()[-2000:]
-    wanted, seen = losses(folder), losses(tmp_path)
+    wanted, seen = proof.losses(folder), proof.losses(tmp_path)
     shared = sorted(set(wanted) & set(seen))
     assert shared[-1] > at, "iterations after the transfer are compared"
     for iteration in shared:
@@ -97,10 +76,10 @@ raise ValueError("shapes (4, 8) and (3, 8) cannot be multiplied")
 def test_a_job_that_fails_by_its_own_bug_on_every_node_is_ended(tmp_path):
     script = tmp_path / "buggy.py"
     script.write_text(BUGGY)
-    with RealJob(tmp_path, 2, script=script, UNICRON_MODE="session") as job:
-        ended = job.wait(lambda: (job.job() or {}).get("ended"), "the job is ended")
-        assert [agent.wait(20) for agent in job.agents.values()] == [1, 1]
-        failures = job.status()["failures"]
+    with World(tmp_path, 2, command=[sys.executable, str(script)], UNICRON_MODE="session") as job:
+        ended = job.wait(lambda: job.job().get("ended"), "the job is ended")
+        assert job.array.wait() == [1, 1]
+        failures = job.failures()
     assert ended["code"] == 1 and "an iteration" in ended["reason"], ended
     assert failures[-1]["action"] == "end_job" and 3 <= len(failures) <= 17, failures
     assert any(failure["cause"] == "application_error" for failure in failures), failures
@@ -125,9 +104,9 @@ def test_a_restart_that_gets_stuck_is_ended_and_the_next_severity_follows(tmp_pa
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     limits = "restart_seconds = 3.0\nisolate_seconds = 3.0\n"
-    with RealJob(tmp_path, 2, limits, script=script, UNICRON_MODE="session") as job:
+    with World(tmp_path, 2, limits, command=[sys.executable, str(script)], UNICRON_MODE="session") as job:
         event = job.wait(lambda: next(iter(job.events("action_failed")), None), "the time limit is over")
         assert event["failed"] == "restart" and event["action"] == "isolate"
         assert "not done within 3 s: its process (incarnation 1) is not ready" in event["reason"]
         job.wait(lambda: job.rank(1)["incarnation"] == 2 and job.rank(1)["state"] == "waiting", "one more process")
-        assert any(f["kind"] == "action" and f["severity"] == 1 for f in job.status()["failures"])
+        assert any(f["kind"] == "action" and f["severity"] == 1 for f in job.failures())

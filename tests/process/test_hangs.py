@@ -7,43 +7,38 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.process.real_job import RealJob
+from tests.support.jobs import FOREVER, World
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture
 def job(tmp_path):
-    with RealJob(
+    with World(
         tmp_path,
         nodes=3,
         settings="hang_floor_seconds = 1.0\n",
-        TINY_ITERATIONS="100000",
-        TINY_SAVE="0",
+        TINY_ITERATIONS=FOREVER,
         TINY_SLOW="0.02",
     ) as running:
-        running.wait(lambda: running.job() and running.job()["iteration"] >= 30, "30 iterations")
+        running.wait(lambda: running.trains([0, 1, 2], 30), "30 iterations")
         yield running
 
 
 def test_a_stopped_rank_is_named_killed_and_replaced(job):
     victim = job.rank(1)
-    where = job.now_in(victim["pid"])
+    where = Path(f"/proc/{victim['pid']}/wchan").read_text()
     os.kill(victim["pid"], signal.SIGSTOP)
     began = time.time()
-    failure = job.wait(
-        lambda: next((f for f in job.status()["failures"] if f["kind"] == "hang"), None), "the hang is found"
-    )
+    failure = job.wait(lambda: next((f for f in job.failures() if f["kind"] == "hang"), None), "the hang is found")
     assert failure["slots"] == [1] and failure["cause"] == "task_hang" and failure["severity"] == 2, (failure, where)
     usual = job.job()["iteration_seconds"]
     assert failure["detected_at"] - began <= max(3 * usual, 1.0) * 2 + 0.5
-    before = job.job()["iteration"]
-    job.wait(
-        lambda: job.job()["iteration"] > before + 3 and job.job()["members"] == [0, 1, 2], "it trains with three again"
-    )
+    job.trains_on([0, 1, 2])
     assert job.rank(1)["incarnation"] == 1 and not os.path.exists(f"/proc/{victim['pid']}")
     stacks = {event["slot"]: event for event in job.events("stacks")}
     assert stacks[1]["state"].startswith("T (stopped by a signal")
@@ -51,7 +46,7 @@ def test_a_stopped_rank_is_named_killed_and_replaced(job):
         "one that waits shows where"
     )
     assert job.job()["ledger_violations"] == 0
-    assert len([f for f in job.status()["failures"] if f["slots"] == [1]]) == 1, "its end is no second failure"
+    assert len([f for f in job.failures() if f["slots"] == [1]]) == 1, "its end is no second failure"
 
 
 def faults(*wanted: dict) -> str:
@@ -68,18 +63,10 @@ def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
         {"slot": 0, "iteration": "any", "at": "outside", "kind": "sleep", "delay": 1000, "file": "strike.0"},
     )
     settings = "hang_floor_seconds = 1.0\nhang_idle_seconds = 6.0\nmetrics_seconds = 1.0\n"
-    settings += "lease_periods = 10.0\nreport_timeout = 30.0\n"  # this test is about hangs, and the machine may be busy
-    with RealJob(
-        tmp_path, 3, settings, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02", TINY_FAULT=wanted
-    ) as job:
+    with World(tmp_path, 3, settings, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02", TINY_FAULT=wanted) as job:
 
         def hung(slot: int) -> dict:
-            return next((f for f in job.status()["failures"] if f["slots"] == [slot] and f["kind"] == "hang"), {})
-
-        def trains(least: int = 0) -> bool:
-            found = job.job()
-            whole = found is not None and found["members"] == [0, 1, 2] and found["state"] == "running"
-            return whole and found["iteration"] >= least
+            return next((f for f in job.failures() if f["slots"] == [slot] and f["kind"] == "hang"), {})
 
         for slot, word in (
             (2, "its process is stopped by a signal"),
@@ -91,9 +78,7 @@ def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
             (struck,) = tmp_path.glob(f"fault.{slot}.0.*")
             assert word in found["reason"] and found["severity"] == 2, found
             assert found["detected_at"] - float(struck.read_text()) < 45, "far from the 600 s of a checkpoint"
-            job.wait(trains, "three are in it again")
-            before = job.job()["iteration"]
-            job.wait(lambda before=before: trains(before + 16), "it trains on with three")
+            job.trains_on([0, 1, 2], 16)
         assert len(job.events("failure_detected")) == 3 and job.job()["ledger_violations"] == 0
         measured = {node["node"]: node["metrics"] for node in job.ask("nodes")}
         assert all(values["memory_used"] > 0 and values["file_latency"] > 0 for values in measured.values()), measured

@@ -6,33 +6,31 @@ import time
 
 import pytest
 
-from tests.process.real_job import RealJob
+from tests.support.jobs import FOREVER, World
 from unicron_ctl.errors import UserError
 
 pytestmark = pytest.mark.process
-SETTINGS = "allow_inject = true\nhang_floor_seconds = 1.0\n"
+SETTINGS = "allow_inject = true\nhang_floor_seconds = 1.0\nlease_periods = 2.5\n"  # below the 4 s of a lost network
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inject")
-    with RealJob(folder, 2, SETTINGS, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02") as running:
-        running.wait(lambda: running.job() and running.job()["iteration"] >= 15, "15 iterations")
+    with World(folder, 2, SETTINGS, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as running:
+        running.wait(lambda: running.trains([0, 1], 15), "15 iterations")
         yield running
 
 
-def healed(job: RealJob, more: int = 14) -> None:
+def healed(job: World, more: int = 14) -> None:
     """Both train again, long enough for a deadline to be learned."""
-    job.wait(lambda: job.job()["members"] == [0, 1] and job.job()["state"] == "running", "both train again")
-    before = job.job()["iteration"]
-    job.wait(lambda: job.job()["iteration"] > before + more, "it goes on")
+    job.trains_on([0, 1], more)
 
 
-def strike(job: RealJob, fault: str, **more) -> dict:
+def strike(job: World, fault: str, **more) -> dict:
     """Injects into slot 1; returns the failure that the controller sees."""
-    known = {failure["id"] for failure in job.status()["failures"]}
+    known = {failure["id"] for failure in job.failures()}
     job.ask("inject", fault=fault, job="7", slot=1, **more)
-    failures = lambda: [f for f in job.status()["failures"] if f["id"] not in known]  # noqa: E731
+    failures = lambda: [f for f in job.failures() if f["id"] not in known]  # noqa: E731
     return job.wait(lambda: next(iter(failures()), None), f"{fault} is seen")
 
 
@@ -55,18 +53,18 @@ def test_a_fault_is_caught_for_what_it_is_and_heals(job, fault, cause, by):
 
 
 def test_a_slow_rank_trains_on(job):
-    before = len(job.status()["failures"])
+    before = len(job.failures())
     job.ask("inject", fault="slow:1.5", job="7", slot=1, seconds=1.0)
     healed(job)
-    assert len(job.status()["failures"]) == before
+    assert len(job.failures()) == before
 
 
 def test_garbage_from_an_agent_is_dropped(job):
-    before = len(job.status()["failures"])
+    before = len(job.failures())
     job.ask("inject", fault="corrupt-message", job="7", slot=1)
     job.wait(lambda: job.events("bad_message"), "the garbage is reported")
     healed(job)
-    assert len(job.status()["failures"]) == before
+    assert len(job.failures()) == before
 
 
 def test_a_lost_network_is_a_lost_lease_and_the_agent_comes_back(job):
@@ -89,9 +87,9 @@ def test_swallowed_packets_are_a_lost_lease_and_no_connection_breaks(job):
 
 
 def test_the_kernel_kills_for_want_of_memory_or_the_agent_says_why_it_cannot_be_done(job):
-    known = {failure["id"] for failure in job.status()["failures"]}
+    known = {failure["id"] for failure in job.failures()}
     job.ask("inject", fault="oom-kill", job="7", slot=1)
-    struck = lambda: [f for f in job.status()["failures"] if f["id"] not in known]  # noqa: E731
+    struck = lambda: [f for f in job.failures() if f["id"] not in known]  # noqa: E731
     job.wait(lambda: struck() or job.events("inject_refused"), "it is killed, or the agent refuses")
     if not struck():
         assert "cgroup" in job.events("inject_refused")[0]["reason"]
@@ -101,10 +99,7 @@ def test_the_kernel_kills_for_want_of_memory_or_the_agent_says_why_it_cannot_be_
 
 
 def test_it_is_refused_where_the_configuration_does_not_allow_it(job):
-    written = job.folder / "unicron.toml"
-    allowed = written.read_text()
-    written.write_text(allowed.replace("allow_inject = true", "allow_inject = false"))
-    job.controller.send_signal(1)
+    job.reload(SETTINGS.replace("allow_inject = true", "allow_inject = false"))
     job.wait(lambda: job.events("configured"), "the configuration is read again")
     with pytest.raises(UserError, match="allow_inject = true"):
         job.ask("inject", fault="rank-kill", job="7", slot=1)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,9 @@ import pytest
 
 from detector.classify import default_classifier
 from detector.memory_events import counter_file
-from tests.process.agents import Controller, Job, wait_for
-from tests.process.real_job import RealJob
+from tests.support.controller import Controller
+from tests.support.jobs import FOREVER, Agent, Job, World
+from tests.support.processes import wait_for
 from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.config import AgentConfig
 
@@ -27,39 +27,28 @@ HOG = "import time\nkept = []\nwhile True:\n    kept.append(b'x' * (8 << 20))\n 
 LIMIT_MB = 1000
 
 
-class WatchedJob(RealJob):
+class WatchedJob(World):
     """Two nodes, each with a kernel log and links of its own."""
 
-    def start_agent(self, element: int) -> None:
+    def start_agent(self, element: int, **settings: str) -> Agent:
         log, link = self.folder / f"kmsg{element}", self.folder / f"class{element}" / "net" / "ib0"
         os.mkfifo(log)
         (link / "device").mkdir(parents=True)
         (link / "carrier_changes").write_text("2\n")
-        self._base |= {"UNICRON_KMSG": str(log), "UNICRON_LINKS": str(link.parent.parent)}
-        super().start_agent(element)
+        watched = {"UNICRON_KMSG": str(log), "UNICRON_LINKS": str(link.parent.parent)}
+        return super().start_agent(element, **watched | settings)
 
     def kernel(self, element: int, text: str) -> None:
         """The node's kernel says something, as a record of /dev/kmsg."""
         with (self.folder / f"kmsg{element}").open("w") as log:
             log.write(f"3,1234,5678,-;{text}\n SUBSYSTEM=pci\n")
 
-    def restart_controller(self) -> None:
-        """SIGKILL has ended it: it starts again at its address, on its log."""
-        command = [sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(self.folder / "unicron.toml")]
-        command += ["--listen", self.address, "--state-dir", str(self.folder / "state")]
-        self.controller.stdout.close()
-        self.controller = subprocess.Popen(command, env=self._base, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        assert self.controller.stdout.readline().split()[-1] == self.address
-
-    def node(self, element: int) -> dict:
-        return next(node for node in self.ask("nodes") if node["node"] == f"n{element}")
-
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("node")
-    with WatchedJob(folder, 2, TINY_ITERATIONS="100000", TINY_SAVE="0", TINY_SLOW="0.02") as running:
-        running.wait(lambda: running.job() and running.job()["iteration"] >= 3, "3 iterations")
+    with WatchedJob(folder, 2, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as running:
+        running.wait(lambda: running.trains([0, 1], 3), "3 iterations")
         yield running
 
 
@@ -71,25 +60,25 @@ def test_an_xid_explains_the_death_of_the_rank_that_it_names(job):
     event = job.wait(lambda: job.events("node_event"), "the event")[-1]
     assert event["node"] == "n1" and event["code"] == "xid 31" and event["cause"] == "illegal_memory_access"
     assert event["time"] - began < 5.0, "it took so long"
-    assert not job.status()["failures"], "the line alone is no failure"
+    assert not job.failures(), "the line alone is no failure"
     os.kill(pid, signal.SIGABRT)
-    failure = job.wait(lambda: job.status()["failures"], "the death is seen")[0]
+    failure = job.wait(lambda: job.failures(), "the death is seen")[0]
     assert (failure["slots"], failure["cause"], failure["severity"]) == ([1], "illegal_memory_access", 2), failure
     assert "Xid" in failure["reason"] and failure["action"] == "restart"
-    job.wait(lambda: job.job()["members"] == [0, 1] and job.job()["state"] == "running", "both train again")
+    job.wait(lambda: job.trains([0, 1]), "both train again")
     assert len(job.events("failure_detected")) == 1 and len(job.events("node_event")) == 1
-    assert job.node(1)["last_event"]["code"] == "xid 31" and job.node(0)["last_event"] is None
+    assert job.node("n1")["last_event"]["code"] == "xid 31" and job.node("n0")["last_event"] is None
 
 
 def test_a_flapping_link_is_recorded_and_disturbs_nobody(job):
-    generation, before = job.job()["generation"], len(job.status()["failures"])
+    generation, before = job.job()["generation"], len(job.failures())
     (job.folder / "class0" / "net" / "ib0" / "carrier_changes").write_text("4\n")
     event = job.wait(lambda: [e for e in job.events("node_event") if e["source"] == "link"], "the flap")[0]
     assert (event["node"], event["cause"], event["severity"], event["action"]) == ("n0", "link_flapping", 3, "report")
     assert event["text"].startswith("link ib0: carrier changes: 2")
     reached = job.job()["iteration"]
     job.wait(lambda: job.job()["iteration"] > reached + 3, "it trains on")
-    assert job.job()["generation"] == generation and len(job.status()["failures"]) == before
+    assert job.job()["generation"] == generation and len(job.failures()) == before
 
 
 def test_a_fatal_line_without_slurm_is_recorded_and_the_job_trains_on(job):
@@ -129,7 +118,7 @@ def test_a_rank_that_the_out_of_memory_killer_ends_is_known_for_it(tmp_path):
         known = wait_for(lambda: controller.job("8").get("last_failure"), lambda: f"the kill is seen\n{job.logs}")
         assert known["cause"] == "host_out_of_memory" and known["severity"] == 2, (known, job.logs)
         assert "out-of-memory kill" in known["reason"], known
-        detected = controller.events("8", "failure_detected")[0]
+        detected = controller.events("failure_detected", job="8")[0]
         assert detected["exit_code"] == -signal.SIGKILL
     finally:
         if job is not None:
@@ -166,11 +155,10 @@ def test_the_real_kernel_log_is_read_from_now_on(tmp_path):
 def test_events_of_a_restarted_controllers_gap_are_not_lost(job):
     """They are sent again when the agent registers anew; those that were known before are not told twice."""
     before = len(job.events("node_event"))
-    job.controller.kill()
-    job.controller.wait()
+    job.kill()
     job.kernel(1, PAGE_FAULT.format(pid=99999999))
     time.sleep(0.5)
-    job.restart_controller()
+    job.start()
     found = job.wait(lambda: job.events("node_event")[before:], "the event of the gap")
     assert [event["pid"] for event in found] == [99999999]
     job.wait(lambda: job.job()["state"] == "running", "the job goes on")

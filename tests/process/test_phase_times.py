@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # the harness imports what lies beside it
-from rank_harness import Ranks
+from tests.support.rank_harness import Ranks
 
 pytestmark = pytest.mark.process
 PHASES = {"data", "forward", "backward", "reduce", "step", "outside"}

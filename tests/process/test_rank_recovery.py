@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.process import proof
-from tests.process.rank_harness import Ranks
+from tests.support import proof
+from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -11,16 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.process import agents
-from tests.process.agents import Agent, Controller, Job, is_alive, wait_for
+from tests.support.controller import Controller
+from tests.support.jobs import PLAIN, Job, json_lines
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-SCRIPT = Path(__file__).resolve().parent / "plain_train.py"
-COMMAND = [sys.executable, str(SCRIPT)]
-CONFIG = """
-[controller]
-auth = "none"
-slurm = "none"
+COMMAND = [sys.executable, str(PLAIN)]
+SETTINGS = """
 lease_periods = 4
 forming_settle_seconds = 4
 join_after_seconds = 1
@@ -30,9 +26,7 @@ restart_grace = 20
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agents, "CONFIG", CONFIG)
-        started = Controller(tmp_path_factory.mktemp("controller"))
+    started = Controller(tmp_path_factory.mktemp("controller"), SETTINGS)
     yield started
     started.close()
 
@@ -46,9 +40,7 @@ class Plain:
         self.job = Job(folder, address, name, count, COMMAND, PLAIN_OUT=str(self.out), **settings)
 
     def steps(self, element: int) -> list[dict]:
-        path = self.out / f"steps.{element}"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return json_lines(self.out / f"steps.{element}")
 
     def world(self, size: int, after: int = 0) -> dict:
         """Wait until a world of this size, younger than generation `after`, has made three steps; the last of them."""
@@ -60,7 +52,7 @@ class Plain:
 
     def stop(self) -> list[int]:
         (self.out / "stop").touch()
-        return [agent.wait() for agent in self.job.agents]
+        return self.job.wait()
 
 
 def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp_path):
@@ -80,7 +72,7 @@ def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp
     assert [each["rank"] for each in last] == [0, 1] and len({each["step"] for each in last}) == 1
     job = controller.job("60")
     assert (job["mode"], job["state"], job["iteration"], job["ended"]["code"]) == ("restart", "ended", -1, 0)
-    kinds = [f["kind_of_failure"] for f in controller.events("60", "failure_detected") if f["severity"] == 2]
+    kinds = [f["kind_of_failure"] for f in controller.events("failure_detected", job="60") if f["severity"] == 2]
     assert kinds == ["rank"], "whoever died of it is not blamed"
 
 
@@ -92,13 +84,10 @@ def story(controller, tmp_path_factory):
     told = SimpleNamespace(plain=plain, controller=controller)
     try:
         told.first = plain.world(3)
-        lost = plain.job.agents[2]
         told.lost_pid = plain.steps(2)[-1]["pid"]
-        lost.process.kill()
-        lost.process.wait()
+        plain.job.agents[2].kill()
         told.smaller = plain.world(2, told.first["generation"])
-        lost.folder.rename(folder / "lost")
-        plain.job.agents[2] = Agent(plain.job, 2, COMMAND)
+        plain.job.start(2)
         told.whole = plain.world(3, told.smaller["generation"])
         told.codes = plain.stop()
         yield told
@@ -109,13 +98,13 @@ def story(controller, tmp_path_factory):
 def test_a_lost_node_leaves_a_smaller_world_which_goes_on(story):
     assert not is_alive(story.lost_pid)
     assert story.smaller["begun"] >= story.first["step"] and story.smaller["size"] == 2
-    failures = story.controller.events("61", "failure_detected")
+    failures = story.controller.events("failure_detected", job="61")
     assert [f["node"] for f in failures if f["kind_of_failure"] == "node"] == ["n2"]
 
 
 def test_a_node_that_comes_back_is_taken_in_by_a_restart_with_its_reason(story):
     assert story.whole["begun"] >= story.smaller["step"]
-    breaks = [event["reason"] for event in story.controller.events("61", "break")]
+    breaks = [event["reason"] for event in story.controller.events("break", job="61")]
     assert "1 rank join" in breaks[-1] and "start again in a larger world" in breaks[-1]
 
 
@@ -143,7 +132,7 @@ def test_several_ranks_per_node_and_a_failure_after_others_have_ended(controller
     settings = {"PLAIN_OUT": str(tmp_path / "out"), "UNICRON_RANKS_PER_NODE": "2"}
     job = Job(tmp_path, controller.address, "62", 2, [sys.executable, str(script)], **settings)
     try:
-        assert [agent.wait() for agent in job.agents] == [0, 0], job.logs
+        assert job.wait() == [0, 0], job.logs
     finally:
         job.close()
     runs = sorted((tmp_path / "out" / "runs").read_text().splitlines())
@@ -155,7 +144,7 @@ def test_a_script_that_fails_at_once_ends_the_job_with_its_traceback(controller,
     bad.write_text("import no_such_library\n")
     job = Job(tmp_path, controller.address, "63", 2, [sys.executable, str(bad)])
     try:
-        assert [agent.wait() for agent in job.agents] == [1, 1], job.logs
+        assert job.wait() == [1, 1], job.logs
     finally:
         job.close()
     log = job.agents[0].log
@@ -169,10 +158,8 @@ def test_a_step_that_the_others_have_behind_them_runs_alone(controller, tmp_path
     job = Job(tmp_path, controller.address, "65", 2, ["sleep", "600"], SLURM_STEP_ID="1")
     try:
         wait_for(lambda: controller.job("65").get("state") == "running", lambda: job.logs)
-        job.agents[1].process.kill()
-        job.agents[1].process.wait()
-        job.agents[1].folder.rename(tmp_path / "first")
-        again = job.agents[1] = Agent(job, 1, [sys.executable, "-c", show], SLURM_STEP_ID="0")
+        job.agents[1].kill()
+        again = job.start(1, [sys.executable, "-c", show], SLURM_STEP_ID="0")
         assert again.wait() == 0 and "\nworld 1\n" in again.log
         assert (
             "step 0 of job 65 is over for the other elements, which are at step 1; the job runs unprotected"
@@ -186,10 +173,8 @@ def test_modes_that_differ_are_refused_with_one_line(controller, tmp_path):
     job = Job(tmp_path, controller.address, "64", 2, ["sleep", "600"])
     try:
         wait_for(lambda: controller.job("64").get("state") == "running", lambda: job.logs)
-        job.agents[1].process.kill()
-        job.agents[1].process.wait()
-        job.agents[1].folder.rename(tmp_path / "first")
-        again = job.agents[1] = Agent(job, 1, ["sleep", "600"], UNICRON_MODE="session")
+        job.agents[1].kill()
+        again = job.start(1, UNICRON_MODE="session")
         assert again.wait() == 1
         assert (
             "job 64 is healed in restart mode, this agent would be in session mode (UNICRON_MODE=session)" in again.log

@@ -13,6 +13,7 @@ import pytest
 
 from sbatch_templates import build_dataset, train_gpt
 from sbatch_templates.training_metrics import read_metrics
+from tests.support.processes import call
 
 SCRIPT = Path(train_gpt.__file__)
 ROOT = SCRIPT.parent.parent
@@ -183,3 +184,20 @@ def test_the_adapter_refuses_another_release_of_megatron(monkeypatch):
     monkeypatch.setattr(cpu_adapter.metadata, "version", lambda name: "0.99.0")
     with pytest.raises(RuntimeError, match=r"written for megatron-core 0\.16\.1, not 0\.99\.0"):
         cpu_adapter._check_release()
+
+
+def test_what_the_dataset_builder_writes_is_what_megatron_reads(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    texts, output = tmp_path / "texts", tmp_path / "new" / "data"
+    texts.mkdir()
+    for name, content in (("b.py", b"bb\n"), ("a.py", "aé\n".encode()), ("c.txt", b"no"), ("empty.py", b"")):
+        (texts / name).write_bytes(content)
+    done = call(
+        sys.executable, build_dataset.__file__, "--input", texts, "--suffix", ".py", "--output", output, cwd=tmp_path
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "2 documents, 9 tokens" in done.stdout
+    read = IndexedDataset(str(output))
+    assert [list(document) for document in read] == [[*"aé\n".encode(), 256], [*b"bb\n", 256]]
+    assert sorted(os.listdir(output.parent)) == ["data.bin", "data.idx"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.processes import wait_for
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.slurm import ElementInfo, SlurmClient
 
@@ -35,7 +35,7 @@ def cluster(local_cluster: LocalCluster) -> Iterator[LocalCluster]:
     for node in local_cluster.spec.node_names:
         local_cluster.power_on(node)
         client.resume(node)
-    wait_until(lambda: all(node.states == {"IDLE"} for node in client.nodes()), "all nodes idle", client.nodes)
+    wait_for(lambda: all(node.states == {"IDLE"} for node in client.nodes()), "all nodes are idle", now=client.nodes)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def submit(cluster: LocalCluster, tmp_path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def wait_for(cluster: LocalCluster) -> Callable[..., ElementInfo]:
-    """wait_for(client, job, element, state, node=None) returns the element once it is so."""
+def wait_until(cluster: LocalCluster) -> Callable[..., ElementInfo]:
+    """wait_until(client, job, element, state, node=None) returns the element once it is so."""
 
     def call(client: SlurmClient, job: str, element: int, state: str, node: str | None = None) -> ElementInfo:
         def look() -> ElementInfo:
@@ -82,15 +82,7 @@ def wait_for(cluster: LocalCluster) -> Callable[..., ElementInfo]:
             info = look()
             return info.state == state and node in (None, info.node)
 
-        wait_until(ready, f"element {job}_{element} {state} on {node or 'any node'}", look)
+        wait_for(ready, f"element {job}_{element} {state} on {node or 'any node'}", now=look)
         return look()
 
     return call
-
-
-def wait_until(ready: Callable[[], bool], what: str, look: Callable[[], object], limit: float = 20.0) -> None:
-    """Polls; fails with what was wanted and what is."""
-    deadline = time.monotonic() + limit
-    while not ready():
-        assert time.monotonic() < deadline, f"no {what} within {limit:.0f} s: {look()}"
-        time.sleep(0.02)

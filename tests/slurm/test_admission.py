@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
+from tests.support.controller import Controller
+from tests.support.processes import UNICRONCTL, call, outside_slurm, wait_for
+from tests.support.scripted import ScriptedAgent
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.localslurm.health import PROLOG, health_conf, health_lines, wrapper
 from unicron_ctl.localslurm.layout import Layout
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.client import ask
 from unicron_ctl.slurm.client import NodeInfo
 
 pytestmark = pytest.mark.slurm
-LIMIT = 40.0  # the machine may be busy with something else
-CONFIG = """
-[controller]
-auth = "none"
-slurm = "command"
-slurm_poll_seconds = 0.5
-listen = "tcp://127.0.0.1:0"
-admission_seconds = 600
-"""
-UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
+SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\nlease_periods = 1.8\nadmission_seconds = 600\n'
 BAD = "[health]\ngpus = 99\n"
 
 
@@ -42,18 +30,10 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         layout = Layout(folder / "cluster")
-        (folder / "unicron.toml").write_text(CONFIG)
-        environment = os.environ | {"SLURM_CONF": str(layout.slurm_conf)}
-        command = [sys.executable, "-m", "unicron_ctl.controller.main", "--config", str(folder / "unicron.toml")]
-        self.unicrond = subprocess.Popen(
-            [*command, "--state-dir", str(folder / "state")],
-            env=environment | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/usr/bin"},
-            stdout=subprocess.PIPE,
-            stderr=(folder / "unicrond.log").open("ab"),
-            text=True,
-        )
-        assert self.unicrond.stdout is not None
-        self.address = self.unicrond.stdout.readline().split()[-1]
+        environment = outside_slurm() | {"SLURM_CONF": str(layout.slurm_conf)}
+        environment["PATH"] += ":/usr/sbin:/usr/bin"
+        self.controller = Controller(folder, SETTINGS, environment)
+        self.address = self.controller.address
         lines = health_lines(folder, layout, self.address, interval=2)
         prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
         (folder / "prolog.conf").write_text(
@@ -68,10 +48,7 @@ class Site:
 
     def close(self) -> None:
         self.cluster.down()
-        self.unicrond.terminate()
-        self.unicrond.wait(20)
-        assert self.unicrond.stdout is not None
-        self.unicrond.stdout.close()
+        self.controller.close()
 
     def expect(self, node: str, text: str) -> None:
         """From now on this is the node's [health]; empty: nothing is expected of it, as at the start."""
@@ -87,21 +64,14 @@ class Site:
 
     def shown(self, name: str) -> dict[str, Any]:
         """What `unicronctl nodes` says of it."""
-        return next((n for n in ask({"kind": "nodes"}, self.address, timeout=20) if n["node"] == name), {})
+        return self.controller.node(name)
 
     def verdict(self, name: str) -> str:
         return (self.shown(name).get("health") or {}).get("verdict", "")
 
     def call(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            env=os.environ | self.cluster.env() | {"UNICRON_CONTROLLER": self.address} | variables,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-        )
+        environment = outside_slurm() | self.cluster.env() | {"UNICRON_CONTROLLER": self.address} | variables
+        return call(*command, cwd=self.folder, environment=environment, limit=100)
 
     def pair_test(self, *options: str, **variables: str) -> dict[str, Any]:
         """`unicronctl pair-test --json`."""
@@ -130,20 +100,17 @@ def site(whole_site: Site) -> Iterator[Site]:
     for name in whole_site.cluster.spec.node_names:
         whole_site.cluster.power_on(name)
         whole_site.client.resume(name)
-    wait_for(lambda: all(node.states == {"IDLE"} for node in whole_site.client.nodes()), whole_site.client.nodes)
-
-
-def wait_for(ready: Callable[[], object], look: Callable[[], object] = lambda: "", limit: float = LIMIT) -> None:
-    deadline = time.monotonic() + limit
-    while not ready():
-        assert time.monotonic() < deadline, f"waited in vain: {look()}"
-        time.sleep(0.1)
+    client = whole_site.client
+    wait_for(lambda: all(node.states == {"IDLE"} for node in client.nodes()), "all nodes are idle", now=client.nodes)
 
 
 def test_healthy_nodes_run_jobs_and_are_shown_as_such(site: Site) -> None:
     done = site.call("srun", "-N2", "hostname")
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: all(site.verdict(name) in ("good", "warning") for name in site.cluster.spec.node_names))
+    wait_for(
+        lambda: all(site.verdict(name) in ("good", "warning") for name in site.cluster.spec.node_names),
+        "every node is checked",
+    )
     assert all(node.reason == "" for node in site.client.nodes())
     table = site.call(*UNICRONCTL, "nodes")
     assert table.returncode == 0 and "health" in table.stdout and "ok (" in table.stdout
@@ -162,10 +129,10 @@ def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(site: Site) -> 
     )
     done = site.call("sbatch", "--parsable", "--requeue", "--wrap", f"echo $SLURMD_NODENAME > {site.folder}/ran")
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: "DRAIN" in site.node(first).states, lambda: site.node(first))
+    wait_for(lambda: "DRAIN" in site.node(first).states, f"{first} is drained", now=lambda: site.node(first))
     reason = site.node(first).reason
     assert reason == "unicron[health]: gpu: 99 GPUs expected, the driver shows none", "not Slurm's 'Prolog error'"
-    wait_for(lambda: (site.folder / "ran").exists(), site.client.elements)
+    wait_for(lambda: (site.folder / "ran").exists(), "the job runs", now=site.client.elements)
     assert (site.folder / "ran").read_text().strip() not in ("", first)
     assert "proven bad" in (site.folder / "prolog.log").read_text()
 
@@ -176,10 +143,10 @@ def test_the_health_check_drains_a_bad_node_and_nobody_elses(site: Site) -> None
     site.expect("n3", BAD)
     site.expect("n4", BAD + 'skip = ["gpu"]\n')
     site.expect("n5", "[health]\ngpus = 'many'\n")
-    wait_for(lambda: "DRAIN" in site.node("n2").states, lambda: site.node("n2"))
+    wait_for(lambda: "DRAIN" in site.node("n2").states, "n2 is drained", now=lambda: site.node("n2"))
     assert site.node("n2").reason.startswith("unicron[health]: gpu: 99 GPUs expected")
-    wait_for(lambda: site.verdict("n2") == site.verdict("n3") == "bad", lambda: site.shown("n3"))
-    wait_for(lambda: "gpus must be a number" in (site.folder / "health.log").read_text())
+    wait_for(lambda: site.verdict("n2") == site.verdict("n3") == "bad", "both are bad", now=lambda: site.shown("n3"))
+    wait_for(lambda: "gpus must be a number" in (site.folder / "health.log").read_text(), "the complaint")
     assert site.node("n3").reason == "NHC: fan 2" and "99 GPUs" in site.shown("n3")["health"]["reason"]
     assert site.node("n4").states == site.node("n5").states == {"IDLE"}
 
@@ -190,28 +157,28 @@ def test_a_node_that_was_set_down_comes_back_when_its_checks_pass(site: Site) ->
         "sbatch", "--parsable", "--array=0", "--nodelist=n6", "--output=/dev/null", "--wrap", "sleep 99"
     )
     job = submitted.stdout.strip()
-    wait_for(lambda: any(e.job == job and e.state == "RUNNING" for e in site.client.elements()), site.client.elements)
-    context = zmq.Context()
-    agent = context.socket(zmq.DEALER)
-    agent.setsockopt(zmq.LINGER, 0)
-    agent.connect(site.address)
+    wait_for(lambda: any(e.job == job and e.state == "RUNNING" for e in site.client.elements()), "it runs")
+    agent = ScriptedAgent(site.address, 0, job=job, node="n6")
     try:
-        settings = wire.Settings(name="admission", user=getpass.getuser())
-        place = {"job": job, "element": 0, "agent": "a", "node": "n6", "address": "127.0.0.1", "slots": [0]}
-        agent.send(wire.encode(wire.Register(**place, settings=settings)))
+        agent.register(user=getpass.getuser())
         site.cluster.power_off("n6")
-        wait_for(lambda: site.node("n6").reason.startswith("unicron[node_problem]"), lambda: site.node("n6"))
+        wait_for(
+            lambda: site.node("n6").reason.startswith("unicron[node_problem]"),
+            "n6 is down",
+            now=lambda: site.node("n6"),
+        )
     finally:
         agent.close()
-        context.term()
-    told = ask({"kind": "explain", "job": job}, site.address, timeout=20)["failures"][-1]["actions"]
+    told = site.controller.ask("explain", job=job)["failures"][-1]["actions"]
     assert any("unicronctl pair-test --nodes n6" in text for text in told)
     site.expect("n6", BAD)
     site.cluster.power_on("n6")
-    wait_for(lambda: "99 GPUs" in site.shown("n6").get("admission", ""), lambda: site.shown("n6"))
+    wait_for(
+        lambda: "99 GPUs" in site.shown("n6").get("admission", ""), "it is not let in", now=lambda: site.shown("n6")
+    )
     assert "DOWN" in site.node("n6").states
     site.expect("n6", "")
-    wait_for(lambda: site.node("n6").states == {"IDLE"}, lambda: site.shown("n6"))
+    wait_for(lambda: site.node("n6").states == {"IDLE"}, "it is let in", now=lambda: site.shown("n6"))
     shown = site.shown("n6")
     assert not shown["unverified"] and shown["health"]["verdict"] in ("good", "warning")
     assert shown["suspect"], "it was set down"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import wait_for
 from unicron_ctl.localslurm import LocalCluster, binaries
 from unicron_ctl.slurm import CommandLineClient, ElementInfo, SlurmClient, SlurmError
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
@@ -45,12 +46,12 @@ def client(make_client: Callable[..., SlurmClient]) -> SlurmClient:
 
 def _notes(tmp_path: Path, count: int) -> list[str]:
     """What the elements noted from inside their job steps, once there are `count` lines."""
-    deadline = time.monotonic() + 15
-    while True:
-        lines = (tmp_path / "notes").read_text().splitlines() if (tmp_path / "notes").exists() else []
-        if len(lines) >= count or time.monotonic() > deadline:
-            return lines
-        time.sleep(0.05)
+
+    def lines() -> list[str]:
+        return (tmp_path / "notes").read_text().splitlines() if (tmp_path / "notes").exists() else []
+
+    wait_for(lambda: len(lines()) >= count, f"{count} notes", now=lines)
+    return lines()
 
 
 def _of(client: SlurmClient, job: str) -> dict[int, ElementInfo]:
@@ -88,30 +89,32 @@ def test_a_drained_node_gets_no_work_and_resume_takes_it_back(client: SlurmClien
     assert "IDLE" in node.states and "DRAIN" not in node.states and node.reason == ""
 
 
-def test_elements_of_arrays_and_plain_jobs_are_told_apart(client: SlurmClient, submit: Submit, wait_for: Wait) -> None:
+def test_elements_of_arrays_and_plain_jobs_are_told_apart(
+    client: SlurmClient, submit: Submit, wait_until: Wait
+) -> None:
     plain = submit("--job-name=plain one|x", "--comment=a=b | c  %d")
     array = submit("--array=0,2-3", "--hold", "--job-name=array")
-    info = wait_for(client, plain, 0, "RUNNING")
+    info = wait_until(client, plain, 0, "RUNNING")
     assert (info.name, info.comment, info.restarts, info.held) == ("plain one|x", "a=b | c  %d", 0, False)
     found = _of(client, array)
     assert sorted(found) == [0, 2, 3]
     assert all(info.state == "PENDING" and info.held and info.node is None for info in found.values())
     client.cancel(plain, 0)
-    assert wait_for(client, plain, 0, "CANCELLED").job == plain
+    assert wait_until(client, plain, 0, "CANCELLED").job == plain
 
 
 def test_a_node_moves_from_one_job_to_another(
-    client: SlurmClient, submit: Submit, wait_for: Wait, tmp_path: Path
+    client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path
 ) -> None:
     giver, taker = submit("--array=0-1"), submit("--array=0-2", "--hold")
-    moved = wait_for(client, giver, 1, "RUNNING").node
+    moved = wait_until(client, giver, 1, "RUNNING").node
     _notes(tmp_path, 2)
     client.pin(taker, 2, moved)
     client.release(taker, 2)
     client.requeue_hold(giver, 1, "unicron: its node went to another job")
-    info = wait_for(client, taker, 2, "RUNNING", moved)
+    info = wait_until(client, taker, 2, "RUNNING", moved)
     assert f"2 {moved} 0" in _notes(tmp_path, 3)
-    left = wait_for(client, giver, 1, "PENDING")
+    left = wait_until(client, giver, 1, "PENDING")
     assert left.held and left.comment == "unicron: its node went to another job" and left.restarts == 1
     assert info.slurm_id != taker or info.element == 2
     others = _of(client, taker)
@@ -119,55 +122,55 @@ def test_a_node_moves_from_one_job_to_another(
 
 
 def test_the_element_of_a_lost_node_restarts_on_a_chosen_one(
-    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_for: Wait, tmp_path: Path
+    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_until: Wait, tmp_path: Path
 ) -> None:
     job = submit("--array=0-1")
-    before = wait_for(client, job, 0, "RUNNING")
-    wait_for(client, job, 1, "RUNNING")
+    before = wait_until(client, job, 0, "RUNNING")
+    wait_until(client, job, 1, "RUNNING")
     _notes(tmp_path, 2)
     cluster.power_off(before.node)
     client.down(before.node, "unicron[node_problem]: no heartbeat")
-    wait_for(client, job, 0, "PENDING")
+    wait_until(client, job, 0, "PENDING")
     client.pin(job, 0, "n6")
     client.start_now(job, 0)
-    after = wait_for(client, job, 0, "RUNNING", "n6")
+    after = wait_until(client, job, 0, "RUNNING", "n6")
     assert (after.slurm_id, after.restarts) == (before.slurm_id, 1)
     assert "0 n6 1" in _notes(tmp_path, 3), "its job step works there too"
 
 
 def test_a_repaired_node_goes_to_a_held_element(
-    client: SlurmClient, submit: Submit, wait_for: Wait, tmp_path: Path
+    client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path
 ) -> None:
     job = submit("--array=0-1")
-    lost = wait_for(client, job, 1, "RUNNING").node
+    lost = wait_until(client, job, 1, "RUNNING").node
     _notes(tmp_path, 2)
     # Down first: Slurm 22.05 spoils the GPU records of an element whose node goes down while it is still completing.
     client.down(lost, "unicron[node_problem]: test")
-    wait_for(client, job, 1, "PENDING")
+    wait_until(client, job, 1, "PENDING")
     client.requeue_hold(job, 1, "unicron: no node for it")
     client.resume(lost)
     client.pin(job, 1, lost)
     client.release(job, 1)
     client.release(job, 1)
     client.start_now(job, 1)
-    wait_for(client, job, 1, "RUNNING", lost)
+    wait_until(client, job, 1, "RUNNING", lost)
     assert f"1 {lost} 1" in _notes(tmp_path, 3)
 
 
-def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wait_for: Wait, tmp_path: Path) -> None:
+def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path) -> None:
     job = submit("--array=0-1")
-    before = wait_for(client, job, 1, "RUNNING")
+    before = wait_until(client, job, 1, "RUNNING")
     _notes(tmp_path, 2)
     client.requeue(job, 1)
     client.requeue(job, 1)  # again is no error; once it starts anew, a second requeue would end it for good
-    wait_for(client, job, 1, "PENDING")
+    wait_until(client, job, 1, "PENDING")
     client.start_now(job, 1)
-    after = wait_for(client, job, 1, "RUNNING")
+    after = wait_until(client, job, 1, "RUNNING")
     assert (after.slurm_id, after.restarts) == (before.slurm_id, 1)
     assert _of(client, job)[0].restarts == 0
 
 
-def test_holding_one_pending_element_leaves_the_rest(client: SlurmClient, submit: Submit, wait_for: Wait) -> None:
+def test_holding_one_pending_element_leaves_the_rest(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
     job = submit("--array=0-3", "--begin=now+1hour")
     client.hold(job, 2, "unicron: the plan has no node for it")
     found = _of(client, job)
@@ -178,28 +181,28 @@ def test_holding_one_pending_element_leaves_the_rest(client: SlurmClient, submit
     assert [found[i].held for i in range(4)] == [False, False, True, True]
     client.release(job, 2)
     client.start_now(job, 2)
-    wait_for(client, job, 2, "RUNNING")
+    wait_until(client, job, 2, "RUNNING")
     assert _of(client, job)[0].state == "PENDING"
 
 
-def test_a_pin_can_be_taken_back(client: SlurmClient, submit: Submit, wait_for: Wait) -> None:
+def test_a_pin_can_be_taken_back(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
     client.down("n5", "unicron[node_problem]: test")
     job = submit("--array=0-0", "--hold")
     client.pin(job, 0, "n5")
     client.pin(job, 0, None)
     client.release(job, 0)
-    assert wait_for(client, job, 0, "RUNNING").node != "n5"
+    assert wait_until(client, job, 0, "RUNNING").node != "n5"
 
 
-def test_cancel_one_element_or_all(client: SlurmClient, submit: Submit, wait_for: Wait) -> None:
+def test_cancel_one_element_or_all(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
     job = submit("--array=0-2")
-    wait_for(client, job, 2, "RUNNING")
+    wait_until(client, job, 2, "RUNNING")
     client.cancel(job, 1)
-    wait_for(client, job, 1, "CANCELLED")
+    wait_until(client, job, 1, "CANCELLED")
     assert _of(client, job)[0].state == "RUNNING"
     client.cancel(job)
     for element in (0, 2):
-        wait_for(client, job, element, "CANCELLED")
+        wait_until(client, job, element, "CANCELLED")
 
 
 def test_what_slurm_refuses_is_one_line_with_its_reason(client: SlurmClient) -> None:
@@ -211,11 +214,11 @@ def test_what_slurm_refuses_is_one_line_with_its_reason(client: SlurmClient) -> 
 
 
 def test_a_dry_run_says_everything_and_changes_nothing(
-    make_client: Callable[..., SlurmClient], client: SlurmClient, submit: Submit, wait_for: Wait
+    make_client: Callable[..., SlurmClient], client: SlurmClient, submit: Submit, wait_until: Wait
 ) -> None:
     job = submit("--array=0-1")
     for element in (0, 1):
-        wait_for(client, job, element, "RUNNING")
+        wait_until(client, job, element, "RUNNING")
     said: list[str] = []
     dry = make_client(dry_run=said.append)
     dry.elements()

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT, unicronctl, wait_for
 from unicron_ctl.errors import UserError
 from unicron_ctl.localslurm import LocalCluster, binaries, ports
 
 pytestmark = pytest.mark.slurm
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -102,10 +101,8 @@ def test_a_crash_half_way_up_is_cleared_by_down(small: LocalCluster, launches: i
     crashed = _in_child(CRASHING_UP, str(small.layout.state_dir), str(launches))
     assert crashed.returncode == -signal.SIGKILL, crashed.stderr
     wanted = set(["munged", "slurmctld", "slurmd"][:launches])
-    deadline = time.monotonic() + 5
-    while {process.kind for process in small.processes()} != wanted:  # what has just been launched may not show yet
-        assert time.monotonic() < deadline, small.processes()
-        time.sleep(0.02)
+    shown = lambda: {process.kind for process in small.processes()}  # noqa: E731
+    wait_for(lambda: shown() == wanted, "what has just been launched shows", now=small.processes)
     assert LocalCluster.load(small.layout.state_dir).status()["state"] == "partial"
     small.down()
     _assert_nothing_left(small)
@@ -190,7 +187,7 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     )
     options = ["-N1", "-w", "n2", "--exclusive", "--requeue", f"--output={tmp_path}/out"]
     job = _output(["sbatch", "--parsable", *options, str(script)], cluster)
-    _until(lambda: (tmp_path / "hidden").exists() and (tmp_path / "batch").exists())
+    wait_for(lambda: (tmp_path / "hidden").exists() and (tmp_path / "batch").exists(), "both have started")
     pids = [int((tmp_path / name).read_text()) for name in ("hidden", "batch")]
     others = [p for p in cluster.processes() if p.kind == "slurmd" and p.node != "n2"]
     began = time.monotonic()
@@ -209,18 +206,22 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     client.resume("n2")
     client.start_now(job, 0)
     again = ("RUNNING", "n2", 1)
-    _until(lambda: any(e.job == job and (e.state, e.node, e.restarts) == again for e in client.elements()))
+    wait_for(
+        lambda: any(e.job == job and (e.state, e.node, e.restarts) == again for e in client.elements()),
+        f"element {again}",
+        now=client.elements,
+    )
 
 
 def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(
-    cluster: LocalCluster, submit: Callable[..., str], wait_for: Callable[..., object]
+    cluster: LocalCluster, submit: Callable[..., str], wait_until: Callable[..., object]
 ) -> None:
     client = cluster.client()
     job = submit("-w", "n4")
-    wait_for(client, job, 0, "RUNNING")
+    wait_until(client, job, 0, "RUNNING")
     cluster.power_off("n4")
     cluster.power_on("n4")
-    assert wait_for(client, job, 0, "PENDING").restarts == 1
+    assert wait_until(client, job, 0, "PENDING").restarts == 1
 
 
 def test_another_user_than_root_can_have_one() -> None:
@@ -269,18 +270,8 @@ def _child_as(user: pwd.struct_passwd, folder: Path, report: Path) -> None:
         os._exit(1 if "error" in seen else 0)
 
 
-def _until(ready: Callable[[], bool], limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while not ready():
-        assert time.monotonic() < deadline, "not within the time limit"
-        time.sleep(0.05)
-
-
 def _unicronctl(state_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    script = "from unicron_ctl.cli import main; main()"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "UNICRON_CLUSTER_DIR": str(state_dir)}
-    command = [sys.executable, "-c", script, "cluster", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return unicronctl("cluster", *words, UNICRON_CLUSTER_DIR=str(state_dir))
 
 
 def test_the_command_brings_a_cluster_up_shows_it_and_takes_it_down(small: LocalCluster) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import wait_for
 from unicron_ctl.localslurm.local import LocalCluster
 
 HOOKS = Path(__file__).resolve().parents[2] / "slurm_plugin"
@@ -270,22 +271,15 @@ def test_prolog_and_epilog_under_slurm(tmp_path_factory: pytest.TempPathFactory)
         done = call("srun", "--gres=gpu:1", "sh", "-c", script)
         assert done.returncode == 0, done.stderr
         left = Path("/proc") / (folder / "left").read_text().strip() / "environ"
-        wait_for(lambda: not left.exists() and not list((folder / "shm").iterdir()))
-        wait_for(lambda: cluster.client().nodes()[0].states == {"IDLE"})
+        wait_for(lambda: not left.exists() and not list((folder / "shm").iterdir()), "nothing is left of the job")
+        wait_for(lambda: cluster.client().nodes()[0].states == {"IDLE"}, "the node is idle")
         assert not (folder / "prolog.log").exists()
 
         gpu = cluster.layout.gpu_dir / "gpu0"
         gpu.unlink()
         submitted = call("sbatch", "--parsable", "--gres=gpu:1", "--wrap=true")
         assert submitted.returncode == 0, submitted.stderr
-        wait_for(lambda: "DRAIN" in cluster.client().nodes()[0].states)
+        wait_for(lambda: "DRAIN" in cluster.client().nodes()[0].states, "the node is drained")
         assert "has no device file" in (folder / "prolog.log").read_text()
     finally:
         cluster.down()
-
-
-def wait_for(condition, limit: float = 10.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)

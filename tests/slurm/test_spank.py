@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
 
+from tests.support.processes import wait_for
 from unicron_ctl.localslurm.local import LocalCluster
 
 pytestmark = pytest.mark.slurm
@@ -113,7 +114,9 @@ class Bench:
         done = self.call("sbatch", "--parsable", *array, "-o", output, *options, path.name)
         assert done.returncode == 0, done.stderr
         files = {element: self.folder / f"{path.name}.{element}" for element in elements or (0,)}
-        wait_for(lambda: all(f.exists() and f.read_text().endswith("END\n") for f in files.values()))
+        wait_for(
+            lambda: all(f.exists() and f.read_text().endswith("END\n") for f in files.values()), "the scripts' end"
+        )
         return int(done.stdout), {element: f.read_text() for element, f in files.items()}
 
     def record(self, job: int | str, step: int = 0, task: int = 0) -> dict:
@@ -121,13 +124,6 @@ class Bench:
 
     def recorded(self, job: int | str) -> list[str]:
         return sorted(path.name for path in (self.folder / "seen").glob(f"{job}.*"))
-
-
-def wait_for(condition: Callable[[], bool], limit: float = 15.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
@@ -171,7 +167,7 @@ def usual_plugstack_and_sound_nodes(bench: Bench) -> Iterator[None]:
     """Whatever a test does to the plugin, no node may be drained for it, and every node serves again at once."""
     bench.load(bench.line("config=/etc/unicron/unicron.toml"))
     yield
-    wait_for(lambda: all(node.states == {"IDLE"} for node in bench.cluster.client().nodes()))
+    wait_for(lambda: all(node.states == {"IDLE"} for node in bench.cluster.client().nodes()), "all nodes are idle")
     assert [node.reason for node in bench.cluster.client().nodes()] == ["", ""]
 
 

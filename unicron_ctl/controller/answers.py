@@ -24,26 +24,6 @@ from unicron_ctl.controller.plan.inputs import inputs, usable_nodes
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.controller.sense.timing import Slow
 
-FAILURE_KEYS`; attention lists nodes that need an admin (node, since, job, reason); times
-         are seconds since the epoch, durations seconds, rates FLOP/s.
-"""
-
-from __future__ import annotations
-
-import getpass
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from unicron_ctl.controller import injection, monitoring, peers, planning
-from unicron_ctl.controller.admission import checked
-from unicron_ctl.controller.placement import OCCUPIES
-from unicron_ctl.controller.state import JobState, NodeState
-from unicron_ctl.controller.store import Store
-
-if TYPE_CHECKING:
-    from unicron_ctl.controller.core import Engine
-
 FAILURE_KEYS = (
     "id",
     "kind",

@@ -6,7 +6,6 @@ import errno
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from detector.health import CHECKS, Settings, load_settings, run
 from detector.health import checks as module
 from detector.health.__main__ import main
 from detector.health.checks import (
-    Finding,
     check_clock,
     check_file_system,
     check_gpu,
@@ -53,16 +51,6 @@ def test_each_check_can_be_switched_off():
     assert {result.verdict for result in report.results} == {"skipped"}
     assert report.verdict == "good"
     assert {result.verdict for result in run(Settings(skip=("all",))).results} == {"skipped"}
-
-
-def test_a_check_that_hangs_is_unknown_and_costs_its_time_only():
-    start = time.monotonic()
-    report = run(
-        Settings(timeout=0.2), checks={"stuck": lambda _: time.sleep(5), "fine": lambda _: Finding("good", "")}
-    )
-    assert time.monotonic() - start < 2.0
-    assert [result.verdict for result in report.results] == ["unknown", "good"]
-    assert report.verdict == "unknown" and "no answer within" in report.reason
 
 
 def test_a_check_that_raises_is_unknown():

@@ -4,54 +4,61 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from hypothesis import strategies as st
 
 from planner.model import Job, Scenario
 
-RATES = st.one_of(
-    st.integers(0, 6).map(lambda k: k * 1e14),  # equal values, so that plans tie
-    st.sampled_from([1.9e15, 3.7e14, 0.0]),
-)
+Pick = Callable[[Sequence[Any]], Any]  # one of a sequence: Hypothesis chooses, or a seed does, which is much faster
+RATES = (*(k * 1e14 for k in range(7)), 1.9e15, 3.7e14)  # equal values, so that plans tie
+KINDS = ("continue", "restart", "move", "grow")
 
 
-@st.composite
-def jobs(draw, name: str, most: int = 9):
-    sizes = draw(st.lists(st.integers(1, most), min_size=1, max_size=5, unique=True))
-    if draw(st.booleans()):
-        flops = {size: size * 1e15 for size in sizes}  # scales linearly: many exact ties
-    else:
-        flops = {size: draw(RATES) for size in sizes}
-    low = draw(st.integers(0, 4))
-    kinds = draw(
-        st.dictionaries(
-            st.sampled_from(["continue", "restart", "move", "grow"]), st.sampled_from([0.0, 7.0, 45.5]), max_size=3
-        )
-    )
+def _job(pick: Pick, name: str, most: int) -> Job:
+    sizes = dict.fromkeys(pick(range(1, most + 1)) for _ in range(pick(range(1, 6))))
+    linear = pick((False, True))  # scales linearly: many exact ties
+    low = pick(range(5))
+    kinds = [pick(KINDS) for _ in range(pick(range(4)))]
     return Job(
         name=name,
-        flops=flops,
-        weight=draw(st.sampled_from([1.0, 0.5, 0.8, 1.1, 2.0, 0.0])),
+        flops={size: size * 1e15 if linear else pick(RATES) for size in sizes},
+        weight=pick((1.0, 0.5, 0.8, 1.1, 2.0, 0.0)),
         min_nodes=low,
-        max_nodes=draw(st.sampled_from([None, low + 1, low + 4])),
-        nodes=draw(st.integers(0, 6)),
-        lost_worker=draw(st.booleans()),
-        transition_seconds=draw(st.sampled_from([None, 0.0, 30.0, 1e6])),
-        transition=kinds,
-        restart_only=draw(st.booleans()),
+        max_nodes=pick((None, low + 1, low + 4)),
+        nodes=pick(range(7)),
+        lost_worker=pick((False, True)),
+        transition_seconds=pick((None, 0.0, 30.0, 1e6)),
+        transition={kind: pick((0.0, 7.0, 45.5)) for kind in kinds},
+        restart_only=pick((False, True)),
+    )
+
+
+def _scenario(pick: Pick, most_jobs: int, most_nodes: int) -> Scenario:
+    names = dict.fromkeys(pick("abcdefgh") for _ in range(pick(range(1, most_jobs + 1))))
+    return Scenario(
+        nodes=pick(range(most_nodes + 1)),
+        jobs=tuple(_job(pick, name, 9) for name in names),
+        mtbf_node_hours=pick((1000.0, 1.0, 0.01, 37.5)),  # 0.01 h: G < 0
+        transition_seconds=pick((60.0, 0.0, 12.5)),
     )
 
 
 @st.composite
-def scenarios(draw, most_jobs: int = 4, most_nodes: int = 9):
-    names = draw(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=most_jobs, unique=True))
-    return Scenario(
-        nodes=draw(st.integers(0, most_nodes)),
-        jobs=tuple(draw(jobs(name)) for name in names),
-        mtbf_node_hours=draw(st.sampled_from([1000.0, 1.0, 0.01, 37.5])),  # 0.01 h: G < 0
-        transition_seconds=draw(st.sampled_from([60.0, 0.0, 12.5])),
-    )
+def jobs(draw, name: str, most: int = 9) -> Job:
+    return _job(lambda values: draw(st.sampled_from(values)), name, most)
+
+
+@st.composite
+def scenarios(draw, most_jobs: int = 4, most_nodes: int = 9) -> Scenario:
+    return _scenario(lambda values: draw(st.sampled_from(values)), most_jobs, most_nodes)
+
+
+def seeded(seed: int) -> Scenario:
+    """One of as many scenarios as are wanted."""
+    return _scenario(random.Random(seed).choice, 4, 9)
 
 
 def exact(value: float) -> Fraction:
@@ -80,17 +87,20 @@ def brute_force(scenario: Scenario, barred: tuple[str, int] | None = None) -> tu
     """Everything tried: the largest G, then fewest jobs disturbed, smallest move, and more for the first name.
     barred: a job and a size that it must not get."""
     ordered = sorted(scenario.jobs, key=lambda job: job.name)
+    choices = [
+        [
+            (k, g(scenario, job, k), -int(job.lost_worker or k != job.nodes), -abs(k - job.nodes))
+            for k in sizes_of(job, scenario.nodes)
+            if (job.name, k) != barred
+        ]
+        for job in ordered
+    ]
     best = None
-    for sizes in itertools.product(*(sizes_of(job, scenario.nodes) for job in ordered)):
-        pairs = list(zip(ordered, sizes, strict=True))
-        if sum(sizes) > scenario.nodes or (barred and any((job.name, k) == barred for job, k in pairs)):
+    for picks in itertools.product(*choices):
+        sizes, gains, disturbed, moves = zip(*picks, strict=True)
+        if sum(sizes) > scenario.nodes:
             continue
-        rank = (
-            sum((g(scenario, job, k) for job, k in pairs), Fraction(0)),
-            -sum(job.lost_worker or k != job.nodes for job, k in pairs),
-            -sum(abs(k - job.nodes) for job, k in pairs),
-            sizes,
-        )
+        rank = (sum(gains, Fraction(0)), sum(disturbed), sum(moves), sizes)
         if best is None or rank > best:
             best = rank
     return {job.name: size for job, size in zip(ordered, best[3], strict=True)}, best[0]

@@ -20,7 +20,7 @@ from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-@settings(max_examples=200, **QUICK)
+@settings(max_examples=100, **QUICK)
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("y"), jobs("z"))
 def test_equals_solving_anew_for_every_event(scenario, first, second):
     table = Lookahead(scenario, (first, second))
@@ -36,7 +36,7 @@ def test_equals_solving_anew_for_every_event(scenario, first, second):
         assert table.get(event).plan == anew
 
 
-@settings(max_examples=100, **QUICK)
+@settings(max_examples=60, **QUICK)
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("z"))
 def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
     """The path for large clusters of jobs that scale alike: same gain, same disturbance, same move."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -136,16 +135,6 @@ def test_entering_drops_only_what_is_not_newer(watch):
     assert watch.wait_plan(0.0).generation == 2
 
 
-def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
-    inside(watch, 4)
-    assert watch.give_up() == 4 and watch.lost()
-    watch.on_message(broken(4))
-    time.sleep(0.06)
-    assert kicks.count == 0, "it has left its collectives: there is nobody to free"
-    inside(watch, 5)
-    assert not watch.lost()
-
-
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(["break", "plan", "offer", "enter", "give_up", "put_back"]), st.integers(1, 6)))
@@ -176,39 +165,6 @@ def test_no_order_of_messages_leads_back(events):
 
 
 # ---------------------------------------------------------------- the threads
-def test_a_stuck_main_thread_is_freed_until_it_acknowledges(watch, kicks):
-    inside(watch, 1)
-    watch.on_message(broken(1))
-    deadline = time.monotonic() + 5
-    while kicks.count < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert kicks.count >= 3
-    watch.give_up()
-    after = kicks.count
-    time.sleep(0.06)
-    assert kicks.count == after
-
-
-def test_nobody_is_freed_while_the_next_generation_is_entered():
-    """The unblocking thread works under the lock: once `give_up` has returned, it touches no socket any more."""
-    acknowledged, touched = threading.Event(), []
-
-    def unblock():
-        time.sleep(0.002)
-        touched.append(acknowledged.is_set())
-
-    watch = Watch(0, unblock)
-    for generation in range(1, 30):
-        acknowledged.clear()
-        inside(watch, generation)
-        watch.on_message(broken(generation))
-        time.sleep(0.001 * (generation % 5))
-        watch.give_up()
-        acknowledged.set()
-        time.sleep(0.001)
-    assert touched and not any(touched)
-
-
 def test_messages_and_the_main_thread_at_the_same_time():
     """A storm of Breaks and plans while the main thread enters and gives up: it always ends in the newest plan."""
     watch, last = Watch(0, lambda: None), 300

@@ -63,12 +63,9 @@ class Zygote:
 
     def __init__(self) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(__file__).resolve().parents[2])
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
+        root = str(Path(__file__).resolve().parents[2])  # nothing of this project is imported before it is there
+        path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(its.fileno())], env=environment, pass_fds=[its.fileno()]
         )

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from detector import stacks
 from detector.stacks import Dump
+from tests.support.processes import outside_slurm, state_of, wait_for
+
+pytestmark = pytest.mark.process
 
 REGISTERED = "import sys; from detector import stacks; stacks.register(sys.argv[1]); print('up', flush=True)\n"
 HANGS = {
@@ -28,12 +30,9 @@ def start(tmp_path, monkeypatch):
 
     def run(code: str) -> tuple[int, str]:
         path = str(tmp_path / "stacks")
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, path], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()}
-        )
+        process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=outside_slurm())
         running.append(process)
         process.stdout.readline()
-        time.sleep(0.1)
         return process.pid, path
 
     yield run
@@ -44,16 +43,19 @@ def start(tmp_path, monkeypatch):
 
 
 def finish(dump: Dump) -> Dump:
-    deadline = time.monotonic() + 5
-    while not dump.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(dump.done, "the trace")
     return dump
+
+
+def stuck(pid: int, path: str) -> None:
+    """Wait until it hangs where it is to."""
+    wait_for(lambda: "stuck_" in finish(Dump(pid, path)).text, "it is stuck")
 
 
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_hanging_rank_shows_where(start, kind):
     pid, path = start(REGISTERED + HANGS[kind])
+    stuck(pid, path)
     for _ in range(2):  # the second trace does not hold the first
         dump = finish(Dump(pid, path))
         assert dump.how == "faulthandler" and dump.text.count("stuck_") == 1, dump.text
@@ -63,7 +65,7 @@ def test_a_hanging_rank_shows_where(start, kind):
 def test_a_stopped_rank_is_said_to_be_stopped(start):
     pid, path = start(REGISTERED + HANGS["sleeping"])
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.05)
+    wait_for(lambda: state_of(pid) == "T", "it is stopped")
     dump = finish(Dump(pid, path))
     assert dump.how == "none" and dump.text == "" and dump.state.startswith("T (stopped by a signal")
 
@@ -72,8 +74,7 @@ def test_a_process_without_a_handler_is_not_signalled(start):
     pid, path = start("print('up', flush=True)\n" + HANGS["sleeping"])
     assert not stacks.handles_signal(pid)
     assert finish(Dump(pid, path)).how == "none"
-    time.sleep(0.1)
-    assert stacks.process_state(pid).startswith("S"), "it lives: the signal's default would have killed it"
+    wait_for(lambda: stacks.process_state(pid).startswith("S"), "it lives: the signal's default would have killed it")
 
 
 def test_a_dead_process_gives_nothing():
@@ -83,6 +84,7 @@ def test_a_dead_process_gives_nothing():
 
 def test_py_spy_is_used_where_it_is_and_its_failure_leads_to_the_signal(start, tmp_path):
     pid, path = start(REGISTERED + HANGS["sleeping"])
+    stuck(pid, path)
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "spied $*"\n')
     spy.chmod(0o755)

@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.process.rank_harness import Ranks
+from tests.support.rank_harness import Ranks
 
 MICRO_BATCHES = 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,8 +30,10 @@ JOB = {"SLURM_JOB_ID": "131", "UNICRON_NODE_ADDRESS": "10.0.0.9"}
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Sets what `squeue` and `scontrol` are."""
-    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LIMIT_SECONDS", 0.6)
+    now = [0.0]
+    sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(module, "LIMIT_SECONDS", 5.0)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin:/usr/bin")
 
     def write(squeue: str, scontrol: str = SCONTROL) -> None:

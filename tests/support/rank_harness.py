@@ -18,10 +18,12 @@ import msgpack
 import msgspec
 import zmq
 
+from tests.support.processes import state_of
+from tests.support.zygote import ForkedChild
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.agent.sockets import for_rank
-from unicron_ctl.controller import resume
+from unicron_ctl.controller.job import resume
 from unicron_ctl.protocol import wire
 
 HERE = Path(__file__).resolve().parent
@@ -52,8 +54,6 @@ class ForkedRank(Rank):
     """A rank whose process is forked from one that has imported everything."""
 
     def start(self, incarnation: int) -> None:
-        from tests.process.zygote import ForkedChild
-
         self.child = ForkedChild(self._environment(self.slot, self.local, incarnation))
         self.status = wire.RankStatus(
             state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
@@ -201,18 +201,11 @@ class Ranks:
                 and child
                 and child.poll() is None
                 and time.time() - rank.status.changed > self.hang_limit
-                and self._stopped(child.pid)
+                and state_of(child.pid) == "T"
             ):
                 rank.kill()
         while self.kills and self.plans and time.monotonic() - self.born > self.kills[0][0]:
             self.ranks[self.kills.pop(0)[1]].kill()
-
-    @staticmethod
-    def _stopped(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False  # ended meanwhile
 
     def _collect(self) -> list[int]:
         """The members whose processes ended unfinished."""

@@ -1,0 +1,58 @@
+"""The thread that frees a stuck rank, and the main one: who touches the sockets when."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.support.processes import wait_for
+from tests.unit.transition.test_watch import Kicks, broken, inside
+from transition.watch import Watch
+
+pytestmark = pytest.mark.process
+
+
+def test_a_rank_that_stopped_by_itself_is_out_of_its_generation():
+    kicks = Kicks()
+    watch = Watch(0, kicks)
+    inside(watch, 4)
+    assert watch.give_up() == 4 and watch.lost()
+    watch.on_message(broken(4))
+    time.sleep(0.06)
+    assert kicks.count == 0, "it has left its collectives: there is nobody to free"
+    inside(watch, 5)
+    assert not watch.lost()
+
+
+def test_a_stuck_main_thread_is_freed_until_it_acknowledges():
+    kicks = Kicks()
+    watch = Watch(0, kicks)
+    inside(watch, 1)
+    watch.on_message(broken(1))
+    wait_for(lambda: kicks.count >= 3, "it is freed again and again")
+    watch.give_up()
+    after = kicks.count
+    time.sleep(0.06)
+    assert kicks.count == after
+
+
+def test_nobody_is_freed_while_the_next_generation_is_entered():
+    """The unblocking thread works under the lock: once `give_up` has returned, it touches no socket any more."""
+    acknowledged, touched = threading.Event(), []
+
+    def unblock():
+        time.sleep(0.002)
+        touched.append(acknowledged.is_set())
+
+    watch = Watch(0, unblock)
+    for generation in range(1, 30):
+        acknowledged.clear()
+        inside(watch, generation)
+        watch.on_message(broken(generation))
+        time.sleep(0.001 * (generation % 5))
+        watch.give_up()
+        acknowledged.set()
+        time.sleep(0.001)
+    assert touched and not any(touched)

@@ -1,0 +1,74 @@
+"""Waiting, processes, and the environment of a process that is not inside Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
+UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
+FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN")  # variables that would tell a process where it is
+T = TypeVar("T")
+
+
+def wait_for(
+    look: Callable[[], T],
+    what: str | Callable[[], object],
+    limit: float = LIMIT,
+    now: Callable[[], object] | None = None,
+) -> T:
+    """The first true thing that `look` gives. `what`: what is waited for; `now`: what there is instead."""
+    deadline = time.monotonic() + limit
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            wanted = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {limit:g} s: {wanted}" + (f"; now: {now()}" if now else ""))
+        time.sleep(0.05)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """A process that is there and no zombie."""
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc(5), empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def outside_slurm() -> dict[str, str]:
+    """This environment without anything that would tell a process where it is, and with this repository's packages."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def call(
+    *command: str | Path, cwd: Path = ROOT, environment: Mapping[str, str] | None = None, limit: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `environment` is that outside Slurm unless given."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=outside_slurm() if environment is None else dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def unicronctl(*words: str, cwd: Path = ROOT, limit: float = 60.0, **settings: str) -> subprocess.CompletedProcess[str]:
+    """One command; `settings` are environment variables."""
+    return call(*UNICRONCTL, *words, cwd=cwd, environment=outside_slurm() | {"COLUMNS": "200"} | settings, limit=limit)

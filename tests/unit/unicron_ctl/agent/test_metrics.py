@@ -1,0 +1,58 @@
+"""The agent's side of metrics: processes through /proc, and the node through a child that may hang."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from detector.sampler import Sampler
+from unicron_ctl.agent.sampling import Sampling
+from unicron_ctl.agent.vitals import Activity, Usage, Vitals
+from unicron_ctl.protocol import wire
+
+
+def usage(cpu: float = 0.0, transferred: float = 0.0, state: str = "S") -> Usage:
+    return Usage(state, cpu, 1e6, transferred)
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle"),
+    [
+        (usage(cpu=0.5), 0.0),
+        (usage(transferred=1e6), 0.0),
+        (usage(state="D"), 0.0),
+        (usage(state="R"), 0.0),
+        (usage(cpu=0.02, transferred=1000.0), 3.0),
+        (usage(state="T"), 3.0),
+    ],
+)
+def test_idle_is_who_neither_computes_nor_reads_or_writes(busy, idle):
+    activity = Activity(usage(), 100.0)
+    assert activity.idle(usage(), 101.0) == 1.0
+    assert activity.idle(usage(), 102.0) == 2.0
+    assert activity.idle(busy, 103.0) == idle
+    assert activity.idle(busy, 103.5) == idle + 0.5, "too soon to judge"
+
+
+def test_a_new_process_in_a_slot_begins_anew():
+    vitals = Vitals()
+    rank = SimpleNamespace(slot=0, alive=True, status=wire.RankStatus(state="running", pid=os.getppid()))
+    vitals.update([rank], 0.0)
+    vitals.sample([rank], 0.0)
+    rank.status = wire.RankStatus(state="running", pid=os.getpid())
+    vitals.update([rank], 100.0)
+    assert rank.status.idle == 0.0 and "rank_cpu" not in vitals.sample([rank], 100.0)[0]
+
+
+def test_a_directory_that_is_gone_costs_only_its_own_metric(tmp_path):
+    node = Sampler(str(tmp_path / "gone"), patience=5.0).sample()["node"]
+    assert "file_latency" not in node and node["memory_used"] > 0.0
+
+
+def test_no_metrics_where_they_are_switched_off_or_make_no_sense(tmp_path):
+    sampling = Sampling(str(tmp_path))
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        sampling.configure(seconds, "", 0.0)
+        assert sampling.turn(1e9) is None and sampling._child is None

@@ -1,0 +1,81 @@
+"""Messages on their way: plans are shared out and put together again, and what fits no schema is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.protocol import wire
+
+SLOTS = st.lists(st.integers(0, 200), unique=True).map(sorted)
+PLANS = st.builds(
+    wire.Plan,
+    generation=st.integers(1, 2**40),
+    members=SLOTS,
+    store=st.text(max_size=20),
+    prefix=st.text(max_size=20),
+    boundary=st.booleans(),
+    joiners=SLOTS,
+    source=st.none() | st.integers(0, 200),
+    step=st.none() | st.integers(0, 10**6),
+    iteration=st.none() | st.integers(0, 10**6),
+    assignment=st.dictionaries(st.integers(0, 200), st.lists(st.integers(0, 10**5), max_size=4)),
+    reason=st.text(max_size=20),
+)
+
+
+@given(PLANS, SLOTS)
+def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, slots):
+    sent = wire.encode(wire.share(plan, wire.common(plan), slots))
+    got = wire.whole(wire.decode(sent, wire.ToAgent))
+    own = {slot: indices for slot, indices in plan.assignment.items() if slot in slots}
+    assert got == msgspec.structs.replace(plan, assignment=own)
+
+
+@given(SLOTS)
+def test_slots_as_runs_and_back(slots):
+    runs = wire.runs(slots)
+    assert wire.expand(runs) == slots
+    assert all(second[0] > first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
+
+
+def test_the_common_part_is_small_whatever_the_size_of_the_job():
+    plan = wire.Plan(generation=3, members=list(range(16_384)), store="n0:4000", prefix="p", assignment={7: [1]})
+    assert len(wire.common(plan)) < 200
+
+
+@pytest.mark.parametrize("members", [[(5, 3)], [(0, wire.MAX_MEMBERS)], [(0, 2**60)] * 3])
+def test_runs_that_are_none_are_refused_before_they_cost_memory(members):
+    common = msgspec.Raw(wire.encode(wire.PlanCommon(generation=1, members=members, store="", prefix="")))
+    with pytest.raises(wire.BadMessage, match="no runs of slots"):
+        wire.whole(wire.PlanShare(common=common))
+
+
+@pytest.mark.parametrize("common", [b"\xc0", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"])
+def test_a_common_part_that_is_none_is_refused(common):
+    with pytest.raises(wire.BadMessage):
+        wire.whole(wire.PlanShare(common=msgspec.Raw(common)))
+
+
+def test_another_version_is_refused_with_what_to_do():
+    with pytest.raises(wire.BadMessage, match="install the same release on both sides"):
+        wire.decode(wire.encode(wire.Ping(v=wire.VERSION + 1)), wire.ToAgent)
+
+
+def test_hostile_bytes_are_refused():
+    for data in (b"", b"\xc1", b"\x81" * 5000, b"\x91" * 5000, b"x" * (wire.MAX_BYTES + 1)):
+        with pytest.raises(wire.BadMessage):
+            wire.decode(data)
+
+
+def test_a_merged_step_keeps_what_each_rank_computed():
+    ranks = [
+        wire.RankStep(slot=8, micro_batches=[0, 2], seconds=1.0, loss=5.0, phases=[0.1] * len(wire.PHASES)),
+        wire.RankStep(slot=9, micro_batches=[1], seconds=1.0, loss=5.0, computed=[1, 1]),
+    ]
+    sent = wire.Steps(job="7", element=4, agent="a", generation=2, iteration=3, total=4, at=1.0, ranks=ranks)
+    assert wire.decode(wire.encode(sent)) == sent
