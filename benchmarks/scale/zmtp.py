@@ -27,7 +27,7 @@ class Lost(Exception):
 class Connection:
     """One connection to the ROUTER at `host`:`port`, under the identity `identity`. Raises OSError."""
 
-    __slots__ = ("_greeted", "_rest", "_socket", "_unsent", "arrived")
+    __slots__ = ("_greeted", "_held", "_rest", "_socket", "_unsent", "arrived")
 
     def __init__(self, host: str, port: int, identity: bytes, timeout: float = 30.0) -> None:
         self._socket = socket.create_connection((host, port), timeout)
@@ -36,6 +36,7 @@ class Connection:
         self._socket.sendall(GREETING + _ready(identity))
         self._socket.setblocking(False)
         self._greeted, self._rest, self._unsent = False, b"", b""
+        self._held: bytes | None = b""  # messages until the other side is ready: before, they break the handshake
         self.arrived = 0.0  # when the last byte read so far came in: seconds since the epoch, by the kernel's clock
 
     def fileno(self) -> int:
@@ -48,7 +49,10 @@ class Connection:
 
     def send(self, message: bytes) -> None:
         """Send a message of one frame; what does not fit into the socket now goes out with the next call."""
-        self._write(_frame(0, message))
+        if self._held is None:
+            self._write(_frame(0, message))
+        else:
+            self._held += _frame(0, message)
 
     def flush(self) -> bool:
         """Send what is left; True when nothing is."""
@@ -101,6 +105,9 @@ class Connection:
     def _on_command(self, body: bytes) -> None:
         if body.startswith(b"\4PING"):
             self._write(_frame(COMMAND, b"\4PONG" + body[7:]))
+        elif body.startswith(b"\5READY"):
+            held, self._held = self._held or b"", None
+            self._write(held)
         elif body.startswith(b"\5ERROR"):
             raise Lost(f"the controller refused the connection: {body[7:].decode(errors='replace')}")
 
