@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.scale.process import allow_descriptors, cores
 FULL = 2048  # agents at which the marks count
 MARKS = (  # figure, what it is, the most it may be, unit
     ("cpu_share", "share of the core that steady training takes", 0.5, ""),
+    ("idle_cpu_share", "share that as many idle connections take", 0.005, ""),
     ("p99_ms", "99th percentile of handling a message", 10.0, "ms"),
     ("leases_lost", "leases lost", 0, ""),
     ("break_ms", "a rank dies: Break at all agents", 50.0, "ms"),
@@ -107,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if controller_cpus == own_cpus:
         print("benchmarks.scale: one core for controller and simulator: the figures are too high", file=sys.stderr)
     os.sched_setaffinity(0, own_cpus)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the controller on its way out
     wanted = Options(options.ranks, options.seconds, options.failures, options.metrics, options.progress)
     print("".join(f"{heading:>{max(8, len(heading) + 2)}}" for _, heading, _ in COLUMNS), flush=True)
     results: list[dict[str, Any]] = []

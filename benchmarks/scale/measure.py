@@ -1,4 +1,4 @@
-"""One size measured: a controller is started, a job formed, watched, hurt twice, and the controller started again."""
+"""One size measured: a controller is started, a job formed, watched and hurt, and the controller started again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from typing import Any
 from benchmarks.scale.history import fill_month
 from benchmarks.scale.process import Controller, NotStarted
 from benchmarks.scale.simulation import Counts, Failed, Simulation
+from benchmarks.scale.zmtp import Connection
 from unicron_ctl.protocol.wire import BadMessage
 
 FORM_SECONDS = 120.0  # limits of the waits
 BREAK_SECONDS, PLAN_SECONDS, REJOIN_SECONDS = 20.0, 30.0, 60.0
 CALM_SECONDS = 3.0  # between two measurements
+IDLE_SECONDS = 4.0
 MASS_SHARE = 0.05  # of the nodes
 FIGURES = (
+    "idle_cpu_share",
     "cpu_share",
     "p50_ms",
     "p99_ms",
@@ -72,9 +75,10 @@ def measure(agents: int, options: Options, cpus: set[int]) -> dict[str, Any]:
         controller = Controller(Path(folder), cpus, metrics=options.metrics)
         try:
             if _step(agents, "start", lambda: figures.update(first_start_seconds=controller.start())):
+                _step(agents, "idle connections", lambda: _idle(agents, controller, figures))
                 with _quiet_collector():
                     _live(agents, options, controller, figures)
-            _step(agents, "restart", lambda: _restart(agents, options, controller, figures))
+                _step(agents, "restart", lambda: _restart(agents, options, controller, figures))
         finally:
             controller.kill()
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
@@ -107,7 +111,7 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
     if not _step(
         agents,
         "connections",
-        lambda: made.append(Simulation(controller.address, agents, options.ranks, options.progress)),
+        lambda: made.append(Simulation(controller.endpoint, agents, options.ranks, options.progress)),
     ):
         return
     simulation = made[0]
@@ -127,6 +131,29 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
             print(f"benchmarks.scale: the controller has ended: {controller.complaint()}", file=sys.stderr, flush=True)
     finally:
         simulation.close()
+
+
+def _idle(agents: int, controller: Controller, figures: dict[str, Any]) -> None:
+    """As many connections as there will be agents, none of which says anything: what they cost beyond an idle
+    controller."""
+    host, port = controller.endpoint
+    alone = _share_while_asleep(controller)
+    idle: list[Connection] = []
+    try:
+        for index in range(agents):
+            idle.append(Connection(host, port, f"idle-{index}".encode()))
+        time.sleep(0.5)
+        figures["idle_cpu_share"] = max(0.0, _share_while_asleep(controller) - alone)
+    finally:
+        for connection in idle:
+            connection.close()
+    time.sleep(0.5)
+
+
+def _share_while_asleep(controller: Controller) -> float:
+    cpu, began = controller.cpu_seconds(), time.monotonic()
+    time.sleep(IDLE_SECONDS)
+    return (controller.cpu_seconds() - cpu) / (time.monotonic() - began)
 
 
 def _form(simulation: Simulation, figures: dict[str, Any]) -> None:

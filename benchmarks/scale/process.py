@@ -111,6 +111,12 @@ class Controller:
             self._process = None
 
     @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port to which it listens."""
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

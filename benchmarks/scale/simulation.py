@@ -90,21 +90,20 @@ class Counts:
 
 
 class Simulation:
-    """`agents` agents with `ranks` ranks each, connected to the controller at `address` ("tcp://HOST:PORT").
+    """`agents` agents with `ranks` ranks each, connected to the controller at `endpoint` (host, port).
 
     progress: send statuses as often as the controller allows while there is progress to tell of, in place of once a
     heartbeat. Raises OSError when it cannot connect, and :class:`Failed` from whatever waits for the controller.
     """
 
-    def __init__(self, address: str, agents: int, ranks: int, progress: bool = False) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
+    def __init__(self, endpoint: tuple[str, int], agents: int, ranks: int, progress: bool = False) -> None:
         self.ranks_per_agent, self.total = ranks, agents * ranks
         self.agents = [Agent(element, ranks, self.total) for element in range(agents)]
         self._connections: list[Connection] = []
         self._by_descriptor: dict[int, int] = {}
         self._poller = select.epoll()
         for index in range(agents + 1):  # the last one asks questions
-            connection = Connection(host, int(port), f"{JOB}-{index}".encode())
+            connection = Connection(*endpoint, f"{JOB}-{index}".encode())
             self._connections.append(connection)
             self._by_descriptor[connection.fileno()] = index
             self._poller.register(connection.fileno(), select.EPOLLIN)

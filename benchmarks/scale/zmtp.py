@@ -47,6 +47,11 @@ class Connection:
         """Closes it at once."""
         self._socket.close()
 
+    @property
+    def accepted(self) -> bool:
+        """The other side is ready for messages."""
+        return self._held is None
+
     def send(self, message: bytes) -> None:
         """Send a message of one frame; what does not fit into the socket now goes out with the next call."""
         if self._held is None:
