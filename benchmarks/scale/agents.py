@@ -1,0 +1,224 @@
+"""One simulated agent: what its ranks' statuses say, and how they change as real agents' and ranks' do.
+
+It keeps no clock and no socket; :mod:`benchmarks.scale.simulation` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unicron_ctl.protocol import wire
+
+JOB = "1"
+ITERATIONS = 1_000_000  # to train: more than any run sees
+FLOPS = 1e18  # of one iteration
+LIVED = 3600.0  # seconds for which a rank that dies has lived: not one that dies of its start
+PHASE_SHARES = (0.02, 0.25, 0.5, 0.2, 0.02, 0.01)  # of an iteration, in the order of wire.PHASES
+COMPUTED_SHARE = 0.5  # of an iteration, after which a rank's micro-batch is in its gradient
+METRICS = {"cpu_busy": 0.4, "memory_used": 0.5, "nic_receive": 1e8, "nic_transmit": 1e8, "file_latency": 0.01}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan as all agents know it, with each member's place among the members."""
+
+    plan: wire.Plan
+    places: dict[int, int]
+
+    @classmethod
+    def of(cls, part: wire.PlanShare) -> Layout:
+        """From any agent's share of the plan. Raises wire.BadMessage."""
+        plan = wire.whole(part)
+        return cls(plan, {slot: place for place, slot in enumerate(plan.members)})
+
+    def share(self, slot: int, total: int) -> list[int]:
+        """The slot's micro-batches of `total` in an undisturbed iteration."""
+        return list(range(self.places[slot], total, len(self.places)))
+
+
+class Agent:
+    """The agent of element `element`, with `ranks` ranks of a job with `total` ranks and as many micro-batches."""
+
+    __slots__ = ("assignment", "element", "layout", "name", "ranks", "shares", "status", "total", "welcomed")
+
+    def __init__(self, element: int, ranks: int, total: int) -> None:
+        self.element, self.total = element, total
+        self.name = f"agent-{element}"
+        self.ranks = {
+            slot: self._fresh(slot, 0, "starting") for slot in range(element * ranks, element * ranks + ranks)
+        }
+        store = f"127.0.0.1:{20000 + element}"
+        self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
+        self.welcomed = False
+        self.layout: Layout | None = None  # the newest plan
+        self.assignment: dict[int, list[int]] = {}  # its micro-batches for the first iteration
+        self.shares: dict[int, list[int]] = {}  # slot -> micro-batches of the present iteration
+
+    def _fresh(self, slot: int, incarnation: int, state: str) -> wire.RankStatus:
+        return wire.RankStatus(
+            state=state,
+            incarnation=incarnation,
+            micro_batches=self.total,
+            train_iterations=ITERATIONS,
+            flops_per_iteration=FLOPS,
+            pid=100_000 + slot,
+            process="S",
+        )
+
+    # ------------------------------------------------------------ what it says
+    def register(self) -> bytes:
+        """The first message."""
+        settings = wire.Settings(
+            name="scale",
+            user="ann",
+            max_nodes=self.total // len(self.ranks),
+            ranks_per_node=len(self.ranks),
+        )
+        return wire.encode(
+            wire.Register(
+                job=JOB,
+                element=self.element,
+                agent=self.name,
+                node=f"n{self.element:05}",
+                address="127.0.0.1",
+                slots=list(self.ranks),
+                settings=settings,
+            )
+        )
+
+    def say(self, now: float) -> bytes:
+        """The status of all ranks."""
+        self.status.sent = now
+        self.status.number += 1
+        return wire.encode(self.status)
+
+    def steps(self, generation: int, iteration: int, seconds: float, now: float) -> bytes | None:
+        """The report of one iteration by all ranks that were in it; None when none was."""
+        phases = [seconds * share for share in PHASE_SHARES]
+        loss = 1.0 + 10.0 / (iteration + 1)
+        made = [
+            wire.RankStep(slot, share, seconds, loss, None, phases)
+            for slot, share in self.shares.items()
+            if self.ranks[slot].state == "running"
+        ]
+        if not made:
+            return None
+        message = wire.Steps(
+            job=JOB,
+            element=self.element,
+            agent=self.name,
+            generation=generation,
+            iteration=iteration,
+            total=self.total,
+            at=now,
+            ranks=made,
+        )
+        return wire.encode(message)
+
+    def metrics(self) -> bytes:
+        """What the node measures, the same everywhere."""
+        ranks = {slot: {"rank_cpu": 1.0, "rank_memory": 2e10} for slot in self.ranks}
+        message = wire.Metrics(
+            job=JOB, element=self.element, agent=self.name, host=f"host{self.element}", node=METRICS, ranks=ranks
+        )
+        return wire.encode(message)
+
+    # ------------------------------------------------------------ what its ranks do
+    def change(self, slot: int, now: float, state: str, **changes: object) -> None:
+        """A rank's state and other fields change; `changed` says when."""
+        rank = self.ranks[slot]
+        rank.state, rank.changed = state, now
+        for name, value in changes.items():
+            setattr(rank, name, value)
+
+    def progress(self, generation: int, iteration: int, part: float, seconds: float, now: float) -> None:
+        """Its running ranks are in `iteration`, of which the share `part` has passed."""
+        computed = part >= COMPUTED_SHARE
+        for slot, rank in self.ranks.items():
+            if rank.state == "running" and rank.generation == generation:
+                rank.iteration, rank.phase = iteration, "reducing" if computed else "computing"
+                rank.done = self.shares.get(slot, []) if computed else []
+                rank.iteration_seconds, rank.loss, rank.changed = seconds, 1.0 + 10.0 / (iteration + 1), now
+
+    def deal(self, layout: Layout) -> None:
+        """What its ranks compute in an undisturbed iteration."""
+        self.shares = {slot: layout.share(slot, self.total) for slot in self.ranks if slot in layout.places}
+
+    def die(self, slot: int, now: float) -> None:
+        """The rank is killed."""
+        self.change(slot, now, "exited", exit=wire.Exit(code=-9, at=now, lived=LIVED))
+
+    def start(self, slot: int, incarnation: int, now: float) -> bool:
+        """A new process in the slot of one that has ended; False when there is none to start."""
+        rank = self.ranks[slot]
+        if rank.state != "exited" or rank.incarnation >= incarnation:
+            return False
+        self.ranks[slot] = self._fresh(slot, incarnation, "starting")
+        self.ranks[slot].changed = now
+        return True
+
+    def ready(self, now: float) -> None:
+        """Ranks that were starting can enter a generation."""
+        for slot, rank in self.ranks.items():
+            if rank.state == "starting":
+                self.change(slot, now, "waiting")
+
+    def stops(self, generation: int) -> bool:
+        """Whether one of its ranks has yet to stop and report for a Break of this generation."""
+        return any(rank.state in ("running", "entering") and rank.broken < generation for rank in self.ranks.values())
+
+    def note_break(self, generation: int) -> None:
+        """A Break has come: ranks at rest will enter no generation up to this one."""
+        for rank in self.ranks.values():
+            if rank.state in ("waiting", "stopped"):
+                rank.broken = max(rank.broken, generation)
+
+    def stop(self, generation: int, now: float) -> None:
+        """Its ranks have stopped between two micro-batches, or in their reduce; every other one had finished its
+        own."""
+        for slot, rank in self.ranks.items():
+            if rank.broken >= generation or rank.state not in ("running", "entering"):
+                continue
+            if rank.generation == 0:
+                self.change(slot, now, "waiting", broken=generation, entering=0)
+                continue
+            if rank.state == "running":
+                computed = slot % 2 == 0
+                rank.phase, rank.done = ("reducing", self.shares.get(slot, [])) if computed else ("computing", [])
+            self.change(slot, now, "stopped", broken=generation, entering=0)
+
+    def obey(self, layout: Layout, now: float) -> None:
+        """The plan is here: its ranks enter the generation, or are left out of it."""
+        plan = layout.plan
+        for slot, rank in self.ranks.items():
+            if rank.state not in ("waiting", "stopped", "left") or plan.generation <= max(rank.generation, rank.broken):
+                continue
+            if slot in layout.places:
+                self.change(slot, now, "entering", entering=plan.generation)
+            elif rank.state == "stopped":
+                self.change(slot, now, "left", generation=plan.generation)
+
+    def enter(self, layout: Layout, iteration: int, now: float) -> None:
+        """Its ranks are in: those that were entering, and with an offer those that trained until now."""
+        plan = layout.plan
+        for slot, rank in self.ranks.items():
+            entering = rank.state == "entering" and rank.entering == plan.generation
+            if not entering and not (plan.boundary and rank.state == "running"):
+                continue
+            if slot in layout.places:
+                kept = rank.done if not plan.boundary and rank.iteration == iteration else []
+                self.change(
+                    slot,
+                    now,
+                    "running",
+                    generation=plan.generation,
+                    entering=0,
+                    iteration=iteration,
+                    phase="computing",
+                    done=kept,
+                )
+            else:
+                self.change(slot, now, "left", generation=plan.generation)
+        self.deal(layout)
+        if not plan.boundary:
+            self.shares |= {slot: list(share) for slot, share in self.assignment.items() if slot in self.shares}

@@ -1,0 +1,258 @@
+"""One size measured: a controller is started, a job formed, watched and hurt, and the controller started again."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.scale.history import fill_month
+from benchmarks.scale.process import Controller, NotStarted
+from benchmarks.scale.simulation import Counts, Failed, Simulation
+from benchmarks.scale.zmtp import Connection
+from unicron_ctl.protocol.wire import BadMessage
+
+FORM_SECONDS = 120.0  # limits of the waits
+BREAK_SECONDS, PLAN_SECONDS, REJOIN_SECONDS = 20.0, 30.0, 60.0
+CALM_SECONDS = 3.0  # between two measurements
+IDLE_SECONDS = 4.0
+MASS_SHARE = 0.05  # of the nodes
+FIGURES = (
+    "idle_cpu_share",
+    "cpu_share",
+    "p50_ms",
+    "p99_ms",
+    "break_ms",
+    "report_ms",
+    "plan_ms",
+    "rejoin_seconds",
+    "mass_break_ms",
+    "mass_report_ms",
+    "mass_plan_ms",
+    "mass_rejoin_seconds",
+    "memory_mib",
+    "form_seconds",
+    "leases_lost",
+    "refused",
+    "heartbeats_per_second",
+    "steps_per_second",
+    "progress_seconds",
+    "simulator_cpu_share",
+    "simulator_late_ms",
+    "first_start_seconds",
+    "stop_seconds",
+    "events_added",
+    "start_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """ranks: per agent. seconds: of the steady window. failures: of single ranks, one after the other; the median
+    counts. metrics: seconds between the nodes' metrics, 0 for none. progress: statuses as often as the controller
+    allows."""
+
+    ranks: int = 8
+    seconds: float = 20.0
+    failures: int = 3
+    metrics: float = 0.0
+    progress: bool = False
+
+
+def measure(agents: int, options: Options, cpus: set[int]) -> dict[str, Any]:
+    """All figures of one size: times in the unit that their name ends with, None where a step failed."""
+    figures: dict[str, Any] = {"agents": agents, "ranks": agents * options.ranks, "ranks_per_agent": options.ranks}
+    figures |= dict.fromkeys(FIGURES)
+    with tempfile.TemporaryDirectory(prefix="unicron-scale-") as folder:
+        controller = Controller(Path(folder), cpus, metrics=options.metrics)
+        try:
+            if _step(agents, "start", lambda: figures.update(first_start_seconds=controller.start())):
+                _step(agents, "idle connections", lambda: _idle(agents, controller, figures))
+                with _quiet_collector():
+                    _live(agents, options, controller, figures)
+                _step(agents, "restart", lambda: _restart(agents, options, controller, figures))
+        finally:
+            controller.kill()
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """The garbage collector's pauses in this process are no latency of the controller."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _step(agents: int, name: str, work: Callable[[], object]) -> bool:
+    """False, and a line on standard error, when the step failed."""
+    try:
+        work()
+    except (Failed, NotStarted, BadMessage, OSError) as error:
+        print(f"benchmarks.scale: {agents} agents: {name}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _live(agents: int, options: Options, controller: Controller, figures: dict[str, Any]) -> None:
+    """Everything that needs agents; a step that fails ends it."""
+    made: list[Simulation] = []
+    if not _step(
+        agents,
+        "connections",
+        lambda: made.append(Simulation(controller.endpoint, agents, options.ranks, options.progress)),
+    ):
+        return
+    simulation = made[0]
+    try:
+        for name, work in (
+            ("form", lambda: _form(simulation, figures)),
+            ("steady", lambda: _steady(simulation, controller, options.seconds, figures)),
+            ("failures", lambda: _failures(simulation, options, figures)),
+            ("mass failure", lambda: _mass_failure(simulation, options, figures)),
+        ):
+            if not _step(agents, name, work):
+                break
+        figures |= {"leases_lost": len(simulation.lost), "progress_seconds": simulation.progress_seconds}
+        if controller.running:
+            figures["memory_mib"] = controller.peak_mib()
+        elif controller.complaint():
+            print(f"benchmarks.scale: the controller has ended: {controller.complaint()}", file=sys.stderr, flush=True)
+    finally:
+        simulation.close()
+
+
+def _idle(agents: int, controller: Controller, figures: dict[str, Any]) -> None:
+    """As many connections as there will be agents, none of which says anything: what they cost beyond an idle
+    controller."""
+    host, port = controller.endpoint
+    alone = _share_while_asleep(controller)
+    idle: list[Connection] = []
+    try:
+        for index in range(agents):
+            idle.append(Connection(host, port, f"idle-{index}".encode()))
+        time.sleep(0.5)
+        figures["idle_cpu_share"] = max(0.0, _share_while_asleep(controller) - alone)
+    finally:
+        for connection in idle:
+            connection.close()
+    time.sleep(0.5)
+
+
+def _share_while_asleep(controller: Controller) -> float:
+    cpu, began = controller.cpu_seconds(), time.monotonic()
+    time.sleep(IDLE_SECONDS)
+    return (controller.cpu_seconds() - cpu) / (time.monotonic() - began)
+
+
+def _form(simulation: Simulation, figures: dict[str, Any]) -> None:
+    began = time.monotonic()
+    simulation.start()
+    simulation.until(simulation.complete, FORM_SECONDS, "all ranks train for the first time")
+    figures["form_seconds"] = time.monotonic() - began
+    simulation.run(CALM_SECONDS)
+
+
+def _steady(simulation: Simulation, controller: Controller, seconds: float, figures: dict[str, Any]) -> None:
+    """Heartbeats, iterations and questions; nothing else happens."""
+    refused = simulation.counts.refused
+    simulation.counts, simulation.probing = Counts(), True
+    cpu, own, began = controller.cpu_seconds(), _own_cpu(), time.monotonic()
+    simulation.run(seconds)
+    wall = time.monotonic() - began
+    counts = simulation.counts
+    figures |= {
+        "cpu_share": (controller.cpu_seconds() - cpu) / wall,
+        "simulator_cpu_share": (_own_cpu() - own) / wall,
+        "simulator_late_ms": 1e3 * counts.late,
+        "heartbeats_per_second": counts.heartbeats / wall,
+        "steps_per_second": counts.steps / wall,
+        "refused": refused + counts.refused,
+    }
+    simulation.probing = False
+    simulation.run(0.5)
+    trips = sorted(counts.round_trips)
+    if not trips:
+        raise Failed("no question was answered")
+    figures |= {"p50_ms": 1e3 * median(trips), "p99_ms": 1e3 * trips[int(0.99 * (len(trips) - 1))]}
+    if not simulation.complete():
+        raise Failed("the job did not train on undisturbed")
+
+
+def _own_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _failures(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+    """Single ranks of different nodes die, one after the other."""
+    found = []
+    for turn in range(options.failures):
+        element = (turn * 2 + 1) * len(simulation.agents) // (2 * options.failures)
+        slot = element * options.ranks + turn % options.ranks
+        found.append(_recovery(simulation, {element: [slot]}))
+    for name in found[0]:
+        figures[name] = median(each[name] for each in found)
+
+
+def _mass_failure(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+    """All ranks of a share of the nodes, spread over the job, die at once."""
+    count = len(simulation.agents)
+    hit = range(count // 40, count, round(1 / MASS_SHARE))
+    victims = {element: list(simulation.agents[element].ranks) for element in hit}
+    figures |= {f"mass_{name}": value for name, value in _recovery(simulation, victims).items()}
+
+
+def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str, float]:
+    """How long the parts of one recovery took.
+
+    break_ms: from the first report of a death until the last agent that trains has the Break. report_ms: the sending
+    of all reports; plan_ms: from the last of them until the last member has the plan. rejoin_seconds: from the death
+    until every rank trains again.
+    """
+    died = simulation.fail(victims)
+    simulation.until(
+        lambda: simulation.breaking is not None and simulation.breaking.sent_back[1] > 0,
+        BREAK_SECONDS,
+        "the Break is at all agents that train",
+    )
+    breaking = simulation.breaking
+    assert breaking is not None
+    if breaking.awaited:
+        raise Failed(f"{len(breaking.awaited)} agents got no Break")
+    simulation.until(
+        lambda: simulation.planning is not None and not simulation.planning.awaited,
+        PLAN_SECONDS,
+        "the plan is at all members",
+    )
+    planning = simulation.planning
+    assert planning is not None
+    reports_began, reports_ended = breaking.sent_back
+    simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again")
+    rejoined = time.time()
+    simulation.run(CALM_SECONDS)
+    return {
+        "break_ms": 1e3 * (breaking.last - died),
+        "report_ms": 1e3 * (reports_ended - reports_began),
+        "plan_ms": 1e3 * (planning.last - reports_ended),
+        "rejoin_seconds": rejoined - died,
+    }
+
+
+def _restart(agents: int, options: Options, controller: Controller, figures: dict[str, Any]) -> None:
+    """A start on the log of this run and a month of events."""
+    figures["stop_seconds"] = controller.stop()
+    figures["events_added"] = fill_month(controller.state, agents, options.ranks)
+    figures["start_seconds"] = controller.start()
+    controller.stop()

@@ -1,0 +1,446 @@
+"""All simulated agents of one job, in one thread: connections, heartbeats, iterations and what the controller orders.
+
+Every agent has a connection of its own. What comes in is read every two milliseconds and dated by the kernel, so that
+the latencies measured are the controller's, not the simulator's. Ranks stop and enter together, as real ones do in
+their collectives: reports leave in one burst when the Break has reached every agent that trains, a generation is
+entered when its plan has reached every member.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.scale.agents import JOB, Agent, Layout
+from benchmarks.scale.zmtp import Connection, Lost
+from unicron_ctl.protocol import wire
+
+TURN_SECONDS = 0.002  # between two looks at the connections
+ITERATION_SECONDS = 1.0
+STEPS_SPREAD = 0.3  # seconds over which the agents' reports of one iteration are spread
+ENTERED_SPREAD = 0.3  # seconds over which their statuses are spread when they have entered
+ENTER_SECONDS = 0.3  # to build a generation's groups
+READY_SECONDS = 1.0  # from the start of a rank until it can enter
+REGISTER_RATE = 1000.0  # agents a second that come to the controller at the start
+REGISTER_AGAIN = 3.0  # seconds without a Welcome
+LATE_REPORT = 3.0  # seconds after which those that got the Break report without the others
+PROBE_PERIOD = 0.02  # between two questions whose answers are timed
+
+
+class Failed(Exception):
+    """The controller did not do its part; the text says which."""
+
+
+@dataclass
+class Round:
+    """One message to many agents: who has yet to get it, and when the last one got it."""
+
+    generation: int
+    awaited: set[int]
+    last: float = 0.0
+    sent_back: tuple[float, float] = (0.0, 0.0)  # reports: when the first and the last one was sent
+
+    def take(self, element: int, at: float) -> bool:
+        """An agent has it; True when it was the last one."""
+        if element not in self.awaited:
+            return False
+        self.awaited.discard(element)
+        self.last = max(self.last, at)
+        return not self.awaited
+
+
+@dataclass
+class Training:
+    """What the members do: `iteration` began at `began` in the generation of the layout."""
+
+    layout: Layout
+    iteration: int
+    began: float
+    running: bool = True
+
+    @property
+    def generation(self) -> int:
+        return self.layout.plan.generation
+
+
+@dataclass
+class StepReports:
+    """An iteration that ended at `at`; `left` agents have yet to report it. offer: what they enter with it."""
+
+    training: Training
+    at: float
+    left: deque[int]
+    offer: Layout | None = None
+
+
+@dataclass
+class Counts:
+    """What was sent and seen; see :meth:`Simulation.window`."""
+
+    heartbeats: int = 0
+    steps: int = 0
+    late: float = 0.0  # seconds by which a heartbeat was sent after its time, at most
+    refused: int = 0
+    round_trips: list[float] = field(default_factory=list)  # seconds
+
+
+class Simulation:
+    """`agents` agents with `ranks` ranks each, connected to the controller at `endpoint` (host, port).
+
+    progress: send statuses as often as the controller allows while there is progress to tell of, in place of once a
+    heartbeat. Raises OSError when it cannot connect, and :class:`Failed` from whatever waits for the controller.
+    """
+
+    def __init__(self, endpoint: tuple[str, int], agents: int, ranks: int, progress: bool = False) -> None:
+        self.ranks_per_agent, self.total = ranks, agents * ranks
+        self.agents = [Agent(element, ranks, self.total) for element in range(agents)]
+        self._connections: list[Connection] = []
+        self._by_descriptor: dict[int, int] = {}
+        self._poller = select.epoll()
+        for index in range(agents + 1):  # the last one asks questions
+            connection = Connection(*endpoint, f"{JOB}-{index}".encode())
+            self._connections.append(connection)
+            self._by_descriptor[connection.fileno()] = index
+            self._poller.register(connection.fileno(), select.EPOLLIN)
+        self._probe = self._connections[-1]
+        self._unsent: set[int] = set()
+        self._progress, self.progress_seconds = progress, 0.0  # as the controller wants it
+        self._period, self._metrics_seconds = 1.0, 0.0
+        now = time.time()
+        self._beats, self._metrics_beats = itertools.cycle(range(agents)), itertools.cycle(range(agents))
+        self._next_beat = self._next_metrics = self._next_probe = now
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._layouts: dict[bytes, Layout] = {}
+        self.training: Training | None = None
+        self._reports: StepReports | None = None
+        self.breaking: Round | None = None
+        self.planning: Round | None = None
+        self.offering: Round | None = None
+        self.killed: set[int] = set()  # slots whose rank has ended on purpose
+        self.lost: set[int] = set()  # elements that the controller took for lost although nothing happened to them
+        self.probing = False
+        self._asked: deque[float] = deque()
+        self.counts = Counts()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for connection in self._connections:
+            connection.close()
+        self._poller.close()
+
+    # ------------------------------------------------------------ time
+    def start(self) -> None:
+        """All agents come to the controller, as when Slurm starts a job."""
+        now = time.time()
+        for agent in self.agents:
+            self._later(now + agent.element / REGISTER_RATE, lambda a=agent: self._register(a))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._turn()
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Let time pass until the condition holds. Raises :class:`Failed` after `seconds`."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise Failed(f"not within {seconds:g} s: {what}")
+            self._turn()
+
+    def _turn(self) -> None:
+        began = time.time()
+        self._read()
+        now = time.time()
+        while self._due and self._due[0][0] <= now:
+            heapq.heappop(self._due)[2]()
+        self._iterate(now)
+        self._beat(now)
+        self._ask(now)
+        self._unsent = {index for index in self._unsent if not self._connections[index].flush()}
+        left = TURN_SECONDS - (time.time() - began)
+        if left > 0:
+            time.sleep(left)
+
+    def _later(self, due: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (due, next(self._order), action))
+
+    def _beat(self, now: float) -> None:
+        """Heartbeats, spread evenly over the period; and the nodes' metrics."""
+        training = self.training
+        period = self._period
+        if self._progress and training is not None and training.running and self.progress_seconds > 0:
+            period = min(period, self.progress_seconds)
+        while self._next_beat <= now:
+            agent = self.agents[next(self._beats)]
+            if agent.welcomed:
+                if training is not None and training.running:
+                    part = (now - training.began) / ITERATION_SECONDS
+                    agent.progress(training.generation, training.iteration, part, ITERATION_SECONDS, now)
+                self._say(agent)
+                self.counts.heartbeats += 1
+                self.counts.late = max(self.counts.late, now - self._next_beat)
+            self._next_beat += period / len(self.agents)
+        while self._metrics_seconds and self._next_metrics <= now:
+            agent = self.agents[next(self._metrics_beats)]
+            if agent.welcomed:
+                self._send(agent.element, agent.metrics())
+            self._next_metrics += self._metrics_seconds / len(self.agents)
+
+    def _ask(self, now: float) -> None:
+        if self.probing and now >= self._next_probe:
+            self._next_probe = max(self._next_probe + PROBE_PERIOD, now)
+            self._asked.append(time.time())
+            self._send(len(self.agents), wire.encode(wire.Ask(what="ping")))
+
+    # ------------------------------------------------------------ training
+    def _iterate(self, now: float) -> None:
+        training = self.training
+        if training is not None and training.running and now >= training.began + ITERATION_SECONDS:
+            self._finish_reports()
+            ended = Training(training.layout, training.iteration, training.began)
+            offer = self._agreed_offer()
+            self._reports = StepReports(ended, now, deque(range(len(self.agents))), offer)
+            training.iteration += 1
+            training.began = max(training.began + ITERATION_SECONDS, now - ITERATION_SECONDS)
+            if offer is not None:
+                training.layout, self.offering = offer, None
+        reports = self._reports
+        if reports is not None:
+            while reports.left and now >= reports.at + STEPS_SPREAD * reports.left[0] / len(self.agents):
+                self._report_steps(reports, reports.left.popleft(), now)
+
+    def _agreed_offer(self) -> Layout | None:
+        """The offer that every member holds."""
+        if self.offering is None or self.offering.awaited:
+            return None
+        held = (agent.layout for agent in self.agents if agent.layout is not None)
+        return next(layout for layout in held if layout.plan.generation == self.offering.generation)
+
+    def _report_steps(self, reports: StepReports, element: int, now: float) -> None:
+        agent, training = self.agents[element], reports.training
+        message = agent.steps(training.generation, training.iteration, ITERATION_SECONDS, now)
+        if message is not None:
+            self._send(element, message)
+            self.counts.steps += 1
+        if reports.offer is not None:
+            agent.enter(reports.offer, training.iteration + 1, now)
+            self._say(agent)
+        else:
+            agent.deal(training.layout)
+
+    def _finish_reports(self) -> None:
+        """Who has not reported the last iteration does so now."""
+        while self._reports is not None and self._reports.left:
+            self._report_steps(self._reports, self._reports.left.popleft(), time.time())
+
+    def complete(self) -> bool:
+        """Every rank of the job trains in one generation."""
+        training = self.training
+        if training is None or not training.running or len(training.layout.places) < self.total:
+            return False
+        return all(
+            rank.state == "running" and rank.generation == training.generation
+            for agent in self.agents
+            for rank in agent.ranks.values()
+        )
+
+    def fail(self, victims: dict[int, list[int]]) -> float:
+        """Ranks die: element -> slots. Returns when the first report of it was sent."""
+        now = time.time()
+        self.killed = {slot for slots in victims.values() for slot in slots}
+        for element, slots in victims.items():
+            for slot in slots:
+                self.agents[element].die(slot, now)
+        messages = [(element, self.agents[element].say(now)) for element in victims]
+        self.breaking = self.planning = None
+        began = time.time()
+        for element, message in messages:
+            self._send(element, message)
+        return began
+
+    # ------------------------------------------------------------ out
+    def _send(self, index: int, data: bytes) -> None:
+        try:
+            self._connections[index].send(data)
+            if not self._connections[index].flush():
+                self._unsent.add(index)
+        except Lost as error:
+            raise Failed(f"the connection of agent {index} was lost: {error}") from None
+
+    def _say(self, agent: Agent) -> None:
+        self._send(agent.element, agent.say(time.time()))
+
+    def _register(self, agent: Agent) -> None:
+        if not agent.welcomed:
+            self._send(agent.element, agent.register())
+            self._later(time.time() + REGISTER_AGAIN, lambda: self._register(agent))
+
+    # ------------------------------------------------------------ in
+    def _read(self) -> None:
+        for descriptor, _ in self._poller.poll(0, len(self._connections)):
+            index = self._by_descriptor[descriptor]
+            connection = self._connections[index]
+            try:
+                messages = connection.receive()
+            except Lost as error:
+                raise Failed(f"the connection of agent {index} was lost: {error}") from None
+            if connection is self._probe:
+                self._on_answers(messages)
+                continue
+            for data in messages:
+                self._on_message(self.agents[index], data, connection.arrived)
+
+    def _on_answers(self, messages: list[bytes]) -> None:
+        for _ in messages:
+            if self._asked:
+                self.counts.round_trips.append(self._probe.arrived - self._asked.popleft())
+
+    def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
+        message = wire.decode(data, wire.ToAgent)
+        match message:
+            case wire.Break():
+                self._on_break(agent, message, at)
+            case wire.PlanShare():
+                self._on_plan(agent, message, at)
+            case wire.StartRank():
+                if agent.start(message.slot, message.incarnation, time.time()):
+                    self._say(agent)
+                    self._later(time.time() + READY_SECONDS, lambda: self._ready(agent))
+            case wire.Welcome():
+                self._on_welcome(agent, message)
+            case wire.Ping():
+                self._say(agent)
+            case wire.Refused():
+                self._on_refused(agent, message)
+            case wire.StopRank():
+                if agent.ranks[message.slot].incarnation == message.incarnation:
+                    self.killed.add(message.slot)
+                    agent.die(message.slot, time.time())
+                    self._say(agent)
+            case wire.Stacks():
+                fields = {"how": "none", "state": "S", "text": "simulated"}
+                trace = wire.StackTrace(job=JOB, slot=message.slot, incarnation=message.incarnation, **fields)
+                self._send(agent.element, wire.encode(trace))
+            case wire.End():
+                raise Failed(f"the controller ended agent {agent.element}: {message.reason}")
+
+    def _on_welcome(self, agent: Agent, message: wire.Welcome) -> None:
+        self._period, self._metrics_seconds = message.heartbeat_period, message.metrics_seconds
+        self.progress_seconds = message.progress_seconds
+        self._next_metrics = max(self._next_metrics, time.time() - 0.1)
+        if not agent.welcomed:
+            agent.welcomed = True
+            self._later(time.time() + READY_SECONDS, lambda: self._ready(agent))
+        self._say(agent)
+
+    def _on_refused(self, agent: Agent, message: wire.Refused) -> None:
+        self.counts.refused += 1
+        if message.final:
+            raise Failed(f"the controller refused agent {agent.element}: {message.reason}")
+        if agent.welcomed:
+            agent.welcomed = False
+            self._register(agent)
+
+    def _ready(self, agent: Agent) -> None:
+        agent.ready(time.time())
+        self._say(agent)
+
+    # ------------------------------------------------------------ generations
+    def _on_break(self, agent: Agent, message: wire.Break, at: float) -> None:
+        generation = message.generation
+        self.lost |= {slot // self.ranks_per_agent for slot in set(message.lost) - self.killed}
+        if self.breaking is None or self.breaking.generation < generation:
+            self._finish_reports()
+            if self.training is not None and self.training.generation <= generation:
+                self.training.running = False
+            stopping = {a.element for a in self.agents if a.stops(generation)}
+            self.breaking = Round(generation, stopping)
+            if stopping:
+                self._later(time.time() + LATE_REPORT, lambda: self._report_late(generation))
+            if self.offering is not None and self.offering.generation <= generation:
+                self.offering = None
+        agent.note_break(generation)
+        if self.breaking.generation == generation and self.breaking.take(agent.element, at):
+            self._report_stopped(generation)
+
+    def _report_stopped(self, generation: int) -> None:
+        """All ranks have stopped: one burst of reports, encoded before, since real agents do that side by side."""
+        now, training = time.time(), self.training
+        messages = []
+        for agent in self.agents:
+            if not agent.stops(generation) or (self.breaking is not None and agent.element in self.breaking.awaited):
+                continue
+            if training is not None:
+                agent.progress(training.generation, training.iteration, 0.0, ITERATION_SECONDS, now)
+            agent.stop(generation, now)
+            messages.append((agent.element, agent.say(now)))
+        if not messages:
+            return
+        began = time.time()
+        for element, message in messages:
+            self._send(element, message)
+        if self.breaking is not None:
+            self.breaking.sent_back = began, time.time()
+
+    def _report_late(self, generation: int) -> None:
+        """Some have not got the Break yet: the others wait for them no longer."""
+        if self.breaking is not None and self.breaking.generation == generation and self.breaking.awaited:
+            self._report_stopped(generation)
+            self._later(time.time() + LATE_REPORT, lambda: self._report_late(generation))
+
+    def _on_plan(self, agent: Agent, part: wire.PlanShare, at: float) -> None:
+        key = bytes(part.common)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout.of(part)
+            while len(self._layouts) > 4:
+                del self._layouts[next(iter(self._layouts))]
+        plan = layout.plan
+        if agent.layout is not None and plan.generation <= agent.layout.plan.generation:
+            return  # a copy
+        agent.layout, agent.assignment = layout, part.assignment
+        known = self.offering if plan.boundary else self.planning
+        if known is None or known.generation < plan.generation:
+            members = {slot // self.ranks_per_agent for slot in plan.members}
+            known = Round(plan.generation, members)
+            if plan.boundary:
+                self.offering = known
+            else:
+                self.planning = known
+        last = known.generation == plan.generation and known.take(agent.element, at)
+        if plan.boundary:
+            agent.obey(layout, time.time())
+            if any(slot in layout.places for slot in plan.joiners if slot in agent.ranks):
+                self._say(agent)
+        elif last:
+            self._enter(layout)
+
+    def _enter(self, layout: Layout) -> None:
+        """Every member has the plan: all say that they enter, and are in when the groups are built."""
+        now = time.time()
+        for agent in self.agents:
+            if agent.layout is layout:
+                agent.obey(layout, now)
+                self._say(agent)
+        self._later(time.time() + ENTER_SECONDS, lambda: self._entered(layout))
+
+    def _entered(self, layout: Layout) -> None:
+        plan, now = layout.plan, time.time()
+        if self.breaking is not None and self.breaking.generation >= plan.generation:
+            return  # it was broken on the way
+        iteration = plan.iteration if plan.iteration is not None else self.training.iteration if self.training else 0
+        for agent in self.agents:
+            agent.enter(layout, iteration, now)
+            if agent.layout is layout:
+                self._later(
+                    now + ENTERED_SPREAD * agent.element / len(self.agents), lambda entered=agent: self._say(entered)
+                )
+        self.training = Training(layout, iteration, now)
