@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from detector.rank_channel import VERSION
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, Job
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for

@@ -68,9 +68,7 @@ def answer(core: Core, store: Store, what: str, args: dict[str, Any]) -> Any:
 def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     """Everything at a glance."""
     listed = jobs(core, store, args)
-    failures = sorted(
-        (f for job in core.state.jobs.values() for f in job.failures), key=lambda failure: failure.id
-    )
+    failures = sorted((f for job in core.state.jobs.values() for f in job.failures), key=lambda failure: failure.id)
     return {
         "controller": {
             "pid": os.getpid(),
@@ -208,8 +206,7 @@ def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
     return [
-        event.as_dict()
-        for event in store.tail(after, max(1, min(limit, 5000)), _job_id(core, only) if only else None)
+        event.as_dict() for event in store.tail(after, max(1, min(limit, 5000)), _job_id(core, only) if only else None)
     ]
 
 
@@ -319,9 +316,7 @@ def inject(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
     fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))
     try:
-        done, outcome = injection.perform(
-            core.view, core.view.job(state), fault, slot, node, float(seconds), dry_run
-        )
+        done, outcome = injection.perform(core.view, core.view.job(state), fault, slot, node, float(seconds), dry_run)
     except injection.NotInjected as error:
         raise Unanswerable(str(error)) from None
     core.take(outcome)
@@ -345,7 +340,7 @@ def ping(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     return {"pong": True}
 
 
-QUESTIONS: dict[str, Callable[[Engine, Store, dict[str, Any]], Any]] = {
+QUESTIONS: dict[str, Callable[[Core, Store, dict[str, Any]], Any]] = {
     "status": status,
     "jobs": jobs,
     "nodes": nodes,

@@ -80,7 +80,13 @@ class Core:
         self.requests: list[Any] = []
         self.last_tick = self.started_at
         self.view = View(
-            self.config, self.classifier, self.state, Live(), SlurmView(self.has_slurm), self.started_at, self.started_at
+            self.config,
+            self.classifier,
+            self.state,
+            Live(),
+            SlurmView(self.has_slurm),
+            self.started_at,
+            self.started_at,
         )
         self.desks: dict[str, JobDesk] = {}
         self.slurm = reconcile.Desk()

@@ -16,8 +16,8 @@ from detector.severity import SeverityTableError
 from unicron_ctl import descriptors, journal, limits
 from unicron_ctl.cli import run
 from unicron_ctl.config import Config, examine, listen_problem, refuse, rungs, state_dir
+from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.server import Server
-from unicron_ctl.controller.store import Store
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import encryption
 from unicron_ctl.slurm.client import SlurmClient

@@ -45,7 +45,9 @@ HINT_BYTES = 2048
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
-STATE_FORMAT = {kind.__name__: [f.name for f in fields(kind)] for kind in SAVED}  # a snapshot of other fields is not read
+STATE_FORMAT = {
+    kind.__name__: [f.name for f in fields(kind)] for kind in SAVED
+}  # a snapshot of other fields is not read
 Route = tuple[bytes, ...]
 
 

@@ -74,8 +74,11 @@ class JobDesk:
         out, state = Outcome(), job.state
         bound = float("inf") if state.phase is Phase.BREAKING else self.disturbed_until
         self.times.take(message)
-        accounts = self.ledger.add(message, state.members.keys() - state.lost.keys() if state.lost else state.members,
-                                   lambda iteration: iteration <= bound)
+        accounts = self.ledger.add(
+            message,
+            state.members.keys() - state.lost.keys() if state.lost else state.members,
+            lambda iteration: iteration <= bound,
+        )
         for account in accounts:
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(

@@ -94,7 +94,7 @@ class Restart:
         return config.join_after_seconds
 
     def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
-        """There is no boundary: all stop, and those that are to work begin a new world. The plan has weighed leavers."""
+        """There is no boundary: all stop, and who is to work begins a new world. The plan has weighed leavers."""
         state = job.state
         good, reason = True, "the plan takes nodes away: the processes of the others start again"
         if not leavers:

@@ -97,9 +97,7 @@ def probed(view: View, probe: Probe, answers: bool) -> Outcome:
         lost = f"{probe.node} is lost: no heartbeat, and its slurmd does not answer"
         out.record(
             state,
-            records.FailureVerdict(
-                failure=probe.failure, severity=int(Severity.SEV1), action=ISOLATE, reason=lost
-            ),
+            records.FailureVerdict(failure=probe.failure, severity=int(Severity.SEV1), action=ISOLATE, reason=lost),
         )
         text = f"{isolation.REASON}: lost heartbeat of {probe.job}_{probe.element}"
         isolation.set_down(view, state, probe.element, probe.node, probe.failure, text, out)
@@ -142,9 +140,7 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(state, amended)
     slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
     if earlier is not None and not slots:
-        isolation.put_out_of_service(
-            view, state, agent, earlier.id, earlier.slots, finding.evidence, out
-        )
+        isolation.put_out_of_service(view, state, agent, earlier.id, earlier.slots, finding.evidence, out)
         return out
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
@@ -153,9 +149,7 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     may = isolation.put_out_of_service(view, state, agent, number, slots, finding.evidence, put)
     # Where it must not be done the log says why, and its ranks go on as long as they can.
     lost = {s: f"is on a node that was put aside: {seen.cause}" for s in inside} if may else {}
-    out.record(
-        state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost)
-    )
+    out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
     return out.merge([put])
 
 
@@ -210,7 +204,6 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
         incarnation = status.incarnation + 1 if status else 0
         start(view, state, slot, incarnation, view.now, decision.reason[:200], out, number)
     return out
-
 
 
 def slurm_said(view: View, said: Said) -> Outcome:

@@ -99,5 +99,3 @@ def start(
     if failure:
         wait = f" in {at - view.now:.0f} s" if at > view.now else ""
         out.record(job, records.FailureAction(failure=failure, text=f"restart slot {slot} in place{wait}"))
-
-

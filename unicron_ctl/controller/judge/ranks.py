@@ -57,9 +57,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
         died = f"slot {slot} died {quick} times within {config.quick_death_seconds:g} s of its start"
         reason = f"{died} and was never ready: the script itself fails"
         decision = replace(decision, action=END_JOB, reason=reason, wait_seconds=0.0)
-    seen = records.SeenExit(
-        slot=slot, agent=identity.agent, incarnation=identity.incarnation, quick_deaths=quick
-    )
+    seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation, quick_deaths=quick)
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
         job,
@@ -114,15 +112,17 @@ def lost(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(state, records.LeaveOut(failure=0, slots=why))
         return out
     if finding.fault is not None and finding.what is What.BROKEN:
-        verdict, kind, by = view.classifier.text(f"{finding.fault.type}: {finding.fault.text}"), "exception", "exception"
+        verdict, kind, by = (
+            view.classifier.text(f"{finding.fault.type}: {finding.fault.text}"),
+            "exception",
+            "exception",
+        )
     else:
         verdict, by = view.classifier.cause("task_hang", finding.evidence), finding.by
         status = job.status(slot)
         kind = "hang" if status is not None and status.state != "exited" else "rank"
     decision, memory = escalate(view, job, slot, verdict, None)
-    record = failure_of(
-        job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why
-    )
+    record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
     number = view.state.last_event + 1
     out.record(state, record)
     if decision.action == END_JOB:
@@ -219,8 +219,10 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     decision = Decision(Severity(failure.severity), failure.action, finding.evidence, failure.cause)
     agent = job.agent(slot)
     put = failure.action == ISOLATE and agent is not None
-    if agent is None or not put or not isolation.put_out_of_service(
-        view, job.state, agent, failure.id, failure.slots, decision.reason, out
+    if (
+        agent is None
+        or not put
+        or not isolation.put_out_of_service(view, job.state, agent, failure.id, failure.slots, decision.reason, out)
     ):
         start(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
     out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))
@@ -286,7 +288,6 @@ def note(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(job.state, failure_of(job, "transfer", slots, finding, verdict, decision, noted=note.at, member=False))
     out.record(job.state, records.FailureAction(failure=number, text="nothing was trained with it"))
     return out
-
 
 
 # ---------------------------------------------------------------- processes of old generations

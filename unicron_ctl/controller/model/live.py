@@ -67,11 +67,23 @@ class AgentView:
             if rank is None:
                 continue
             old = self.ranks.get(slot)
-            if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
+            if old is None or _differs(old, rank):
                 self.progress[slot] = now
                 changed.append(slot)
             self.ranks[slot] = rank
         return changed
+
+
+def _differs(old: RankStatus, new: RankStatus) -> bool:
+    """Something that decisions hang on has changed; a process's idle time alone is none of it."""
+    return (
+        old.changed != new.changed
+        or old.state != new.state
+        or old.incarnation != new.incarnation
+        or (old.exit is None) != (new.exit is None)
+        or (old.fault is None) != (new.fault is None)
+        or old.note != new.note
+    )
 
 
 @dataclass

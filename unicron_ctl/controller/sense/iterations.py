@@ -242,9 +242,7 @@ def _hung(
     else:
         said = f"{long}; all ranks wait in the same collective"
         slots = tuple(sorted(state.members))
-        out.findings.append(
-            Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, said, by="statistics")
-        )
+        out.findings.append(Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, said, by="statistics"))
     watch.since, watch.overdue = view.now, None
 
 

@@ -119,9 +119,7 @@ def _note(view: View, job: JobView, agent: AgentView, slot: int, status: RankSta
     if note is not None and note.at > job.state.slot(slot).noted:
         where = {"element": agent.element, "node": agent.node}
         name = job.state.job
-        yield Finding(
-            What.NOTE, name, (slot,), view.now, Source.RANK, note.text, by="checksum", fault=note, **where
-        )
+        yield Finding(What.NOTE, name, (slot,), view.now, Source.RANK, note.text, by="checksum", fault=note, **where)
 
 
 def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
@@ -130,6 +128,4 @@ def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
     if not agent.left or record is None or record.gone or record.agent != agent.agent:
         return None
     where = {"element": agent.element, "node": agent.node, "by": "agent"}
-    return Finding(
-        What.LEFT, job.state.job, tuple(agent.slots), view.now, Source.AGENT, agent.left, **where
-    )
+    return Finding(What.LEFT, job.state.job, tuple(agent.slots), view.now, Source.AGENT, agent.left, **where)

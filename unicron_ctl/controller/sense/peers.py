@@ -1,9 +1,10 @@
-"""TEE in the running system (PAPER section 7): several metrics at once, of each node and rank, against the job's peers.
+"""TEE in the running system (paper section 7): several metrics at once, of each node and rank, against the job's peers.
 
 Agents send :class:`wire.Metrics` every few seconds; here they are compared round by round, in groups of at most
-:data:`GROUP` nodes, one group a tick. Whoever stands out for some rounds in a row is an *anomaly*: an event, a mark in `unicronctl status` and `nodes`, and evidence in the reason of a
-failure on that node or rank. Nothing is done because of it: that a node differs does not show that it harms the job.
-What harms it shows in its iterations, and those are judged by themselves. What is known here is soft state.
+:data:`GROUP` nodes, one group a tick. Whoever stands out for some rounds in a row is an *anomaly*: an event, a mark in
+`unicronctl status` and `nodes`, and evidence in the reason of a failure on that node or rank. Nothing is done because
+of it: that a node differs does not show that it harms the job. What harms it shows in its iterations, and those are
+judged by themselves.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from detector.culprit import PHASES, Culprit, slowest
 from detector.statistics import WARM_UP, Health, IterationMonitor, Limits
 from detector.stragglers import Stragglers
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.model.account import Account
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.log.thinning import RECENT_STEPS
+from unicron_ctl.controller.model.account import Account
+from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.sense.patience import Patience
 from unicron_ctl.protocol import wire
 
@@ -108,9 +108,7 @@ class PhaseTimes:
         each = float(np.median(means[:, SHARED].sum(axis=1) / shares))
         means[:, SHARED] *= (shares.mean() / shares)[:, None]
         means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
-        return {
-            slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)
-        }
+        return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
 
     def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """(rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""

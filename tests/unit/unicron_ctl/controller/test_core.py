@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, World
+from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller import machine
-from unicron_ctl.controller.engine import Engine
-from unicron_ctl.controller.fold import replay
-from unicron_ctl.controller.thinning import redundant
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.protocol import wire
 
 
@@ -102,9 +102,9 @@ def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteratio
     assert plan.generation == 2 and plan.members == [0, 2] and plan.iteration == 1 and plan.step is None
     assert {0, 3} <= set(plan.assignment[0]) and 2 in plan.assignment[2]
     failure = world.job().failures[-1]
-    assert failure["kind"] == "rank" and failure["severity"] == 2 and failure["reused_micro_batches"] == 3
-    assert failure["recomputed_micro_batches"] == 1 and failure["redistributed_micro_batches"] == 3
-    assert failure["detected_at"] <= failure["broken_at"] <= failure["planned_at"] <= failure["resumed_at"] == world.now
+    assert failure.kind == "rank" and failure.severity == 2 and failure.reused_micro_batches == 3
+    assert failure.recomputed_micro_batches == 1 and failure.redistributed_micro_batches == 3
+    assert failure.detected_at <= failure.broken_at <= failure.planned_at <= failure.resumed_at == world.now
     assert world.job().phase == "running"
     world.check_replay()
 
@@ -128,7 +128,7 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
     )
     agents[0].take_offer()
     assert world.job().phase == "running" and world.job().plan.generation == 3
-    assert world.job().failures[-1]["restored_at"] == world.now
+    assert world.job().failures[-1].restored_at == world.now
     story = ["failure_detected", "rank_start", "failure_action", "break", "plan", "entered", "offer", "entered"]
     assert world.kinds() == ["plan", "entered", *story]
     world.check_replay()
@@ -141,7 +141,7 @@ def test_all_synced_survivors_step_and_recompute_nothing():
         agent.set(agent.slots[0], phase="synced", iteration=4, done=[agent.element])
     agents[2].die(2)
     plan = world.job().plan
-    assert plan.step == 4 and plan.iteration == 5 and world.job().failures[-1]["recomputed_micro_batches"] == 0
+    assert plan.step == 4 and plan.iteration == 5 and world.job().failures[-1].recomputed_micro_batches == 0
 
 
 def test_a_second_loss_while_survivors_stop_only_extends_the_break():
@@ -233,7 +233,7 @@ def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
         and sorted(world.job().plan.members) == [0, 1]
         and world.job().plan.generation == 2
     )
-    assert world.job().failures[-1]["severity"] == 3 and world.job().failures[-1]["kind"] == "exception"
+    assert world.job().failures[-1].severity == 3 and world.job().failures[-1].kind == "exception"
 
 
 def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
@@ -258,7 +258,7 @@ def test_a_silent_node_is_lost_within_two_heartbeat_periods():
         world.run(0.05)
     assert world.now - silent_since <= 2.0 * world.config.heartbeat_period
     assert world.job().plan.members == [0, 1]
-    assert world.job().failures[-1]["kind"] == "node"
+    assert world.job().failures[-1].kind == "node"
     agents[2].silent = False
     agents[2].status()  # it was only a network problem: its ranks start anew
     assert any(m.slot == 2 for m in messages(world, wire.StopRank))
@@ -269,7 +269,7 @@ def test_a_stall_of_the_controller_expires_nobody():
     world.start_job(nodes=2)
     world.run(1.0)
     world.now += 30.0
-    world.engine.tick(world.now)
+    world.core.tick(world.now)
     world.deliver()
     world.run(1.0)
     assert not messages(world, wire.Break) and world.job().phase == "running"
@@ -279,12 +279,12 @@ def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
     world = World()
     agents = world.start_job(nodes=2)
     hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
-    world.engine.hint(hint, world.now)
+    world.core.hint(hint, world.now)
     world.deliver()
     world.run(0.5)
     assert not messages(world, wire.Break)
     agents[1].silent = True
-    world.engine.hint(hint, world.now)
+    world.core.hint(hint, world.now)
     world.deliver()
     world.run(0.4, heartbeats=False)
     assert messages(world, wire.Break)[0].lost == [1]
@@ -357,7 +357,7 @@ def test_a_restarted_controller_finishes_the_recovery():
         agent.obedient = False
     agents[2].die(2)
     assert world.job().phase == "breaking"
-    world.engine = Engine(world.config, replay(world.log), world.now)
+    world.core = Core(world.config, replay(world.log), world.now)
     for agent in agents:
         agent.obedient = True
         agent.status()  # refused: it registers again
@@ -369,13 +369,13 @@ def test_a_restarted_controller_finishes_the_recovery():
 def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
     world = World()
     agents = world.start_job(nodes=2)
-    world.engine = Engine(world.config, replay(world.log), world.now)
+    world.core = Core(world.config, replay(world.log), world.now)
     agents[1].silent = True
     agents[0].status()
     world.run(world.config.restart_grace - 1)
     assert world.job().phase == "running"
     world.run(2)
-    assert world.job().plan.members == [0] and world.job().failures[-1]["kind"] == "node"
+    assert world.job().plan.members == [0] and world.job().failures[-1].kind == "node"
 
 
 def test_observe_mode_breaks_nothing():
@@ -392,7 +392,7 @@ def test_a_registration_with_wrong_slots_is_refused(slots):
     agent = FakeAgent(world, "1", 0, "n1")
     agent.slots = slots
     agent.register()
-    assert messages(world, wire.Refused)[0].final and not world.engine.state.jobs
+    assert messages(world, wire.Refused)[0].final and not world.core.state.jobs
 
 
 @settings(max_examples=60, deadline=None)
@@ -427,7 +427,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
         elif verb == "hang":
             agent.obedient = not agent.obedient
         elif verb == "restart":
-            world.engine = Engine(world.config, replay(world.log), world.now)
+            world.core = Core(world.config, replay(world.log), world.now)
         elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
             world.iterate("1", world.iteration("1"))
         assert world.job().generation >= generation

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from detector.classify import default_classifier
-from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.config import parse
 from unicron_ctl.controller import node_events, slurm_states
 from unicron_ctl.controller.answers import nodes as answer_nodes
-from unicron_ctl.controller.fold import replay
+from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -70,14 +70,14 @@ def test_a_fatal_line_of_the_kernel_puts_its_node_aside_once_and_the_job_goes_on
     assert down(world) == ["n2"]
     assert sorted(world.job().plan.members) == [0, 2, 3]
     (failure,) = world.job().failures
-    assert (failure["kind"], failure["node"], failure["severity"], failure["cause"], failure["action"]) == (
+    assert (failure.kind, failure.node, failure.severity, failure.cause, failure.action) == (
         "node",
         "n2",
         1,
         "gpu_lost",
         "isolate",
     )
-    assert failure["detected_by"] == "kernel log" and "fallen off the bus" in failure["reason"]
+    assert failure.detected_by == "kernel log" and "fallen off the bus" in failure.reason
     agents[1].status(leaving="stopped by SIGTERM")  # Slurm ends what runs there
     agents[1].silent = True
     world.run(3)
@@ -111,8 +111,8 @@ def test_what_many_nodes_say_at_once_isolates_none():
     world.run(3)
     assert not down(world) and world.job().phase == "running" and not world.job().failures
     verdicts = events(world, "node_verdict")
-    assert [event.payload["action"] for event in verdicts] == ["shared"] * 3
-    assert "no single node is to blame" in verdicts[0].payload["reason"]
+    assert [event.record.action for event in verdicts] == ["shared"] * 3
+    assert "no single node is to blame" in verdicts[0].record.reason
     world.check_replay()
 
 
@@ -121,14 +121,14 @@ def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that(
     Speaker(agents[1]).say(GPU_LOST)
     world.run(3)
     assert not down(world) and not world.job().failures and world.job().phase == "running"
-    assert "act_on_node_events = false" in events(world, "node_event")[0].payload["reason"]
+    assert "act_on_node_events = false" in events(world, "node_event")[0].record.reason
 
     alone = World()
     agent = alone.start_job(nodes=2)[1]
     Speaker(agent).say(GPU_LOST)
     alone.run(3)
     assert alone.job().phase == "running" and not alone.job().failures
-    assert "no Slurm" in events(alone, "node_verdict")[0].payload["reason"]
+    assert "no Slurm" in events(alone, "node_verdict")[0].record.reason
 
 
 def test_observe_mode_says_what_it_would_do():
@@ -136,7 +136,7 @@ def test_observe_mode_says_what_it_would_do():
     Speaker(agents[1]).say(GPU_LOST)
     world.run(3)
     assert not down(world) and world.job().phase == "running"
-    assert "would put n2 aside" in events(world, "node_verdict")[0].payload["reason"]
+    assert "would put n2 aside" in events(world, "node_verdict")[0].record.reason
 
 
 def test_a_wait_that_a_restart_interrupts_is_finished_by_the_next_controller():
@@ -171,10 +171,10 @@ def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
     agents[1].set(1, pid=4242)
     agents[1].die(1, -9)
     world.run(0.3)
-    assert world.job().failures[0]["cause"] == "killed_from_outside"
+    assert world.job().failures[0].cause == "killed_from_outside"
     Speaker(agents[1]).say(OOM, at=world.now - 0.4)
     (failure,) = world.job().failures
-    assert failure["cause"] == "host_out_of_memory" and "Killed process 4242" in failure["reason"]
+    assert failure.cause == "host_out_of_memory" and "Killed process 4242" in failure.reason
     world.run(1)
     assert len(world.job().failures) == 1
     world.check_replay()
@@ -184,8 +184,8 @@ def test_an_end_by_the_cgroups_oom_kill_is_out_of_memory():
     world, agents = cluster()
     agents[1].set(1, state="exited", exit=wire.Exit(code=-9, at=world.now, lived=60.0, oom=True))
     world.run(0.3)
-    assert world.job().failures[0]["cause"] == "host_out_of_memory"
-    assert "out-of-memory kill" in world.job().failures[0]["reason"]
+    assert world.job().failures[0].cause == "host_out_of_memory"
+    assert "out-of-memory kill" in world.job().failures[0].reason
 
 
 def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_first():
@@ -200,7 +200,7 @@ def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_
             Speaker(agents[1]).say(GPU_LOST)
         world.run(3)
         (failure,) = world.job().failures
-        assert (failure["severity"], failure["cause"], failure["action"]) == (1, "gpu_lost", "isolate"), line_first
+        assert (failure.severity, failure.cause, failure.action) == (1, "gpu_lost", "isolate"), line_first
         assert down(world) == ["n2"]
         world.check_replay()
 
@@ -220,15 +220,15 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
     )
     world.run(2)
     failure = world.job().failures[0]
-    assert (failure["cause"], failure["severity"], failure["action"]) == ("link_flapping", 3, "reattempt")
-    assert "link ib0" in failure["reason"]
+    assert (failure.cause, failure.severity, failure.action) == ("link_flapping", 3, "reattempt")
+    assert "link ib0" in failure.reason
     world.check_replay()
 
 
 def test_an_unknown_line_or_a_strangers_word_does_nothing():
     world, agents = cluster()
     Speaker(agents[1]).say("usb 1-1: new high-speed USB device number 2")
-    assert events(world, "node_event")[0].payload["action"] == "report"
+    assert events(world, "node_event")[0].record.action == "report"
     stranger = FakeAgent(world, "1", 1, "n2", name="stranger")
     Speaker(stranger).say(GPU_LOST)
     world.run(2)
@@ -254,7 +254,7 @@ def test_senseless_numbers_and_texts_are_taken_without_harm():
         speaker.say(f"NVRM: Xid (PCI:0000:0{number}:00): 31, pid=999999999999999999999, \0 {'x' * 100_000}", at=at)
     agents[1].die(1, -6)
     world.run(1)
-    assert all(len(event.payload["text"]) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
+    assert all(len(event.record.text) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
     assert len(world.job().failures) == 1
     world.check_replay()
 
@@ -269,7 +269,7 @@ def test_the_agents_section_is_checked_like_the_controllers():
 def test_nodes_shows_the_last_event():
     world, agents = cluster()
     Speaker(agents[1]).say(PAGE_FAULT)
-    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.engine, None, {})}
+    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.core, None, {})}
     assert listed["n2"]["cause"] == "illegal_memory_access" and listed["n1"] is None
 
 
@@ -339,8 +339,8 @@ def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause
     world.slurm.queue["1", 1].update(state=state, node=None)
     world.run(4)
     failure = world.job().failures[0]
-    assert (failure["slots"], failure["cause"], failure["slurm"]) == ([1], cause, state)
-    assert f"Slurm: 1_1 is {state}" in failure["reason"]
+    assert (failure.slots, failure.cause, failure.slurm) == ([1], cause, state)
+    assert f"Slurm: 1_1 is {state}" in failure.reason
     assert sum(event.kind == "failure_verdict" and "slurm" in event.payload for event in world.log) == 1
     world.check_replay()
 
@@ -352,13 +352,13 @@ def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_leas
     began = world.now
     world.run(2.5)
     failure = world.job().failures[0]
-    assert failure["detected_by"] == "task exit in Slurm" and failure["detected_at"] - began < 2.5
+    assert failure.detected_by == "task exit in Slurm" and failure.detected_at - began < 2.5
 
 
 def test_the_hints_status_says_how_the_agent_died():
     world, agents = cluster()
     agents[1].silent = True
-    world.engine.hint(wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
+    world.core.hint(wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
     world.run(1, heartbeats=True)
     failure = world.job().failures[0]
-    assert failure["cause"] == "killed_from_outside" and "process killed by SIGKILL" in failure["reason"]
+    assert failure.cause == "killed_from_outside" and "process killed by SIGKILL" in failure.reason

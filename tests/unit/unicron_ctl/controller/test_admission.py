@@ -8,12 +8,12 @@ import pytest
 
 from detector.escalation import Decision, Fault
 from detector.severity import Severity
-from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
+from tests.support.world import FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.admission import Admission, checked, decide
-from unicron_ctl.controller.placement import OURS
-from unicron_ctl.controller.state import HealthReport
+from unicron_ctl.controller.model.job import HealthReport
+from unicron_ctl.controller.nodes.admission import Admission, checked, decide
+from unicron_ctl.controller.plan.placement import OURS
 from unicron_ctl.errors import UserError
 from unicron_ctl.node import admission
 from unicron_ctl.slurm.client import NodeInfo
@@ -150,8 +150,8 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
     """A node that Unicron set down, and whose slurmd has just come back."""
     slurm = FakeSlurm(2)
     world = World(slurm, **settings)
-    world.engine.emit("node_lost", node="n2", element=0, reason="test")
-    world.engine.emit("slurm_action", action="down", node="n2", element=-1, slurm_reason="unicron[node_problem]: lost")
+    world.core.emit("node_lost", node="n2", element=0, reason="test")
+    world.core.emit("slurm_action", action="down", node="n2", element=-1, slurm_reason="unicron[node_problem]: lost")
     slurm.down("n2", "unicron[node_problem]: lost")
     slurm.calls.clear()
     world.run(2.0)
@@ -162,13 +162,13 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
 
 def tell(world: World, node: str, verdict: str, reason: str = "why", source: str = "interval") -> None:
     arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now}
-    assert answers.answer(world.engine, None, "health", arguments) == {"taken": True}
-    world.log.extend(world.engine.events)
-    world.engine.events = []
+    assert answers.answer(world.core, None, "health", arguments) == {"taken": True}
+    world.log.extend(world.core.events)
+    world.core.events = []
 
 
 def listed(world: World, node: str) -> dict:
-    found = answers.answer(world.engine, None, "nodes", {})
+    found = answers.answer(world.core, None, "nodes", {})
     json.dumps(found)
     tables.console().print(tables.nodes(found))
     return next(item for item in found if item["node"] == node)
@@ -183,7 +183,7 @@ def test_a_node_comes_back_with_its_passed_checks() -> None:
     world.run(2.0)
     node = listed(world, "n2")
     assert slurm.node_states["n2"] == {"IDLE"} and not node["unverified"] and node["health"]["verdict"] == "good"
-    assert "passed the admission checks" in next(e for e in world.log if e.kind == "node_resumed").payload["reason"]
+    assert "passed the admission checks" in next(e for e in world.log if e.kind == "node_resumed").record.reason
     world.check_replay()
 
 
@@ -241,7 +241,7 @@ def test_two_moments_of_hardware_faults_make_a_suspect() -> None:
     decision = Decision(Severity.SEV2, "restart", "why")
     for ago, shown in ((100.0, False), (50.0, True)):
         fault = Fault(world.now - ago, "1", 0, "n1", "gpu_lost", "hardware", Severity.SEV2)
-        world.engine.state.history.record(fault, decision)
+        world.core.state.history.record(fault, decision)
         assert bool(listed(world, "n1")["suspect"]) == shown
     tell(world, "n1", "good", source="pair-test")
     assert not listed(world, "n1")["suspect"] and listed(world, "n1")["health"] is None
@@ -253,8 +253,8 @@ def test_the_log_holds_news_only() -> None:
     for number, verdict in enumerate(("good", "good", "good", "bad", "bad", "good")):
         world.run(60.0)
         tell(world, "n1", verdict, f"took {number}.5 s")
-    assert [e.payload["verdict"] for e in world.log if e.kind == "node_health"] == ["good", "bad", "good"]
-    assert listed(world, "n1")["health"]["at"] == world.engine.now
+    assert [e.record.verdict for e in world.log if e.kind == "node_health"] == ["good", "bad", "good"]
+    assert listed(world, "n1")["health"]["at"] == world.core.now
     with pytest.raises(answers.Unanswerable, match="no node 'n77'"):
         tell(world, "n77", "good")
 

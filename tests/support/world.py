@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.cluster import Poll, Run
-from unicron_ctl.controller.engine import Engine, Probe
-from unicron_ctl.controller.fold import replay
-from unicron_ctl.controller.resume import deal
-from unicron_ctl.controller.state import ClusterState, JobState
-from unicron_ctl.controller.thinning import redundant
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.job.resume import deal
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.cluster import ClusterState
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.requests import Poll, Probe, Run
+from unicron_ctl.controller.worker import perform
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
@@ -47,6 +53,7 @@ class FakeAgent:
             for slot in self.slots
         }
         self.obedient, self.silent = True, False
+        self.number = 0
         self.heard: list[wire.Message] = []
         self.offers: dict[int, wire.Plan] = {}
         world.agents.append(self)
@@ -56,7 +63,7 @@ class FakeAgent:
         return (self.agent.encode(),)
 
     def register(self) -> None:
-        self.world.to_engine(
+        self.world.to_core(
             self,
             wire.Register(
                 job=self.job,
@@ -71,13 +78,15 @@ class FakeAgent:
 
     def status(self, leaving: str = "") -> None:
         if not self.silent:
-            self.world.to_engine(
+            self.number += 1
+            self.world.to_core(
                 self,
                 wire.Status(
                     job=self.job,
                     element=self.element,
                     agent=self.agent,
                     sent=self.world.now,
+                    number=self.number,
                     store=f"127.0.0.1:{9000 + self.element}",
                     leaving=leaving,
                     ranks=dict(self.ranks),
@@ -98,6 +107,8 @@ class FakeAgent:
         self.set(slot, state="exited", exit=wire.Exit(code=code, at=self.world.now, lived=lived, last_line=last_line))
 
     def get(self, message: wire.Message) -> None:
+        if isinstance(message, wire.PlanShare):
+            message = wire.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.status()
@@ -171,19 +182,17 @@ class FakeAgent:
             self.world.let_in(self.job, plan)
 
     def step(self, slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> None:
-        self.world.to_engine(
+        self.world.to_core(
             self,
-            wire.Step(
+            wire.Steps(
                 job=self.job,
-                slot=slot,
+                element=self.element,
+                agent=self.agent,
                 generation=self.ranks[slot].generation,
                 iteration=iteration,
-                micro_batches=indices,
-                computed=indices if computed is None else computed,
                 total=MICRO_BATCHES,
-                seconds=0.5,
-                loss=1.0 / (iteration + 1),
                 at=self.world.now,
+                ranks=[wire.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed)],
             ),
         )
 
@@ -296,21 +305,26 @@ class FakeSlurm:
 
 
 class World:
-    """Engine, agents, Slurm and a clock."""
+    """Core, agents, Slurm and a clock."""
 
-    def __init__(self, slurm: FakeSlurm | None = None, **settings) -> None:
+    def __init__(self, slurm: FakeSlurm | None = None, **settings: Any) -> None:
         self.now = 1000.0
         self.config = ControllerConfig(auth="none", forming_settle_seconds=2.0, slurm_poll_seconds=1.0, **settings)
         self.slurm = slurm
-        self.engine = Engine(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
+        self.core = Core(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
         self.agents: list[FakeAgent] = []
-        self.log: list = []
+        self.log: list[Event] = []
         self.sent: list[tuple[str, wire.Message]] = []
         self.dead_nodes: set[str] = set()
         self._busy = False
 
+    def restart(self, classifier: Classifier | None = None) -> None:
+        """The controller is gone, and another one starts from its log."""
+        state = replay(self.log)
+        self.core = Core(self.config, state, self.now, classifier or Classifier(), has_slurm=self.slurm is not None)
+
     def job(self, job: str = "1") -> JobState:
-        return self.engine.state.jobs[job]
+        return self.core.state.jobs[job]
 
     def iteration(self, job: str) -> int:
         running = [r.iteration for a in self.agents if a.job == job for r in a.ranks.values() if r.state == "running"]
@@ -331,8 +345,9 @@ class World:
                         slot, state="running", generation=plan.generation, entering=0, iteration=self.iteration(job)
                     )
 
-    def to_engine(self, agent: FakeAgent, message: wire.Message) -> None:
-        self.engine.receive(agent.route, message, self.now)
+    def to_core(self, agent: FakeAgent, message: wire.Message) -> None:
+        self.core.receive(agent.route, message, self.now)
+        self.core.settle()
         self.deliver()
 
     def deliver(self) -> None:
@@ -340,45 +355,43 @@ class World:
         if self._busy:
             return
         self._busy = True
-        engine = self.engine
-        while engine.events or engine.outbox or engine.requests:
-            self.log += engine.events
-            engine.events = []
-            outbox, engine.outbox = engine.outbox, []
-            requests, engine.requests = engine.requests, []
+        core = self.core
+        while core.events or core.outbox or core.requests:
+            self.log += core.events
+            core.events = []
+            outbox, core.outbox = core.outbox, []
+            requests, core.requests = core.requests, []
             by_route = {agent.route: agent for agent in self.agents}
             self._busy = False
-            for route, message in outbox:
-                self.sent.append((route[0].decode(), message))
-                if route in by_route:
-                    by_route[route].get(message)
+            for send in outbox:
+                self.sent.append((send.route[0].decode(), send.message))
+                if send.route in by_route:
+                    by_route[send.route].get(send.message)
             for request in requests:
                 self._perform(request)
             self._busy = True
         self._busy = False
 
-    def _perform(self, request) -> None:
-        from unicron_ctl.controller.background import perform
-
-        cluster = self.engine.cluster
+    def _perform(self, request: Any) -> None:
+        core = self.core
         match request:
             case Probe():
-                cluster.on_probe(request, request.node not in self.dead_nodes)
+                core.on_probe(request, request.node not in self.dead_nodes)
             case Poll():
                 if self.slurm.refuse:
-                    cluster.on_error(self.slurm.refuse)
+                    core.on_slurm_error(self.slurm.refuse)
                 else:
-                    cluster.on_poll(self.slurm.nodes(), self.slurm.elements())
+                    core.on_listing(self.slurm.nodes(), self.slurm.elements())
             case Run():
                 for action in request.actions:
                     self.slurm.calls.append((action.action, action.job, action.element, action.node))
                     try:
                         perform(self.slurm, action)
                     except SlurmError as error:
-                        cluster.on_done(action, str(error))
+                        core.on_action(action, str(error))
                     else:
-                        cluster.on_done(action, "")
-                cluster.on_run_done()
+                        core.on_action(action, "")
+                core.on_actions_done()
         self.deliver()
 
     def run(self, seconds: float, heartbeats: bool = True) -> None:
@@ -388,7 +401,7 @@ class World:
             if heartbeats and turn % 10 == 0:
                 for agent in list(self.agents):
                     agent.status()
-            self.engine.tick(self.now)
+            self.core.tick(self.now)
             self.deliver()
 
     def start_job(self, job: str = "1", nodes: int = 3, ranks: int = 1, **settings) -> list[FakeAgent]:
@@ -411,7 +424,7 @@ class World:
 
     def kinds(self, job: str = "1") -> list[str]:
         quiet = (
-            "rank_ready",
+            "ranks_ready",
             "agent_registered",
             "job_registered",
             "step",
@@ -419,11 +432,12 @@ class World:
             "replanned",
             "slurm_action",
             "unpinned",
+            "slurm_done",
         )
         return [event.kind for event in self.log if event.job == job and event.kind not in quiet]
 
     def check_replay(self) -> None:
         """The log gives the live state back, and so does the thinned one."""
-        assert replay(self.log) == self.engine.state
+        assert replay(self.log) == self.core.state
         gone = set(redundant((event.id, event.job, event.kind) for event in self.log))
-        assert replay(event for event in self.log if event.id not in gone) == self.engine.state
+        assert replay(event for event in self.log if event.id not in gone) == self.core.state

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.patience import OUTSIDE_LEARNED, Patience
+from unicron_ctl.controller.sense.patience import OUTSIDE_LEARNED, Patience
 from unicron_ctl.protocol.wire import RankStatus
 
 CONFIG = ControllerConfig(hang_floor_seconds=1.0)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tests.unit.unicron_ctl.controller_fakes import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.controller.resume import deal
+from tests.support.world import MICRO_BATCHES, FakeAgent, World
+from unicron_ctl.controller.job.resume import deal
 from unicron_ctl.protocol import wire
 
 USUAL = 0.4
@@ -120,17 +120,17 @@ def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained):
     found = events(world, "failure_detected")
     assert (
         len(found) == 1
-        and found[0].payload["slots"] == [1]
-        and found[0].payload["cause"] == "task_hang"
-        and found[0].payload["severity"] == 2
+        and found[0].record.slots == [1]
+        and found[0].record.cause == "task_hang"
+        and found[0].record.severity == 2
     )
-    assert found[0].payload["detected_by"] == "statistics" and found[0].time - began <= 3 * USUAL + 0.5
-    reason = events(world, "hang")[0].payload["reason"]
+    assert found[0].record.detected_by == "statistics" and found[0].time - began <= 3 * USUAL + 0.5
+    reason = events(world, "hang")[0].record.reason
     assert "slot 1 is in micro-batch 1 of iteration 20, 2 others wait in the reduce of iteration 20" in reason
     assert [m.slot for m in sent(world, wire.Stacks)] == [1, 0], "the culprit, and one who waits"
     assert not sent(world, ORDERS), "the stacks come first"
     answer_stacks(world)
-    assert {e.payload["slot"]: e.payload["text"] for e in events(world, "stacks")} == {0: "in fetch", 1: "in fetch"}
+    assert {e.record.slot: e.record.text for e in events(world, "stacks")} == {0: "in fetch", 1: "in fetch"}
     world.run(0.3)
     assert sent(world, wire.Break)[0].lost == [1]
     assert [m.slot for m in sent(world, wire.StopRank)] == [1] and sent(world, wire.StartRank)[0].slot == 1
@@ -152,14 +152,14 @@ def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(trained):
     trained.run(3 * USUAL + 0.4)
     assert events(trained, "hang")
     train(trained, 3)
-    assert not sent(trained, ORDERS) and "is not stopped" in events(trained, "failure_action")[0].payload["text"]
+    assert not sent(trained, ORDERS) and "is not stopped" in events(trained, "failure_action")[0].record.text
 
 
 def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(trained):
     hang(trained, [])
     trained.run(3 * USUAL + 0.5)
     failure = events(trained, "failure_detected")[0].payload
-    assert failure["cause"] == "nccl_timeout" and failure["severity"] == 3 and failure["action"] == "reattempt"
+    assert failure.cause == "nccl_timeout" and failure.severity == 3 and failure.action == "reattempt"
     order = sent(trained, wire.Break)[0]
     assert order.lost == [] and not sent(trained, (wire.StopRank, wire.StartRank))
     assert sorted(trained.job("1").members) == [0, 1, 2] and trained.job("1").generation == 2
@@ -174,7 +174,7 @@ def test_a_second_hang_right_after_the_recovery_is_found_too(trained):
     trained.run(3.0)
     assert len(events(trained, "hang")) == 1, "the first iterations may take longer"
     trained.run(2.5)
-    assert events(trained, "failure_detected")[1].payload["slots"] == [1]
+    assert events(trained, "failure_detected")[1].record.slots == [1]
 
 
 def test_all_compute_is_no_hang_of_anybody(trained):
@@ -199,7 +199,7 @@ def test_the_script_may_take_its_time_between_iterations(trained):
     trained.run(590)
     assert not events(trained, "hang") and not events(trained, "overdue")
     trained.run(20)
-    assert "slot 0 is in the script's own code after iteration 19" in events(trained, "hang")[0].payload["reason"]
+    assert "slot 0 is in the script's own code after iteration 19" in events(trained, "hang")[0].record.reason
 
 
 def outside(world: World, slot: int, seconds: float, step: float = 0.5, **process) -> None:
@@ -217,9 +217,9 @@ def outside(world: World, slot: int, seconds: float, step: float = 0.5, **proces
 def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained):
     outside(trained, 0, 3 * USUAL + 0.6, process="T")
     hung = events(trained, "hang")
-    assert hung[0].payload["culprits"] == [{"slot": 0, "node": "n1", "phase": "stepped"}]
-    assert "its process is stopped by a signal" in hung[0].payload["reason"]
-    assert "stopped by a signal" in events(trained, "failure_detected")[0].payload["reason"]
+    assert hung[0].record.culprits == [{"slot": 0, "node": "n1", "phase": "stepped"}]
+    assert "its process is stopped by a signal" in hung[0].record.reason
+    assert "stopped by a signal" in events(trained, "failure_detected")[0].record.reason
 
 
 def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
@@ -228,9 +228,8 @@ def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
     outside(trained, 0, 19, idle=0.0)
     assert not events(trained, "hang")
     outside(trained, 0, 4, idle=19.0)
-    assert (
-        "it does nothing there, and no rank was outside for more than 2.00 s"
-        in (events(trained, "hang")[0].payload["reason"])
+    assert "it does nothing there, and no rank was outside for more than 2.00 s" in (
+        events(trained, "hang")[0].record.reason
     )
 
 
@@ -258,7 +257,7 @@ def test_a_first_checkpoint_computes_or_writes_and_has_the_full_time(trained):
 
 
 def test_nobody_is_idle_too_long_before_it_has_been_outside_often(world):
-    world.engine.config.hang_idle_seconds = 20.0
+    world.core.config.hang_idle_seconds = 20.0
     train(world, 12)
     outside(world, 0, 100, step=2.0, idle=0.0)
     assert not events(world, "hang")
@@ -269,8 +268,8 @@ def test_a_process_stopped_in_the_same_collective_is_named(trained):
     trained.agents[2].set(2, process="T")
     trained.run(3 * USUAL + 0.5)
     (failure,) = [event.payload for event in events(trained, "failure_detected")]
-    assert failure["slots"] == [2] and failure["cause"] == "task_hang"
-    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure["reason"]
+    assert failure.slots == [2] and failure.cause == "task_hang"
+    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure.reason
 
 
 def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(trained):
@@ -287,7 +286,7 @@ def test_only_who_has_no_excuse_is_stopped(trained):
     trained.agents[2].set(2, iteration=19, phase="stepped", process="T")
     trained.agents[1].set(1, iteration=20, phase="reducing")
     trained.run(3 * USUAL * 3 + 2.0)
-    assert [e.payload["slots"] for e in events(trained, "failure_detected")] == [[2]]
+    assert [e.record.slots for e in events(trained, "failure_detected")] == [[2]]
     assert sent(trained, wire.Break)[0].lost == [2]
 
 
@@ -298,7 +297,7 @@ def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_c
         hang(world, [])
         world.run(12)
         failure = events(world, "failure_detected")[-1].payload
-        seen.append((failure["severity"], failure["action"]))
+        seen.append((failure.severity, failure.action))
         for agent in world.agents:
             for slot in agent.slots:
                 if agent.ranks[slot].state == "starting":
@@ -314,7 +313,7 @@ def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_c
     started = [sorted(m.slot for m in group) for group in _starts(world)]
     assert started == [[1, 2], [0, 2], [1, 2]] or len({tuple(group) for group in started}) > 1
     assert {slot for group in started for slot in group} == {0, 1, 2}, "each process was replaced"
-    assert "no node can be named" in events(world, "failure_detected")[-1].payload["reason"]
+    assert "no node can be named" in events(world, "failure_detected")[-1].record.reason
     assert not [e for e in world.log if e.kind in ("slurm_action", "isolated", "reform", "job_ended")]
     world.check_replay()
 
@@ -338,8 +337,8 @@ def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job
             agent.set(agent.element, state="stopped", broken=trained.job("1").generation, fault=fault)
         trained.run(1.5)
         found = events(trained, "failure_detected")
-        assert [f.payload["cause"] for f in found] == ["nccl_timeout"] * (turn + 1)
-        assert found[-1].payload["action"] == ("restart" if turn else "reattempt")
+        assert [f.record.cause for f in found] == ["nccl_timeout"] * (turn + 1)
+        assert found[-1].record.action == ("restart" if turn else "reattempt")
         for agent in trained.agents:
             for slot in agent.slots:
                 agent.ranks[slot].fault = None
@@ -351,12 +350,12 @@ def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job
 
 def test_the_first_iteration_has_its_own_limit(world):
     """Ranks compile and open their data."""
-    world.engine.config.first_iteration_seconds = 40.0
+    world.core.config.first_iteration_seconds = 40.0
     hang(world, [1])
     world.run(39)
     assert not events(world, "hang") and not events(world, "overdue")
     world.run(3)
-    assert events(world, "failure_detected")[0].payload["slots"] == [1]
+    assert events(world, "failure_detected")[0].record.slots == [1]
 
 
 def test_before_its_speed_is_learned_a_job_has_a_generous_limit_from_what_was_seen(world):
@@ -365,7 +364,7 @@ def test_before_its_speed_is_learned_a_job_has_a_generous_limit_from_what_was_se
     world.run(4.5)
     assert not events(world, "hang"), "10x the floor of 0.5 s"
     world.run(1.5)
-    assert events(world, "hang")[0].payload["culprits"][0]["slot"] == 1
+    assert events(world, "hang")[0].record.culprits[0]["slot"] == 1
 
 
 def test_a_long_first_iteration_makes_the_next_ones_limits_longer(world):
@@ -386,7 +385,7 @@ def test_a_silent_node_is_the_leases_matter(trained):
     trained.run(2.5)
     assert not events(trained, "hang")
     trained.run(3.5)
-    assert [e.payload["kind_of_failure"] for e in events(trained, "failure_detected")] == ["node"]
+    assert [e.record.kind_of_failure for e in events(trained, "failure_detected")] == ["node"]
 
 
 def test_a_late_tick_of_the_controller_is_no_hang(trained):
@@ -417,7 +416,7 @@ def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
     train(trained, 1)
     hang(trained, [1])
     trained.run(3 * USUAL + 0.5)
-    assert [e.payload["slots"] for e in events(trained, "failure_detected")] == [[1]]
+    assert [e.record.slots for e in events(trained, "failure_detected")] == [[1]]
     trained.run(1.5)
     assert sent(trained, wire.Break)[0].lost == [1]
     trained.check_replay()
@@ -444,32 +443,32 @@ def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
     assert not events(world, "degraded")
     train(world, 20, seconds=USUAL * 1.5, slow={2: 2.0})
     degraded = events(world, "degraded")
-    assert len(degraded) == 1 and degraded[0].payload["slot"] == 2 and degraded[0].payload["phase"] == "backward"
-    assert degraded[0].payload["slowdown"] > 1.3 and degraded[0].payload["node"] == "n3"
-    assert world.engine.watch(world.job("1")).degraded["slot"] == 2
+    assert len(degraded) == 1 and degraded[0].record.slot == 2 and degraded[0].record.phase == "backward"
+    assert degraded[0].record.slowdown > 1.3 and degraded[0].record.node == "n3"
+    assert world.core.watch(world.job("1")).degraded["slot"] == 2
     assert not sent(world, ORDERS) and not events(world, "failure_detected")
     train(world, 40)
-    assert len(events(world, "degraded_over")) == 1 and world.engine.watch(world.job("1")).degraded is None
+    assert len(events(world, "degraded_over")) == 1 and world.core.watch(world.job("1")).degraded is None
     world.check_replay()
 
 
 def test_uneven_shares_are_no_slowness(world):
     train(world, 120)
     train(world, 20, seconds=USUAL * 1.5)
-    assert events(world, "degraded")[0].payload["slot"] is None, "the whole job is slower, no rank differs"
+    assert events(world, "degraded")[0].record.slot is None, "the whole job is slower, no rank differs"
 
 
 def test_a_rank_that_is_slow_from_the_start_is_named(world):
     """The job's baseline is learned with it."""
     train(world, 60, slow={1: 1.5})
     degraded = events(world, "degraded")
-    assert len(degraded) == 1 and degraded[0].payload["slot"] == 1 and degraded[0].payload["phase"] == "backward"
-    assert 1.2 < degraded[0].payload["slowdown"] < 1.6
-    assert "in all of the last 48 iterations" in degraded[0].payload["reason"]
+    assert len(degraded) == 1 and degraded[0].record.slot == 1 and degraded[0].record.phase == "backward"
+    assert 1.2 < degraded[0].record.slowdown < 1.6
+    assert "in all of the last 48 iterations" in degraded[0].record.reason
     train(world, 100, slow={1: 1.5})
     assert len(events(world, "degraded")) == 1
     train(world, 24)
-    assert "slot 1 is no slower" in events(world, "degraded_over")[0].payload["reason"]
+    assert "slot 1 is no slower" in events(world, "degraded_over")[0].record.reason
     assert not sent(world, ORDERS)
     world.check_replay()
 
@@ -503,7 +502,7 @@ def test_hostile_phases_are_ignored(world):
                 phases=nonsense,
             ),
         )
-    assert world.engine.watch(world.job("1")).comparable() == {}
+    assert world.core.watch(world.job("1")).comparable() == {}
 
 
 def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):
@@ -512,7 +511,7 @@ def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(
     )
     trained.agents[1].set(1, fault=fault)
     found = events(trained, "failure_detected")
-    assert [e.payload["detected_by"] for e in found] == ["exception"] and found[0].payload["slots"] == [1]
+    assert [e.record.detected_by for e in found] == ["exception"] and found[0].record.slots == [1]
     assert sent(trained, wire.Break)[0].lost == [1] and [m.slot for m in sent(trained, wire.StopRank)] == [1]
     trained.run(0.3)
     assert sent(trained, wire.StartRank)[0].incarnation == 1

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from unicron_ctl.controller import planning
-from unicron_ctl.controller.ahead import Ahead, event_between
-from unicron_ctl.controller.planning import JobInput
+from unicron_ctl.controller.plan.ahead import Ahead, event_between
+from unicron_ctl.controller.plan.planning import JobInput
 
 RECKONING = (1000.0, 5.0)
 

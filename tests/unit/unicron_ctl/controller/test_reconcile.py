@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+from tests.support.world import FakeAgent, FakeSlurm, World
 
 
 def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
@@ -62,7 +62,7 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
         agent.take_offer()
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
-    assert failure["severity"] == 1 and failure["restored_at"] and len(failure["actions"]) == 2
+    assert failure.severity == 1 and failure.restored_at and len(failure.actions) == 2
     world.check_replay()
 
 
@@ -72,10 +72,10 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
         world.iterate("1", world.job("1").iteration + 1)
         world.iterate("2", world.job("2").iteration + 1)
     world.run(2.0)
-    assert world.engine.state.assignment == {"1": 2, "2": 2}
+    assert world.core.state.assignment == {"1": 2, "2": 2}
     power_off(world, "n1")
     world.run(3.5)
-    assert world.engine.state.assignment == {"1": 2, "2": 1}
+    assert world.core.state.assignment == {"1": 2, "2": 1}
     assert world.job("2").phase == "offering" and world.job("2").leaving == [1]
     assert slurm.queue["2", 1]["state"] == "RUNNING", "it trains until the boundary"
     for agent in world.agents:
@@ -100,7 +100,7 @@ def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
     slurm.starts["n2"] = world.now
     world.run(3.0)
     assert ("resume", "", -1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n2"
-    assert not world.engine.state.nodes["n2"].downed
+    assert not world.core.state.nodes["n2"].downed
 
 
 def test_a_node_that_others_drained_is_left_alone():
@@ -110,7 +110,7 @@ def test_a_node_that_others_drained_is_left_alone():
     power_off(world, "n2")
     world.run(3.0)
     assert slurm.reasons["n2"] == "bad fan" and not [c for c in slurm.calls if c[0] in ("down", "resume")]
-    assert any("left as it is" in text for text in world.job().failures[-1]["actions"])
+    assert any("left as it is" in text for text in world.job().failures[-1].actions)
 
 
 def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
@@ -120,7 +120,7 @@ def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
     world.run(4.0)
     assert ("requeue", "1", 1, "n2") in slurm.calls and not [c for c in slurm.calls if c[0] == "down"]
     assert slurm.queue["1", 1]["state"] == "RUNNING" and slurm.queue["1", 1]["node"] == "n2"
-    assert world.job().failures[-1]["severity"] == 2
+    assert world.job().failures[-1].severity == 2
 
 
 def test_no_answer_of_slurm_is_never_read_as_clean():
@@ -132,7 +132,7 @@ def test_no_answer_of_slurm_is_never_read_as_clean():
     world.run(5.0)
     assert world.job().plan.members == [0, 1], "training goes on without Slurm"
     assert [c for c in slurm.calls[before:] if c[0] != "down"] == []
-    assert [e.payload["reason"] for e in world.log if e.kind == "slurm_error"] == ["squeue: no answer"]
+    assert [e.record.reason for e in world.log if e.kind == "slurm_error"] == ["squeue: no answer"]
     slurm.refuse = ""
     world.run(3.0)
     assert [e.kind for e in world.log].count("slurm_back") == 1
@@ -156,4 +156,4 @@ def test_observe_mode_asks_nothing_of_slurm():
         agent.ready()
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == []
-    assert [e.payload["would"] for e in world.log if e.kind == "observed"] == ["hold 1_3"]
+    assert [e.record.would for e in world.log if e.kind == "observed"] == ["hold 1_3"]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.config import Config, ControllerConfig, controller_address, load, problems
-from unicron_ctl.controller.fold import fold, replay
-from unicron_ctl.controller.ledger import JobLedger
-from unicron_ctl.controller.placement import Need, place, usable
-from unicron_ctl.controller.planning import JobInput, plan, scenario
-from unicron_ctl.controller.store import Event, Store, StoreError
-from unicron_ctl.controller.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.job.ledger import JobLedger
+from unicron_ctl.controller.log.store import Event, Store, StoreError
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.model.fold import fold, replay
+from unicron_ctl.controller.plan.placement import Need, place, usable
+from unicron_ctl.controller.plan.planning import JobInput, plan, scenario
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol.wire import Step
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo

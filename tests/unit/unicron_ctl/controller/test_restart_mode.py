@@ -7,7 +7,7 @@ import io
 import msgspec
 import pytest
 
-from tests.unit.unicron_ctl.controller_fakes import FakeAgent, FakeSlurm, World
+from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import restarting
@@ -54,7 +54,7 @@ def start(world: World, nodes: int = 3, **settings) -> list[PlainAgent]:
 
 
 def plans(world: World) -> list[wire.Plan]:
-    return [event.payload["plan"] for event in world.log if event.kind == "plan"]
+    return [event.record.plan for event in world.log if event.kind == "plan"]
 
 
 def test_a_dead_process_leads_to_a_new_world_of_all():
@@ -68,7 +68,7 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     assert [len(plan["members"]) for plan in plans(world)] == [3, 3]
     assert world.kinds()[-6:] == ["rank_start", "failure_action", "break", "reform", "plan", "entered"]
     (failure,) = world.job().failures
-    assert failure["slots"] == [1] and failure["resumed_at"] and failure["restored_at"]
+    assert failure.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
     world.check_replay()
 
@@ -84,7 +84,7 @@ def test_the_other_rank_of_the_node_is_not_taken_for_lost(mode):
     world.run(0.3)
     agents[1].die(3, code=1, last_line="ValueError: x")
     world.run(3)
-    starts = [event.payload["slot"] for event in world.log if event.kind == "rank_start"]
+    starts = [event.record.slot for event in world.log if event.kind == "rank_start"]
     assert starts == [3] and agents[1].ranks[2].incarnation == 0
 
 
@@ -103,7 +103,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     world.run(6)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
     assert [f["kind"] for f in world.job().failures] == ["node"], "a restart for a newcomer is no failure"
-    reason = next(event.payload["reason"] for event in reversed(world.log) if event.kind == "break")
+    reason = next(event.record.reason for event in reversed(world.log) if event.kind == "break")
     assert "1 rank join: a restart costs about" in reason and "start again in a larger world" in reason
     world.check_replay()
 
@@ -134,7 +134,7 @@ def test_a_newcomer_that_is_not_worth_a_restart_waits_for_the_next_one():
     world.run(30)
     assert len(world.job().members) == 3
     (said,) = [event for event in world.log if event.kind == "newcomers_wait"]
-    assert said.payload["elements"] == [3] and "they wait for the next restart" in said.payload["reason"]
+    assert said.record.elements == [3] and "they wait for the next restart" in said.record.reason
     agents[0].die(0)
     world.run(3)
     assert len(world.job().members) == 4, "whoever is there takes part in the next world"
@@ -173,7 +173,7 @@ def test_peers_that_die_of_a_death_are_not_blamed():
         assert world.job().phase == "running" and len(world.job().members) == 4
     blamed = [f for f in world.job().failures if f["kind"] == "rank"]
     assert len(blamed) == 9 and {f["severity"] for f in blamed} == {3}
-    assert not world.engine.state.history.by_slot
+    assert not world.core.state.history.by_slot
 
 
 def test_a_script_that_fails_everywhere_at_once_ends_the_job():
@@ -344,16 +344,16 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
 
 def test_status_names_the_mode(tmp_path):
     from unicron_ctl.controller.answers import explain, jobs
-    from unicron_ctl.controller.store import Store
+    from unicron_ctl.controller.log.store import Store
 
     world = World()
     start(world)
     store = Store(tmp_path / "events.sqlite")
-    assert jobs(world.engine, store, {})[0]["mode"] == "restart"
-    told = explain(world.engine, store, {"job": "1"})
+    assert jobs(world.core, store, {})[0]["mode"] == "restart"
+    told = explain(world.core, store, {"job": "1"})
     assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
     console = tables.Console(record=True, width=200, file=io.StringIO())
-    console.print(tables.jobs(jobs(world.engine, store, {})), tables.explanation(told))
+    console.print(tables.jobs(jobs(world.core, store, {})), tables.explanation(told))
     shown = console.export_text()
     assert "(restart mode)" in shown and "all processes start again when one fails (train.py does not" in shown
 
@@ -364,5 +364,5 @@ def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
     world = World(allow_inject=True)
     start(world)
     with pytest.raises(injection.NotInjected, match="restart mode, its ranks are plain programs"):
-        injection.perform(world.engine, world.job(), "exception:python")
-    assert injection.perform(world.engine, world.job(), "rank-kill")["job"] == "1"
+        injection.perform(world.core, world.job(), "exception:python")
+    assert injection.perform(world.core, world.job(), "rank-kill")["job"] == "1"

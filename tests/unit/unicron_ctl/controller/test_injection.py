@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from tests.unit.unicron_ctl.controller_fakes import World
+from tests.support.world import World
 from unicron_ctl.cli import COMMANDS, run
 from unicron_ctl.commands import inject as commands
 from unicron_ctl.controller import answers
@@ -20,7 +20,7 @@ def world():
 
 
 def ask(world: World, **args) -> dict:
-    done = answers.answer(world.engine, None, "inject", {"job": "1", **args})
+    done = answers.answer(world.core, None, "inject", {"job": "1", **args})
     world.deliver()
     return done
 
@@ -33,7 +33,7 @@ def test_a_fault_goes_to_the_agent_of_the_rank_and_into_the_log(world):
     done = ask(world, fault="slow:2", slot=1, seconds=30.0)
     assert done["slot"] == 1 and done["node"] == "n2" and done["seconds"] == 30.0
     assert [(m.fault, m.slot, m.incarnation, m.seconds) for m in orders(world)] == [("slow:2", 1, 0, 30.0)]
-    assert [e.payload["fault"] for e in world.log if e.kind == "injected"] == ["slow:2"]
+    assert [e.record.fault for e in world.log if e.kind == "injected"] == ["slow:2"]
     world.check_replay()
 
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_broken_is_said_in_one_line(world, args, says):
 
 
 def test_it_is_refused_unless_the_configuration_allows_it(world):
-    world.engine.config.allow_inject = False
+    world.core.config.allow_inject = False
     for dry_run in (False, True):
         with pytest.raises(answers.Unanswerable, match="allow_inject = true"):
             ask(world, fault="rank-kill", slot=0, dry_run=dry_run)
@@ -113,7 +113,7 @@ def test_the_next_sender_of_the_state_is_meant_when_nobody_is_named(world):
 def test_a_nodes_power_is_not_the_agents_matter(world):
     done = ask(world, fault="lost-node", node="n2")
     assert done["node"] == "n2" and not orders(world)
-    assert [e.payload["fault"] for e in world.log if e.kind == "injected"] == ["lost-node"]
+    assert [e.record.fault for e in world.log if e.kind == "injected"] == ["lost-node"]
 
 
 def test_what_an_agent_cannot_inject_is_an_event(world):
@@ -121,7 +121,7 @@ def test_what_an_agent_cannot_inject_is_an_event(world):
     world.to_engine(world.agents[1], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="it takes root"))
     event = world.log[-1]
     assert event.kind == "inject_refused" and event.id > done["event"]
-    assert event.payload["reason"] == "oom-kill was not injected into slot 1: it takes root"
+    assert event.record.reason == "oom-kill was not injected into slot 1: it takes root"
     world.to_engine(world.agents[0], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="not my slot"))
     assert world.log[-1] == event
 

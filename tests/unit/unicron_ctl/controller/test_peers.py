@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from tests.unit.unicron_ctl.controller_fakes import World
+from tests.support.world import World
 from tests.unit.unicron_ctl.test_controller_monitoring import events, sent, train
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.peers import Group, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.controller.sense.peers import Group, PeerWatch, Sample, node_rows, rank_rows
 from unicron_ctl.protocol import wire
 
 NODE = {
@@ -77,14 +77,14 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     assert anomaly["node"] == "n3" and anomaly["slot"] is None and anomaly["metric"] == "file_latency"
     assert anomaly["metrics"]["file_latency"] > 3.0 and anomaly["scores"]["file_latency"] > 8.0
     assert "only reported" in anomaly["reason"] and "n3: file_latency is" in anomaly["reason"]
-    status = answers.job(world.engine, world.job("1"))
+    status = answers.job(world.core, world.job("1"))
     assert status["anomalies"][0]["peer"] == "n3"
     assert "odd: n3 file_latency" in tables._slow(status)
-    shown = {node["node"]: node for node in answers.nodes(world.engine, None, {})}
+    shown = {node["node"]: node for node in answers.nodes(world.core, None, {})}
     assert "file_latency" in tables._remarks(shown["n3"]) and not shown["n2"]["anomalies"]
     rounds(world, 4)
-    assert [event.payload["node"] for event in events(world, "anomaly_over")] == ["n3"]
-    assert not answers.job(world.engine, world.job("1"))["anomalies"]
+    assert [event.record.node for event in events(world, "anomaly_over")] == ["n3"]
+    assert not answers.job(world.core, world.job("1"))["anomalies"]
     assert {type(m) for _, m in world.sent[orders:]} <= {wire.Ping}
     world.check_replay()
 
@@ -94,7 +94,7 @@ def test_a_failure_on_that_node_says_what_was_odd_before(world):
     rounds(world, 4, {"n3": {"gpu_temperature": 1.5}})
     world.agents[2].die(2)
     world.agents[1].die(1)
-    reasons = {f.payload["node"]: f.payload["reason"] for f in events(world, "failure_detected")}
+    reasons = {f.record.node: f.record.reason for f in events(world, "failure_detected")}
     assert "before it stood out among its peers: n3: gpu_temperature" in reasons["n3"]
     assert "stood out" not in reasons["n2"]
     world.check_replay()
@@ -116,7 +116,7 @@ def test_what_the_layout_explains_is_no_anomaly_but_a_change_is(world):
     rounds(world, 30, layout)
     assert not events(world, "anomaly")
     rounds(world, 4, layout | {"n4": {"nic_receive": 0.2}})
-    assert [(e.payload["node"], e.payload["metric"]) for e in events(world, "anomaly")] == [("n4", "nic_receive")]
+    assert [(e.record.node, e.record.metric) for e in events(world, "anomaly")] == [("n4", "nic_receive")]
 
 
 def test_a_rank_whose_memory_grows_is_named_by_slot(world):
@@ -134,7 +134,7 @@ def test_a_rank_whose_memory_grows_is_named_by_slot(world):
 
 def test_phases_count_as_shares_of_the_iteration(world):
     train(world, 20)
-    rows = rank_rows({}, world.job("1").members, world.engine.watch(world.job("1")).comparable())
+    rows = rank_rows({}, world.job("1").members, world.core.watch(world.job("1")).comparable())
     assert len(rows) == 6 and 0.5 < sum(rows["slot 2"].values()) < 1.0
     assert rank_rows({}, [0, 1], {}) == {}
 
@@ -144,7 +144,7 @@ def test_a_member_that_leaves_is_no_longer_odd(world):
     rounds(world, 4, {"n3": {"gpu_temperature": 1.5}})
     world.agents[2].die(2)
     rounds(world, 4)
-    assert "is no member any more" in events(world, "anomaly_over")[0].payload["reason"]
+    assert "is no member any more" in events(world, "anomaly_over")[0].record.reason
 
 
 def test_old_samples_strange_names_and_strangers_take_no_part(world):
@@ -153,17 +153,17 @@ def test_old_samples_strange_names_and_strangers_take_no_part(world):
         world.to_engine(
             agent, wire.Metrics(job="1", element=0, agent=agent.agent, node=nonsense, ranks={77: {}, 0: {}})
         )
-        assert world.engine.peers["1"].samples[0].values == {} and list(world.engine.peers["1"].samples[0].ranks) == [0]
-    world.engine.receive((b"stranger",), wire.Metrics(job="1", element=1, agent="x", node={"cpu_busy": 9.0}), world.now)
-    assert world.engine.peers["1"].samples[1].values != {"cpu_busy": 9.0}
+        assert world.core.peers["1"].samples[0].values == {} and list(world.core.peers["1"].samples[0].ranks) == [0]
+    world.core.receive((b"stranger",), wire.Metrics(job="1", element=1, agent="x", node={"cpu_busy": 9.0}), world.now)
+    assert world.core.peers["1"].samples[1].values != {"cpu_busy": 9.0}
     world.run(60)
     assert not events(world, "anomaly")
 
 
 def test_it_can_be_switched_off(world):
-    world.engine.config.metrics_seconds = 0.0
+    world.core.config.metrics_seconds = 0.0
     world.run(1)
-    assert world.engine.peers == {}
+    assert world.core.peers == {}
 
 
 @pytest.mark.parametrize(("peers", "noise"), [(4, 0.05), (4, 0.2), (16, 0.2), (32, 0.1)])

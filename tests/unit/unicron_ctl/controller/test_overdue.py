@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detector.escalation import Policy, State
-from tests.unit.unicron_ctl.controller_fakes import FakeSlurm, World
+from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.test_controller_slurm import follow
 from unicron_ctl.config import ControllerConfig, problems
-from unicron_ctl.controller.deadlines import pending
-from unicron_ctl.controller.isolation import allowed, withheld
-from unicron_ctl.controller.machine import Event
-from unicron_ctl.controller.signals import Signal
+from unicron_ctl.controller.job.events import Signal
+from unicron_ctl.controller.job.machine import Event
+from unicron_ctl.controller.nodes.isolation import allowed, withheld
+from unicron_ctl.controller.sense.overdue import pending
 from unicron_ctl.protocol import wire
 
 ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
@@ -21,7 +21,7 @@ ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error 
 
 def failed(world: World) -> list[tuple[str, str]]:
     """(action that failed, what follows) of all events."""
-    return [(e.payload["failed"], e.payload["action"]) for e in world.log if e.kind == "action_failed"]
+    return [(e.record.failed, e.record.action) for e in world.log if e.kind == "action_failed"]
 
 
 def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
@@ -47,9 +47,9 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     world.run(12)
     assert failed(world) == [("restart", "isolate")]
     event = next(e for e in world.log if e.kind == "action_failed")
-    assert "not done within 60 s: its process (incarnation 1) is not ready" in event.payload["reason"]
+    assert "not done within 60 s: its process (incarnation 1) is not ready" in event.record.reason
     assert agents[1].ranks[1].incarnation == 2, "without Slurm no node can be put aside: it is started again"
-    assert world.job().failures[-1]["detected_by"] == "time limit"
+    assert world.job().failures[-1].detected_by == "time limit"
     world.run(41)
     assert failed(world) == [("restart", "isolate"), ("isolate", "isolate")] and agents[1].ranks[1].incarnation == 3
     agents[1].ready()
@@ -80,7 +80,7 @@ def test_a_regroup_that_never_comes_about_becomes_a_restart():
     stopped = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=agents[1].ranks[1].generation, fault=stopped)
     world.run(1)
-    assert world.job().failures[-1]["action"] == "reattempt" and world.job().phase == "entering"
+    assert world.job().failures[-1].action == "reattempt" and world.job().phase == "entering"
     world.run(36)
     assert failed(world) == []
     world.run(8)
@@ -117,8 +117,8 @@ def test_a_restarted_controller_begins_the_clock_anew():
     agents = world.start_job()
     agents[1].die(1)
     world.run(50)
-    world.engine.clocks.excused.clear()
-    world.engine.started_at = world.now
+    world.core.clocks.excused.clear()
+    world.core.started_at = world.now
     world.run(50)
     assert failed(world) == []
     world.run(15)
@@ -129,7 +129,7 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
     world = World()
     agents = world.start_job()
     agents[1].set(1, state="waiting")
-    job, view = world.job(), world.engine.view(world.job())
+    job, view = world.job(), world.core.view(world.job())
     assert pending(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
     job.settings.mode = wire.RESTART
     assert pending(view, 1, State.RESTARTING, "n2", set()) == ""
@@ -143,13 +143,13 @@ def test_a_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called
     agent.set(1, fault=ECC)
     world.run(20)
     assert failed(world) == [("isolate", "isolate")]
-    assert "n2" in world.engine.cluster.put_aside() and sorted(world.job().members) == [0, 2]
-    item = world.engine.cluster.isolation.attention()[0]
+    assert "n2" in world.core.cluster.put_aside() and sorted(world.job().members) == [0, 2]
+    item = world.core.cluster.isolation.attention()[0]
     assert item["node"] == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item["reason"]
     assert len([c for c in slurm.calls if c[0] == "down"]) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
-    assert slurm.node_states["n2"] == {"DOWN"} and world.engine.cluster.isolation.attention() == []
+    assert slurm.node_states["n2"] == {"DOWN"} and world.core.cluster.isolation.attention() == []
     world.check_replay()
 
 
@@ -162,19 +162,19 @@ def test_a_third_node_within_the_window_is_not_set_down_without_an_admin():
     down = [name for name, states in slurm.node_states.items() if states == {"DOWN"}]
     assert down == ["n2", "n3"]
     event = next(e for e in world.log if e.kind == "isolation_withheld")
-    assert event.payload["node"] == "n4" and "n2, n3 were set down within 600 s" in event.payload["reason"]
-    assert "scontrol update NodeName=n4 State=DRAIN" in event.payload["reason"]
-    assert world.engine.cluster.isolation.attention()[0]["node"] == "n4"
+    assert event.record.node == "n4" and "n2, n3 were set down within 600 s" in event.record.reason
+    assert "scontrol update NodeName=n4 State=DRAIN" in event.record.reason
+    assert world.core.cluster.isolation.attention()[0]["node"] == "n4"
     agent = next(a for a in world.agents if a.element == 3 and not a.silent)
     assert agent.ranks[3].incarnation == 1, "its process is started again in place"
-    assert any("n4 is not set down" in text for text in world.job().failures[-1]["actions"])
+    assert any("n4 is not set down" in text for text in world.job().failures[-1].actions)
     world.check_replay()
-    world.engine.emit("node_resumed", node="n2", reason="an admin gave it back")
+    world.core.emit("node_resumed", node="n2", reason="an admin gave it back")
     agent.ready()
     agent.set(3, state="exited", exit=wire.Exit(code=1, at=world.now, lived=60.0), fault=ECC)
     world.run(3)
     assert slurm.node_states["n4"] == {"DOWN"}, "an admin has looked: there is room again"
-    assert not world.engine.cluster.isolation.attention()
+    assert not world.core.cluster.isolation.attention()
 
 
 def test_nodes_that_are_dead_are_facts_and_do_not_count():
@@ -185,7 +185,7 @@ def test_nodes_that_are_dead_are_facts_and_do_not_count():
             agent.silent = agent.silent or agent.node == node
     world.run(4)
     assert [slurm.node_states[node] for node in ("n2", "n3", "n4")] == [{"DOWN"}] * 3
-    assert world.engine.state.isolated == {}
+    assert world.core.state.isolated == {}
     next(a for a in world.agents if a.element == 4 and not a.silent).set(4, fault=ECC)
     world.run(3)
     assert slurm.node_states["n5"] == {"DOWN"}
@@ -240,8 +240,8 @@ def test_a_loss_that_shows_the_job_to_fail_by_its_own_bug_ends_it():
     world = World(enter_timeout=2.0)
     world.start_job(nodes=2)
     job = world.job()
-    world.engine.state.history.policy = Policy(stuck_faults=1)
+    world.core.state.history.policy = Policy(stuck_faults=1)
     reason = "slot 1 was started again"
-    assert world.engine.drive(job, Signal(Event.LOSS, reason, {1: reason}))
+    assert world.core.drive(job, Signal(Event.LOSS, reason, {1: reason}))
     assert job.ended["code"] == 1 and "failed 1 times" in job.ended["reason"]
-    assert not world.engine.drive(job, Signal(Event.LOSS, reason, {0: reason}))
+    assert not world.core.drive(job, Signal(Event.LOSS, reason, {0: reason}))
