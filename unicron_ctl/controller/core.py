@@ -35,7 +35,7 @@ from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView, Live, Route
+from unicron_ctl.controller.model.live import AgentView, JobView, Live, Route
 from unicron_ctl.controller.model.requests import Action, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.observe import Observer
@@ -116,6 +116,9 @@ class Core:
         """A new configuration."""
         self.config = self.view.config = config
         self.classifier = self.view.classifier = classifier
+        if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
+            for desk in self.desks.values():
+                desk.peers = peers.JobPeers()
 
     def desk(self, job: JobState) -> JobDesk:
         """What is remembered for now of a job's steps, iterations and peers."""
@@ -366,18 +369,24 @@ class Core:
         """Tells every agent that may not have obeyed; one that has is not looked at again until something changes."""
         view = self.view.job(job)
         letter = Letter(job)
-        for element in list(view.live.touched):
+        rest: list[tuple[AgentView, str, wire.Message]] = []
+        for element in sorted(view.live.touched):
             agent = view.agents.get(element)
             waits = False
             if agent is not None:
                 for key, message in due(view, agent, letter, self.now):
-                    self._order(agent, key, message)
+                    if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
+                        self._order(agent, key, message)
+                    else:
+                        rest.append((agent, key, message))
                     waits = True
                 waits = waits or later(job, agent, self.now)
             if not waits:
                 view.live.touched.discard(element)
+        for agent, key, message in rest:
+            self._order(agent, key, message)
 
-    def _order(self, agent: Any, key: str, message: wire.Message) -> None:
+    def _order(self, agent: AgentView, key: str, message: wire.Message) -> None:
         """Sends it, unless that was done a moment ago."""
         last = agent.repeated.get(key)
         if last is not None and self.now - last < self.config.repeat_seconds:

@@ -107,7 +107,7 @@ class _Place:
             return False
         self.taken.add(pin.node)
         if age > KICK_SECONDS:
-            self.act("start_now", e, pin.node, f"it has waited {age:.0f} s for {pin['node']}")
+            self.act("start_now", e, pin.node, f"it has waited {age:.0f} s for {pin.node}")
         return True
 
     def act(self, action: str, e: ElementInfo, node: str, reason: str, text: str = "") -> None:

@@ -40,26 +40,34 @@ class Standing:
     """done -> members that have not begun the next iteration: they are in the script's own code."""
     unjudged: set[int] = field(default_factory=set)
     """Members that say nothing of iterations now."""
+    upto: int = -1
+    """The iteration in which the job stood at the last look."""
     moves: int = 0
-    """Counts every change."""
+    """Counts who goes outside, or comes back, up to that iteration."""
 
     def clear(self) -> None:
         self.done.clear()
         self.count.clear()
         self.outside.clear()
         self.unjudged.clear()
-        self.moves += 1
 
     def notice(self, job: JobView, slot: int) -> None:
         """The member's status changed."""
+        before = self._is_outside(slot)
         self._drop(slot)
-        if slot not in job.state.members:
-            return
+        if slot in job.state.members:
+            self._add(job, slot)
+        self.moves += self._is_outside(slot) != before
+
+    def _is_outside(self, slot: int) -> bool:
+        done = self.done.get(slot)
+        return done is not None and done <= self.upto and slot in self.outside.get(done, ())
+
+    def _add(self, job: JobView, slot: int) -> None:
         done = _iterations_done(job, slot)
         if done is None:
             self.unjudged.add(slot)
             return
-        self.unjudged.discard(slot)
         self.done[slot] = done
         self.count[done] += 1
         status = job.status(slot)
@@ -67,7 +75,6 @@ class Standing:
             self.outside.setdefault(done, set()).add(slot)
 
     def _drop(self, slot: int) -> None:
-        self.moves += 1
         self.unjudged.discard(slot)
         before = self.done.pop(slot, None)
         if before is None:
@@ -145,6 +152,7 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
     if judged and least is not None and state.plan is not None:
         times.adapt(state)
         at = state.plan.generation, max(least, state.iteration + 1)
+        watch.standing.upto = at[1]
     if at is None or at != watch.at or watch.moves != watch.standing.moves:
         _moved(job, watch, out)
         watch.at, watch.moves = at, watch.standing.moves

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from unicron_ctl.controller import planning
+from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.ahead import Ahead, event_between
 from unicron_ctl.controller.plan.planning import JobInput
 

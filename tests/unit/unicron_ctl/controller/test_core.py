@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.controller import machine
-from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.job import machine
 from unicron_ctl.controller.log.thinning import redundant
-from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.protocol import wire
 
 
@@ -21,13 +20,13 @@ def messages(world: World, kind: type) -> list:
 
 
 def test_every_state_answers_every_event():
-    for state, event in itertools.product(machine.State, machine.Event):
+    for state, event in itertools.product(Phase, machine.Event):
         following, action = machine.step(state, event)
-        assert isinstance(following, machine.State) and isinstance(action, machine.Action)
+        assert isinstance(following, Phase) and isinstance(action, machine.Action)
         if action is machine.Action.IGNORE:
             assert following is state
-    assert all(machine.step(machine.State.ENDED, event)[1] is machine.Action.IGNORE for event in machine.Event)
-    assert all(machine.step(state, machine.Event.FAILED)[0] is machine.State.ENDED for state in machine.State)
+    assert all(machine.step(Phase.ENDED, event)[1] is machine.Action.IGNORE for event in machine.Event)
+    assert all(machine.step(state, machine.Event.FAILED)[0] is Phase.ENDED for state in Phase)
 
 
 def test_a_job_forms_when_all_its_nodes_are_ready():
@@ -217,7 +216,7 @@ def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
     world.run(1.0)
     assert world.job().plan.members == [0]
     assert any(m.slot == 1 for m in messages(world, wire.StopRank))
-    assert [f["kind"] for f in world.job().failures] == ["rank", "hang"]
+    assert [f.kind for f in world.job().failures] == ["rank", "hang"]
 
 
 def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
@@ -244,7 +243,7 @@ def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
     world.run(0.05, heartbeats=False)
     agents[1].die(1)
     assert messages(world, wire.Break)[0].lost == [1]
-    assert [f["kind"] for f in world.job().failures] == ["rank"]
+    assert [f.kind for f in world.job().failures] == ["rank"]
     assert world.job().plan.members == [0, 2]
 
 
@@ -303,7 +302,7 @@ def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
     ends = messages(world, wire.End)
     assert ends and ends[0].code == 1 and "No module named" in ends[0].reason
     assert world.job().phase == "ended"
-    assert len([f for f in world.job().failures if f["slot"] == 0]) <= 3
+    assert len([f for f in world.job().failures if f.slot == 0]) <= 3
     world.check_replay()
 
 
@@ -316,7 +315,7 @@ def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
     world.run(3)
     assert world.job().phase == "running" and not messages(world, wire.Break)
     agents[1].set(1, state="finished", iteration=99, phase="stepped")
-    assert world.job().phase == "ended" and world.job().ended["code"] == 0
+    assert world.job().phase == "ended" and world.job().ended.code == 0
     world.run(0.1)
     assert messages(world, wire.End)[-1].code == 0
 
@@ -357,7 +356,7 @@ def test_a_restarted_controller_finishes_the_recovery():
         agent.obedient = False
     agents[2].die(2)
     assert world.job().phase == "breaking"
-    world.core = Core(world.config, replay(world.log), world.now)
+    world.restart()
     for agent in agents:
         agent.obedient = True
         agent.status()  # refused: it registers again
@@ -369,7 +368,7 @@ def test_a_restarted_controller_finishes_the_recovery():
 def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
     world = World()
     agents = world.start_job(nodes=2)
-    world.core = Core(world.config, replay(world.log), world.now)
+    world.restart()
     agents[1].silent = True
     agents[0].status()
     world.run(world.config.restart_grace - 1)
@@ -383,7 +382,7 @@ def test_observe_mode_breaks_nothing():
     agents = world.start_job(nodes=2)
     agents[1].die(1, 7)
     assert not messages(world, wire.Break) and not messages(world, wire.StartRank)
-    assert "observed" in world.kinds() and world.job().ended["code"] == 7
+    assert "observed" in world.kinds() and world.job().ended.code == 7
 
 
 @pytest.mark.parametrize("slots", [[], [0, 1], [5], [-1]])
@@ -427,7 +426,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
         elif verb == "hang":
             agent.obedient = not agent.obedient
         elif verb == "restart":
-            world.core = Core(world.config, replay(world.log), world.now)
+            world.restart()
         elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
             world.iterate("1", world.iteration("1"))
         assert world.job().generation >= generation

@@ -3,83 +3,12 @@ dumped and replaced."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.controller.job.resume import deal
+from tests.support.training import ORDERS, USUAL, events, hang, phases, report, sent, train
+from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.log import records
 from unicron_ctl.protocol import wire
-
-USUAL = 0.4
-ORDERS = (wire.Break, wire.StopRank, wire.StartRank)
-
-
-def phases(count: int, slow: float = 1.0) -> dict[str, float]:
-    return {
-        "data": 0.001 * count,
-        "forward": 0.03 * count,
-        "backward": 0.06 * count * slow,
-        "reduce": 0.02,
-        "step": 0.01,
-    }
-
-
-def train(
-    world: World,
-    iterations: int,
-    seconds: float = USUAL,
-    slow: dict[int, float] | None = None,
-    first: int | None = None,
-    outside: dict[int, float] | None = None,
-) -> int:
-    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward;
-    `outside`: slot -> seconds between two iterations.
-    Returns the next iteration."""
-    job = world.job("1")
-    first = job.iteration + 1 if first is None else first
-    rng = random.Random(first)
-    agents = {slot: a for a in world.agents if a.job == "1" and not a.silent for slot in a.slots}
-    for iteration in range(first, first + iterations):
-        shares, took = deal(range(MICRO_BATCHES), sorted(job.members)), seconds * rng.gauss(1, 0.02)
-        world.run(took)
-        for slot in sorted(job.members):
-            indices = shares[slot]
-            world.to_engine(
-                agents[slot],
-                wire.Step(
-                    job="1",
-                    slot=slot,
-                    generation=agents[slot].ranks[slot].generation,
-                    iteration=iteration,
-                    micro_batches=indices,
-                    computed=indices,
-                    total=MICRO_BATCHES,
-                    seconds=took,
-                    loss=1.0,
-                    at=world.now,
-                    phases=phases(len(indices), (slow or {}).get(slot, 1.0))
-                    | {"outside": (outside or {}).get(slot, 0.0)},
-                ),
-            )
-            agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
-    return first + iterations
-
-
-def hang(world: World, who: list[int], where: str = "computing", others: str = "reducing") -> None:
-    """The others go on into the collective; those who hang stay where they are."""
-    for agent in world.agents:
-        for slot in agent.slots:
-            if agent.ranks[slot].state == "running":
-                agent.set(slot, phase=where if slot in who else others)
-
-
-def events(world: World, kind: str) -> list:
-    return [event for event in world.log if event.kind == kind]
-
-
-def sent(world: World, kind: type | tuple) -> list:
-    return [message for _, message in world.sent if isinstance(message, kind)]
 
 
 @pytest.fixture
@@ -99,7 +28,7 @@ def answer_stacks(world: World, text: str = "in fetch") -> None:
     """Agents answer Stacks, as real ones do."""
     for name, message in [(name, m) for name, m in world.sent if isinstance(m, wire.Stacks)]:
         agent = next(a for a in world.agents if a.agent == name)
-        world.to_engine(
+        world.to_core(
             agent,
             wire.StackTrace(
                 job="1",
@@ -158,7 +87,7 @@ def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(trained):
 def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(trained):
     hang(trained, [])
     trained.run(3 * USUAL + 0.5)
-    failure = events(trained, "failure_detected")[0].payload
+    failure = events(trained, "failure_detected")[0].record
     assert failure.cause == "nccl_timeout" and failure.severity == 3 and failure.action == "reattempt"
     order = sent(trained, wire.Break)[0]
     assert order.lost == [] and not sent(trained, (wire.StopRank, wire.StartRank))
@@ -217,13 +146,13 @@ def outside(world: World, slot: int, seconds: float, step: float = 0.5, **proces
 def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained):
     outside(trained, 0, 3 * USUAL + 0.6, process="T")
     hung = events(trained, "hang")
-    assert hung[0].record.culprits == [{"slot": 0, "node": "n1", "phase": "stepped"}]
+    assert hung[0].record.culprits == [records.HangCulprit(0, "n1", "stepped")]
     assert "its process is stopped by a signal" in hung[0].record.reason
     assert "stopped by a signal" in events(trained, "failure_detected")[0].record.reason
 
 
 def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
-    trained.engine.config.hang_idle_seconds = 20.0
+    trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20, outside={0: 2.0})
     outside(trained, 0, 19, idle=0.0)
     assert not events(trained, "hang")
@@ -234,7 +163,7 @@ def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
 
 
 def test_a_longer_checkpoint_is_allowed_three_times_that(trained):
-    trained.engine.config.hang_idle_seconds = 20.0
+    trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20, outside={1: 30.0})
     outside(trained, 0, 85, idle=0.0)
     assert not events(trained, "hang"), "another rank may write the next one"
@@ -243,14 +172,14 @@ def test_a_longer_checkpoint_is_allowed_three_times_that(trained):
 
 
 def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(trained):
-    trained.engine.config.hang_idle_seconds = 20.0
+    trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20, outside={0: 0.0})
     outside(trained, 0, 22, idle=0.0)
-    assert events(trained, "hang") and trained.engine.watch(trained.job("1")).patience.longest_outside > 20
+    assert events(trained, "hang") and trained.core.desks["1"].times.patience.longest_outside > 20
 
 
 def test_a_first_checkpoint_computes_or_writes_and_has_the_full_time(trained):
-    trained.engine.config.hang_idle_seconds = 20.0
+    trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20)
     outside(trained, 0, 300, step=2.0, process="D")
     assert not events(trained, "hang")
@@ -267,7 +196,7 @@ def test_a_process_stopped_in_the_same_collective_is_named(trained):
     hang(trained, [])
     trained.agents[2].set(2, process="T")
     trained.run(3 * USUAL + 0.5)
-    (failure,) = [event.payload for event in events(trained, "failure_detected")]
+    (failure,) = [event.record for event in events(trained, "failure_detected")]
     assert failure.slots == [2] and failure.cause == "task_hang"
     assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure.reason
 
@@ -296,7 +225,7 @@ def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_c
     for _ in range(4):
         hang(world, [])
         world.run(12)
-        failure = events(world, "failure_detected")[-1].payload
+        failure = events(world, "failure_detected")[-1].record
         seen.append((failure.severity, failure.action))
         for agent in world.agents:
             for slot in agent.slots:
@@ -364,7 +293,7 @@ def test_before_its_speed_is_learned_a_job_has_a_generous_limit_from_what_was_se
     world.run(4.5)
     assert not events(world, "hang"), "10x the floor of 0.5 s"
     world.run(1.5)
-    assert events(world, "hang")[0].record.culprits[0]["slot"] == 1
+    assert events(world, "hang")[0].record.culprits[0].slot == 1
 
 
 def test_a_long_first_iteration_makes_the_next_ones_limits_longer(world):
@@ -379,20 +308,20 @@ def test_a_long_first_iteration_makes_the_next_ones_limits_longer(world):
 
 def test_a_silent_node_is_the_leases_matter(trained):
     """Its rank is behind, too, and 3x the average comes before the lease."""
-    trained.engine.config.lease_periods = 5.0
+    trained.core.config.lease_periods = 5.0
     trained.agents[1].silent = True
     hang(trained, [1])
     trained.run(2.5)
     assert not events(trained, "hang")
     trained.run(3.5)
-    assert [e.record.kind_of_failure for e in events(trained, "failure_detected")] == ["node"]
+    assert [e.record.failure for e in events(trained, "failure_detected")] == ["node"]
 
 
 def test_a_late_tick_of_the_controller_is_no_hang(trained):
     hang(trained, [1])
     trained.run(0.5)
     trained.now += 30.0
-    trained.engine.tick(trained.now)
+    trained.core.tick(trained.now)
     trained.deliver()
     trained.run(0.3)
     assert not events(trained, "hang")
@@ -423,14 +352,14 @@ def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
 
 
 def test_observe_mode_only_says_it(trained):
-    trained.engine.config.observe = True
+    trained.core.config.observe = True
     hang(trained, [1])
     trained.run(10)
     assert len(events(trained, "overdue")) == 1 and not sent(trained, ORDERS) and not trained.job("1").ended
 
 
 def test_the_switch_turns_it_off(trained):
-    trained.engine.config.monitor_iterations = False
+    trained.core.config.monitor_iterations = False
     hang(trained, [1])
     trained.run(10)
     assert not events(trained, "hang")
@@ -445,10 +374,10 @@ def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
     degraded = events(world, "degraded")
     assert len(degraded) == 1 and degraded[0].record.slot == 2 and degraded[0].record.phase == "backward"
     assert degraded[0].record.slowdown > 1.3 and degraded[0].record.node == "n3"
-    assert world.core.watch(world.job("1")).degraded["slot"] == 2
+    assert world.core.desks["1"].times.degraded.slot == 2
     assert not sent(world, ORDERS) and not events(world, "failure_detected")
     train(world, 40)
-    assert len(events(world, "degraded_over")) == 1 and world.core.watch(world.job("1")).degraded is None
+    assert len(events(world, "degraded_over")) == 1 and world.core.desks["1"].times.degraded is None
     world.check_replay()
 
 
@@ -479,30 +408,10 @@ def test_long_healthy_training_raises_no_alarm(world):
 
 
 def test_hostile_phases_are_ignored(world):
-    agent = world.agents[0]
-    for nonsense in (
-        {"data": float("nan")},
-        {"x" * 50: 1.0},
-        dict.fromkeys(phases(1), -1.0),
-        dict.fromkeys(phases(1), float("inf")),
-    ):
-        world.to_engine(
-            agent,
-            wire.Step(
-                job="1",
-                slot=0,
-                generation=1,
-                iteration=0,
-                micro_batches=[0],
-                computed=[0],
-                total=MICRO_BATCHES,
-                seconds=0.1,
-                loss=1.0,
-                at=world.now,
-                phases=nonsense,
-            ),
-        )
-    assert world.core.watch(world.job("1")).comparable() == {}
+    for nonsense in ([float("nan")] * 6, [1.0] * 50, [-1.0] * 6, [float("inf")] * 6, [1e300] * 6, []):
+        report(world, world.agents[0], 0, wire.RankStep(0, [0], 0.1, 1.0, None, nonsense))
+    assert len(phases(1)) == len(wire.PHASES)
+    assert world.core.desks["1"].times.phases.comparable() == {}
 
 
 def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):

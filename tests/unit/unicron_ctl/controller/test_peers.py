@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
+from tests.support.training import events, sent, train
 from tests.support.world import World
-from tests.unit.unicron_ctl.test_controller_monitoring import events, sent, train
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.sense.peers import Group, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.controller.sense.peers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
 from unicron_ctl.protocol import wire
 
 NODE = {
@@ -35,7 +36,7 @@ def metrics(
         factors = (change or {}).get(agent.node, {})
         node = {name: value * rng.gauss(1.0, 0.05) * factors.get(name, 1.0) for name, value in NODE.items()}
         ranks = {slot: {name: value * rng.gauss(1.0, 0.05) for name, value in RANK.items()} for slot in agent.slots}
-        world.to_engine(
+        world.to_core(
             agent,
             wire.Metrics(
                 job="1",
@@ -73,10 +74,10 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     rounds(world, 2, {"n3": {"file_latency": 400.0}})
     assert not events(world, "anomaly"), "two rounds prove nothing"
     rounds(world, 3, {"n3": {"file_latency": 400.0}})
-    (anomaly,) = [event.payload for event in events(world, "anomaly")]
-    assert anomaly["node"] == "n3" and anomaly["slot"] is None and anomaly["metric"] == "file_latency"
-    assert anomaly["metrics"]["file_latency"] > 3.0 and anomaly["scores"]["file_latency"] > 8.0
-    assert "only reported" in anomaly["reason"] and "n3: file_latency is" in anomaly["reason"]
+    (anomaly,) = [event.record for event in events(world, "anomaly")]
+    assert anomaly.node == "n3" and anomaly.slot is None and anomaly.metric == "file_latency"
+    assert anomaly.metrics["file_latency"] > 3.0 and anomaly.scores["file_latency"] > 8.0
+    assert "only reported" in anomaly.reason and "n3: file_latency is" in anomaly.reason
     status = answers.job(world.core, world.job("1"))
     assert status["anomalies"][0]["peer"] == "n3"
     assert "odd: n3 file_latency" in tables._slow(status)
@@ -126,15 +127,15 @@ def test_a_rank_whose_memory_grows_is_named_by_slot(world):
         metrics(world, rng)
         agent = world.agents[4]
         ranks = {4: {"rank_cpu": 1.0, "rank_memory": 6e9 + 1e9 * turn}}
-        world.to_engine(agent, wire.Metrics(job="1", element=4, agent=agent.agent, host="x", ranks=ranks))
+        world.to_core(agent, wire.Metrics(job="1", element=4, agent=agent.agent, host="x", ranks=ranks))
         world.run(2.0)
-    (anomaly,) = [event.payload for event in events(world, "anomaly")]
-    assert anomaly["slot"] == 4 and anomaly["node"] == "n5" and anomaly["metric"] == "rank_memory"
+    (anomaly,) = [event.record for event in events(world, "anomaly")]
+    assert anomaly.slot == 4 and anomaly.node == "n5" and anomaly.metric == "rank_memory"
 
 
 def test_phases_count_as_shares_of_the_iteration(world):
     train(world, 20)
-    rows = rank_rows({}, world.job("1").members, world.core.watch(world.job("1")).comparable())
+    rows = rank_rows({}, world.job("1").members, world.core.desks["1"].times.phases.comparable())
     assert len(rows) == 6 and 0.5 < sum(rows["slot 2"].values()) < 1.0
     assert rank_rows({}, [0, 1], {}) == {}
 
@@ -150,20 +151,24 @@ def test_a_member_that_leaves_is_no_longer_odd(world):
 def test_old_samples_strange_names_and_strangers_take_no_part(world):
     for nonsense in ({"x" * 1000: 1.0}, {"cpu_busy": float("nan")}, {"cpu_busy": 1e300}):
         agent = world.agents[0]
-        world.to_engine(
+        world.to_core(
             agent, wire.Metrics(job="1", element=0, agent=agent.agent, node=nonsense, ranks={77: {}, 0: {}})
         )
-        assert world.core.peers["1"].samples[0].values == {} and list(world.core.peers["1"].samples[0].ranks) == [0]
+        assert world.core.desks["1"].peers.samples[0].values == {} and list(world.core.desks["1"].peers.samples[0].ranks) == [0]
     world.core.receive((b"stranger",), wire.Metrics(job="1", element=1, agent="x", node={"cpu_busy": 9.0}), world.now)
-    assert world.core.peers["1"].samples[1].values != {"cpu_busy": 9.0}
+    assert world.core.desks["1"].peers.samples[1].values != {"cpu_busy": 9.0}
     world.run(60)
     assert not events(world, "anomaly")
 
 
 def test_it_can_be_switched_off(world):
-    world.core.config.metrics_seconds = 0.0
-    world.run(1)
-    assert world.core.peers == {}
+    rounds(world, 8)
+    rounds(world, 4, {"n3": {"gpu_temperature": 1.5}})
+    assert answers.job(world.core, world.job("1"))["anomalies"]
+    world.core.configure(structs.replace(world.config, metrics_seconds=0.0), world.core.classifier)
+    assert not answers.job(world.core, world.job("1"))["anomalies"]
+    rounds(world, 2, {"n3": {"gpu_temperature": 1.5}})
+    assert world.core.desks["1"].peers == JobPeers()
 
 
 @pytest.mark.parametrize(("peers", "noise"), [(4, 0.05), (4, 0.2), (16, 0.2), (32, 0.1)])

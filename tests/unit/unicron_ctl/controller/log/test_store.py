@@ -1,0 +1,91 @@
+"""The event log in SQLite, and what it can do without."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+
+STEP = records.Step(
+    iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
+)
+
+
+def event(number: int, record: Record | None = None, job: str = "1") -> Event:
+    return Event(number, 1000.0 + number, job, 0, record or records.Steady(reason="ü"))
+
+
+def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    written = [event(1, records.Allotted(elements=[0, 2], leaving=[], reason="ü")), event(2, job="2")]
+    store.append(written)
+    again = Store(tmp_path / "events.sqlite")  # the first one is not closed: its process was killed
+    assert list(again.replay()) == written
+    assert [e.id for e in again.tail(after=1)] == [2] and [e.id for e in again.tail(job="1")] == [1]
+
+
+def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    store.append([event(n) for n in range(1, 11)])
+    assert [e.id for e in store.tail(limit=3)] == [8, 9, 10]
+    assert [e.id for e in store.tail(after=2, limit=3)] == [3, 4, 5]
+
+
+def test_a_batch_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    store.append([event(1)])
+    with pytest.raises(StoreError):
+        store.append([event(2), event(1)])
+    assert [e.id for e in store.replay()] == [1]
+
+
+def test_a_damaged_and_a_locked_log_give_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "damaged.sqlite").write_bytes(b"not a database at all, but long enough to be looked at" * 40)
+    with pytest.raises(StoreError, match="damaged"):
+        Store(tmp_path / "damaged.sqlite")
+    store = Store(tmp_path / "locked.sqlite")
+    other = sqlite3.connect(tmp_path / "locked.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    store._db.execute("PRAGMA busy_timeout=50")
+    with pytest.raises(StoreError, match="locked by another process"):
+        store.append([event(1)])
+    other.execute("ROLLBACK")
+    store.append([event(1)])
+
+
+@pytest.mark.parametrize(("version", "who"), [(1, "release 0.1"), (99, "a later release")])
+def test_the_log_of_another_release_is_refused_with_what_to_do(tmp_path: Path, version: int, who: str) -> None:
+    other = sqlite3.connect(tmp_path / "events.sqlite")
+    other.execute(f"PRAGMA user_version={version}")
+    other.commit()
+    with pytest.raises(StoreError) as caught:
+        Store(tmp_path / "events.sqlite")
+    said = str(caught.value)
+    assert f"written by {who}" in said and "move it away" in said and "\n" not in said
+
+
+def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    broken, entered = records.Break(number=1, lost=[]), records.Entered(members=2)
+    story = [entered, *[STEP] * 100, broken, *[STEP] * 5, None, *[STEP] * 5]
+    store.append(event(number, record, "1" if record else "2") for number, record in enumerate(story, 1))
+    assert store.thin() == 100 - KEPT_FIRST - KEPT_LAST
+    left = [event.id for event in store.replay()]
+    assert left[:4] == [1, 2, 3, 92] and left[-12:] == list(range(102, 114)), "of a short run, or the last ones: all"
+    assert store.thin() == 0 and store.thin(50) == 0
+
+
+def test_a_snapshot_of_what_the_log_has_lost_is_none(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    assert store.snapshot() is None
+    store.append([event(1), event(2)])
+    store.save_snapshot(3, b"too new")
+    assert store.snapshot() is None
+    store.save_snapshot(2, b"state")
+    assert store.snapshot() == (2, b"state")

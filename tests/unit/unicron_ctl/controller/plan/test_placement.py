@@ -1,0 +1,122 @@
+"""From the plan and what Slurm shows to Slurm actions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.controller.model.cluster import Pin
+from unicron_ctl.controller.plan.placement import Need, place, usable
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+
+
+def node(name: str, *states: str) -> NodeInfo:
+    return NodeInfo(name, frozenset(states or {"IDLE"}), "", "127.0.0.1", 1, 1.0, 1)
+
+
+def element(
+    job: str,
+    number: int,
+    state: str = "RUNNING",
+    where: str | None = None,
+    reason: str = "",
+    comment: str = "",
+    restarts: int = 0,
+):
+    return ElementInfo(job, number, f"{job}{number}", state, where, reason, f"job{job}", "ann", comment, restarts)
+
+
+def said(placement) -> list[str]:
+    return [action.label for action in placement.actions]
+
+
+def test_nothing_to_do_means_no_action():
+    elements = [element("1", 0, where="a"), element("1", 1, where="b")]
+    found = place([Need("1", 2, frozenset({0, 1}))], elements, [node("a"), node("b"), node("c")])
+    assert found.actions == [] and found.allotted == {"1": [0, 1]} and found.leaving == {"1": []}
+
+
+def test_a_requeued_element_goes_before_held_ones_and_home_if_it_can():
+    elements = [
+        element("1", 0, "PENDING", reason="JobHeldAdmin", comment="unicron: x"),
+        element("1", 1, "PENDING", reason="BeginTime", restarts=1),
+    ]
+    found = place([Need("1", 1, home={1: "b"})], elements, [node("a"), node("b")])
+    assert said(found) == ["pin 1_1 to b", "start_now 1_1"]
+
+
+def test_what_a_user_holds_is_not_ours():
+    elements = [element("1", 0, where="a"), element("1", 1, "PENDING", reason="JobHeldUser", comment="mine")]
+    assert said(place([Need("1", 2, frozenset({0}))], elements, [node("a"), node("b")])) == []
+
+
+def test_a_pinned_element_is_waited_for_then_pushed_then_moved():
+    elements = [element("1", 0, "PENDING", reason="Priority")]
+    pins = {("1", 0): Pin("a", 100.0)}
+    nodes = [node("a"), node("b")]
+    assert said(place([Need("1", 1)], elements, nodes, pins, now=101.0)) == []
+    assert said(place([Need("1", 1)], elements, nodes, pins, now=105.0)) == ["start_now 1_0"]
+    assert "pin 1_0 to a" in said(place([Need("1", 1)], elements, nodes, pins, now=140.0))
+    assert "pin 1_0 to b" in said(place([Need("1", 1)], elements, [node("a", "DOWN"), node("b")], pins, now=101.0))
+
+
+def test_a_member_leaves_by_itself_before_its_node_is_taken():
+    elements = [element("1", 0, where="a"), element("1", 1, where="b"), element("2", 0, "PENDING", reason="Resources")]
+    needs = [Need("1", 1, frozenset({0, 1})), Need("2", 1)]
+    first = place(needs, elements, [node("a"), node("b")])
+    assert first.actions == [] and first.leaving["1"] == [1] and first.allotted["1"] == [0]
+    then = place([Need("1", 1, frozenset({0})), Need("2", 1)], elements, [node("a"), node("b")])
+    assert said(then) == ["pin 2_0 to b", "requeue_hold 1_1", "start_now 2_0"]
+
+
+def test_nodes_of_other_peoples_jobs_are_not_given_out():
+    elements = [element("1", 0, where="a"), element("9", 0, where="b")]
+    assert usable([node("a"), node("b"), node("c"), node("d", "IDLE", "DRAIN")], elements, ["1"], {"c"}) == ["a"]
+
+
+def test_an_element_on_a_draining_node_trains_on():
+    found = place([Need("1", 0, frozenset({0}))], [element("1", 0, where="a")], [node("a", "MIXED", "DRAIN")])
+    assert found.actions == [] and found.leaving["1"] == [] and found.allotted["1"] == [0]
+
+
+@st.composite
+def queues(draw):
+    names = [f"n{i}" for i in range(draw(st.integers(1, 6)))]
+    free = list(names)
+    elements, needs = [], []
+    for job in ("1", "2", "3")[: draw(st.integers(1, 3))]:
+        members = set()
+        for number in range(draw(st.integers(1, 4))):
+            state = draw(st.sampled_from(["RUNNING", "PENDING", "HELD", "COMPLETED", "COMPLETING"]))
+            if state in ("RUNNING", "COMPLETING") and free:
+                elements.append(element(job, number, state, free.pop()))
+                if state == "RUNNING" and draw(st.booleans()):
+                    members.add(number)
+            elif state == "HELD":
+                elements.append(element(job, number, "PENDING", reason="JobHeldAdmin", comment="unicron: held"))
+            else:
+                elements.append(element(job, number, "PENDING" if state != "COMPLETED" else state, reason="Resources"))
+        needs.append(Need(job, draw(st.integers(0, 4)), frozenset(members)))
+    nodes = [node(name, *(["IDLE"] if draw(st.integers(0, 4)) else ["DOWN"])) for name in names]
+    return needs, elements, nodes
+
+
+@given(queues())
+def test_placement_never_overbooks_and_never_stops_a_member(case):
+    needs, elements, nodes = case
+    found = place(needs, elements, nodes)
+    members = {(need.job, number) for need in needs for number in need.members}
+    pinned = [action for action in found.actions if action.action == "pin"]
+    assert len({action.node for action in pinned}) == len(pinned), "one element per node"
+    assert not [
+        a
+        for a in found.actions
+        if a.action in ("requeue_hold", "requeue", "cancel", "down") and (a.job, a.element) in members
+    ]
+    given_up = {action.node for action in found.actions if action.action == "requeue_hold"}
+    busy = {e.node for e in elements if e.node and e.state in ("RUNNING", "COMPLETING")}
+    healthy = {n.name for n in nodes if n.healthy}
+    assert all(action.node in healthy and (action.node not in busy or action.node in given_up) for action in pinned)
+    for need in needs:
+        assert not set(found.allotted[need.job]) & set(found.leaving[need.job])
+    assert place(needs, elements, nodes) == found

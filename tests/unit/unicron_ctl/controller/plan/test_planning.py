@@ -1,0 +1,49 @@
+"""The planner's inputs from what jobs have and have shown."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.controller.plan.planning import JobInput, plan, scenario
+
+job_inputs = st.builds(
+    lambda name, weight, low, more, nodes, lost, rate: JobInput(
+        name,
+        weight,
+        low,
+        low + more,
+        min(nodes, low + more),
+        max(0, min(nodes, low + more) - lost),
+        rate,
+        max(1, nodes) if rate else 0,
+    ),
+    st.sampled_from("abcd"),
+    st.floats(0.1, 10),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.integers(0, 6),
+    st.integers(0, 1),
+    st.sampled_from([0.0, 1e9, 3e9]),
+)
+
+
+@given(st.lists(job_inputs, min_size=1, max_size=4, unique_by=lambda j: j.job), st.integers(0, 12))
+def test_a_plan_fits_and_never_takes_a_running_jobs_last_nodes(jobs, spare):
+    nodes = sum(job.alive for job in jobs) + spare
+    found = plan(jobs, nodes, 1000.0, 5.0)
+    assert set(found.assignment) == {job.job for job in jobs} and set(found.reasons) == set(found.assignment)
+    assert sum(found.assignment.values()) <= nodes
+    for job in jobs:
+        assert 0 <= found.assignment[job.job] <= job.max_nodes
+        assert found.assignment[job.job] >= 1 or job.alive == 0
+
+
+def test_a_lost_node_is_replaced_from_the_lighter_job():
+    jobs = [JobInput("heavy", 2.0, 1, 2, 2, 1, 2e9, 2), JobInput("light", 1.0, 1, 2, 2, 2, 2e9, 2)]
+    assert plan(jobs, 3, 1000.0, 5.0).assignment == {"heavy": 2, "light": 1}
+
+
+def test_an_unmeasured_job_is_taken_for_an_average_one():
+    jobs = [JobInput("new", 1.0, 1, 3, 0, 0), JobInput("old", 1.0, 1, 3, 2, 2, 4e9, 2)]
+    assert dict(scenario(jobs, 4, 1000.0, 5.0).job("new").flops) == {1: 2e9, 2: 4e9, 3: 6e9}
