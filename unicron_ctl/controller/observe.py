@@ -19,6 +19,7 @@ from unicron_ctl.controller.model.view import Outcome, Send
 from unicron_ctl.protocol import wire
 
 NOT_SENT = (wire.Break, wire.StartRank, wire.StopRank)
+NOT_JUDGED = (What.HANG, What.COLLECTIVE, What.NODE, What.ACTION)  # their remedy is not carried out
 DROPPED = (records.RankStart, records.Isolated, records.IsolationWithheld, records.ActionFailed)
 
 
@@ -31,9 +32,14 @@ class Observer:
     def filter(self, outcome: Outcome, state: ClusterState) -> Outcome:
         """The outcome without what must not be done."""
         kept = Outcome(hurry=outcome.hurry)
-        kept.findings = [f for f in outcome.findings if f.what not in (What.HANG, What.COLLECTIVE, What.ACTION)]
+        kept.findings = [f for f in outcome.findings if f.what not in NOT_JUDGED]
         kept.sends = [send for send in outcome.sends if self.may_send(send)]
+        last: Record | None = None
         for job, generation, record in outcome.records:
+            untrue = isinstance(record, records.FailureAction) and isinstance(last, records.RankStart)
+            last = record
+            if untrue:
+                continue  # the failure's story must not tell of a process that is not started
             for changed in self._record(state, job, generation, record):
                 kept.records.append((job, generation, changed))
         for request in outcome.requests:

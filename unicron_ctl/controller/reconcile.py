@@ -57,6 +57,7 @@ def managed(view: View) -> list[JobState]:
 def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
     out = Outcome()
+    isolation.gone_down(view, out)
     actions = admission.nodes_back(view, desk.gate, out) + isolation.down_again(view)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)

@@ -20,7 +20,7 @@ def answer(view: View, message: wire.Register) -> wire.Message | None:
     job = view.state.jobs.get(message.job)
     if refused := _other_step(message, job):
         return refused
-    if problem := _problem(message, job):
+    if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
         return wire.End(code=job.ended.code, reason=job.ended.reason)

@@ -130,12 +130,23 @@ def refused(view: View, action: Action, error: str) -> Outcome:
     return out
 
 
+def gone_down(view: View, out: Outcome) -> None:
+    """Nodes that were to be set down and that Slurm shows out of service, whoever did it: no more is asked for them."""
+    for name in sorted(view.state.out_of_service):
+        known, info = view.state.node(name), view.slurm.node(name)
+        if info is not None and info.states & {"DOWN", "DRAIN"} and (known.going_down or known.refused):
+            said = f"{name} is out of service ({info.reason or 'no reason given'})"
+            out.record(None, records.SlurmDone(action="down", node=name, reason=said))
+
+
 def down_again(view: View) -> list[Action]:
     """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer."""
     found = []
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
-        if known.going_down and info is not None and info.healthy:
+        seen = view.slurm.seen
+        late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
+        if known.going_down and info is not None and info.healthy and not late:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             found.append(Action("down", known.refused_for, -1, name, why, known.reason or REASON))
     return found

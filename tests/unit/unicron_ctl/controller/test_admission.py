@@ -11,8 +11,9 @@ from detector.severity import Severity
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.job import HealthReport
-from unicron_ctl.controller.nodes.admission import Admission, checked, decide
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.node import HealthReport
+from unicron_ctl.controller.nodes.admission import Admission, Report, checked, decide
 from unicron_ctl.controller.plan.placement import OURS
 from unicron_ctl.errors import UserError
 from unicron_ctl.node import admission
@@ -98,7 +99,7 @@ def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(question))
     run(tmp_path, "--controller", "tcp://h:1", "--at", "prolog", config="[health]\ngpus = 99\n")
     assert [(t["kind"], t["node"], t["source"], t["verdict"]) for t in told] == [("health", "n1", "prolog", "bad")]
-    assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), tuple)
+    assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), Report)
 
 
 # ---------------------------------------------------------------- the controller's decision
@@ -141,18 +142,19 @@ def test_who_may_come_back(policy, report, anybody, waited, admit, verified) -> 
 )
 def test_a_report_that_makes_no_sense_is_refused(wrong: dict) -> None:
     good = {"node": "n1", "source": "interval", "verdict": "good", "reason": "a\nb", "at": 5}
-    assert checked(good) == ("n1", "interval", "good", "a b", 5.0)
+    assert checked(good) == Report("n1", "interval", "good", "a b", 5.0)
     assert isinstance(checked({**good, **wrong}), str)
 
 
-# ---------------------------------------------------------------- in the running engine
+# ---------------------------------------------------------------- in the running controller
 def lost_node(**settings) -> tuple[World, FakeSlurm]:
     """A node that Unicron set down, and whose slurmd has just come back."""
     slurm = FakeSlurm(2)
     world = World(slurm, **settings)
-    world.core.emit("node_lost", node="n2", element=0, reason="test")
-    world.core.emit("slurm_action", action="down", node="n2", element=-1, slurm_reason="unicron[node_problem]: lost")
-    slurm.down("n2", "unicron[node_problem]: lost")
+    world.core.append("", 0, records.NodeLost(node="n2", element=0, reason="test"))
+    lost = "unicron[node_problem]: lost"
+    world.core.append("", 0, records.SlurmAction(action="down", node="n2", element=-1, slurm_reason=lost))
+    slurm.down("n2", lost)
     slurm.calls.clear()
     world.run(2.0)
     assert slurm.node_states["n2"] == {"DOWN"}

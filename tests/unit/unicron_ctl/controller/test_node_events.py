@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from detector.classify import default_classifier
+from detector.kernel_log import pid_in
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.config import parse
-from unicron_ctl.controller import node_events, slurm_states
 from unicron_ctl.controller.answers import nodes as answer_nodes
+from unicron_ctl.controller.judge import evidence
+from unicron_ctl.controller.judge import nodes as node_events
 from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.node import SeenEvent
+from unicron_ctl.controller.sense.slurm import describe
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -27,7 +31,7 @@ class Speaker:
 
     def say(self, text: str, source: str = "kernel", at: float | None = None, number: int | None = None) -> None:
         self.number = number if number is not None else self.number + 1
-        self.agent.world.to_engine(
+        self.agent.world.to_core(
             self.agent,
             wire.NodeEvent(
                 job=self.agent.job,
@@ -143,9 +147,7 @@ def test_a_wait_that_a_restart_interrupts_is_finished_by_the_next_controller():
     world, agents = cluster()
     Speaker(agents[1]).say(GPU_LOST)
     state = replay(world.log)
-    assert node_events.NodeEvents(type("E", (), {"state": state})())._waiting == {
-        ("n2", events(world, "node_event")[0].id)
-    }
+    assert node_events.waiting(state.nodes) == {("n2", events(world, "node_event")[0].id)}
 
 
 def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
@@ -159,9 +161,9 @@ def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
     agents[2].die(2, -6, last_line="terminate called")
     world.run(0.5)
     first, second = world.job().failures
-    assert (first["cause"], first["severity"], first["action"]) == ("illegal_memory_access", 2, "restart")
-    assert "Xid" in first["reason"] and "n2 said 0." in first["reason"]
-    assert second["cause"] == "exited_abnormally" and "Xid" not in second["reason"]
+    assert (first.cause, first.severity, first.action) == ("illegal_memory_access", 2, "restart")
+    assert "Xid" in first.reason and "n2 said 0." in first.reason
+    assert second.cause == "exited_abnormally" and "Xid" not in second.reason
     assert not down(world)
     world.check_replay()
 
@@ -210,8 +212,8 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
     Speaker(agents[1]).say("link ib0: link_downed rose by 1 within 5 s", source="link")
     world.run(1)
     assert not world.job().failures and world.job().phase == "running" and not down(world)
-    event = events(world, "node_event")[0].payload
-    assert (event["cause"], event["severity"], event["action"]) == ("link_flapping", 3, "report")
+    event = events(world, "node_event")[0].record
+    assert (event.cause, event.severity, event.action) == ("link_flapping", 3, "report")
     agents[1].set(
         1,
         state="stopped",
@@ -290,8 +292,25 @@ def test_nodes_shows_the_last_event():
 def test_which_lines_explain_which_ends(text, code, pid, own_exit, expected):
     classifier = default_classifier()
     verdict = classifier.match(text, "kernel")
-    seen = {"action": "report", "cause": verdict.cause, "scope": verdict.scope, "pid": node_events.pid_in(text)}
-    assert node_events.explains(seen, code, pid, classifier.exit(*own_exit), [pid]) is expected
+    seen = SeenEvent(
+        id=1,
+        time=0.0,
+        node="n1",
+        source="kernel",
+        text=text,
+        code="",
+        count=1,
+        at=0.0,
+        pid=pid_in(text),
+        mark="a:1",
+        cause=verdict.cause,
+        severity=int(verdict.severity),
+        scope=verdict.scope,
+        rule=verdict.rule,
+        action="report",
+        reason="",
+    )
+    assert evidence.explains(seen, code, pid, classifier.exit(*own_exit), [pid]) is expected
 
 
 # ---------------------------------------------------------------- Slurm's own word
@@ -312,22 +331,22 @@ def test_which_lines_explain_which_ends(text, code, pid, own_exit, expected):
 )
 def test_states_and_exit_codes_of_elements(state, exit_code, cause):
     element = ElementInfo("7", 1, "9", state, None, "", "x", "ann", "", 0, exit_code)
-    assert slurm_states.element_end(default_classifier(), element).cause == cause
-    assert state in slurm_states.describe(element)
+    assert evidence.element_end(default_classifier(), element).cause == cause
+    assert state in describe(element)
 
 
 def test_elements_that_run_or_ended_well_say_nothing():
     for state in ("RUNNING", "PENDING", "COMPLETED", "COMPLETING"):
         element = ElementInfo("7", 1, "9", state, "n1", "", "x", "ann", "", 0)
-        assert slurm_states.element_end(default_classifier(), element) is None
+        assert evidence.element_end(default_classifier(), element) is None
 
 
 def test_the_tasks_wait_status_of_a_hint():
     classifier = default_classifier()
-    assert slurm_states.task_end(classifier, 9).cause == "killed_from_outside"
-    assert slurm_states.task_end(classifier, 256).cause == "application_error"
+    assert evidence.task_end(classifier, 9).cause == "killed_from_outside"
+    assert evidence.task_end(classifier, 256).cause == "application_error"
     for nothing in (None, 0, 0x7F):
-        assert slurm_states.task_end(classifier, nothing) is None
+        assert evidence.task_end(classifier, nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -341,7 +360,7 @@ def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause
     failure = world.job().failures[0]
     assert (failure.slots, failure.cause, failure.slurm) == ([1], cause, state)
     assert f"Slurm: 1_1 is {state}" in failure.reason
-    assert sum(event.kind == "failure_verdict" and "slurm" in event.payload for event in world.log) == 1
+    assert sum(event.kind == "failure_verdict" and event.record.slurm is not None for event in world.log) == 1
     world.check_replay()
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from detector.escalation import Policy, State
 from tests.support.world import FakeSlurm, World
-from tests.unit.unicron_ctl.test_controller_slurm import follow
+from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron_ctl.config import ControllerConfig, problems
-from unicron_ctl.controller.job.events import Signal
-from unicron_ctl.controller.job.machine import Event
-from unicron_ctl.controller.nodes.isolation import allowed, withheld
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.cluster import Mark
+from unicron_ctl.controller.nodes.isolation import allowed, attention, withheld
 from unicron_ctl.controller.sense.overdue import pending
 from unicron_ctl.protocol import wire
 
@@ -109,7 +109,7 @@ def test_an_element_that_slurm_does_not_start_again_costs_its_node():
     assert failed(world) == []
     world.run(10)
     assert failed(world) == [("restart", "isolate")]
-    assert any("no agent came back within 30 s" in f["reason"] for f in world.job().failures)
+    assert any("no agent came back within 30 s" in f.reason for f in world.job().failures)
 
 
 def test_a_restarted_controller_begins_the_clock_anew():
@@ -118,7 +118,7 @@ def test_a_restarted_controller_begins_the_clock_anew():
     agents[1].die(1)
     world.run(50)
     world.core.clocks.excused.clear()
-    world.core.started_at = world.now
+    world.core.view.started_at = world.now
     world.run(50)
     assert failed(world) == []
     world.run(15)
@@ -129,7 +129,7 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
     world = World()
     agents = world.start_job()
     agents[1].set(1, state="waiting")
-    job, view = world.job(), world.core.view(world.job())
+    job, view = world.job(), world.core.view.job(world.job())
     assert pending(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
     job.settings.mode = wire.RESTART
     assert pending(view, 1, State.RESTARTING, "n2", set()) == ""
@@ -143,14 +143,42 @@ def test_a_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called
     agent.set(1, fault=ECC)
     world.run(20)
     assert failed(world) == [("isolate", "isolate")]
-    assert "n2" in world.core.cluster.put_aside() and sorted(world.job().members) == [0, 2]
-    item = world.core.cluster.isolation.attention()[0]
-    assert item["node"] == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item["reason"]
+    assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
+    item = attention(world.core.view)[0]
+    assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
     assert len([c for c in slurm.calls if c[0] == "down"]) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
-    assert slurm.node_states["n2"] == {"DOWN"} and world.core.cluster.isolation.attention() == []
+    assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
     world.check_replay()
+
+
+def test_a_node_that_an_admin_sets_down_instead_is_not_asked_for_any_more():
+    world, slurm = on_slurm(3, 3)
+    slurm.refuse_down = "slurm_update error: Invalid user id"
+    next(a for a in world.agents if a.element == 1).set(1, fault=ECC)
+    world.run(10)
+    assert attention(world.core.view)
+    slurm.node_states["n2"], slurm.reasons["n2"] = {"IDLE", "DRAIN"}, "bad fan"
+    world.run(3)
+    assert attention(world.core.view) == [] and "n2" in world.core.state.out_of_service
+    asked = len(slurm.calls)
+    slurm.node_states["n2"] = {"IDLE"}
+    world.run(3)
+    assert not [c for c in slurm.calls[asked:] if c[0] == "down"] and "n2" not in world.core.state.out_of_service
+    world.check_replay()
+
+
+def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listing_of_before():
+    world, slurm = on_slurm(4, 3)
+    world.now += 0.01
+    world.core.now = world.now
+    world.core.append("1", 1, records.SlurmAction(action="down", element=1, node="n2", slurm_reason="unicron[x]: y"))
+    world.core.on_listing(slurm.nodes(), slurm.elements())
+    world.deliver()
+    assert ("down", "", -1, "n2") not in slurm.calls
+    world.run(2)
+    assert slurm.calls.count(("down", "", -1, "n2")) == 1 and slurm.reasons["n2"] == "unicron[x]: y"
 
 
 # ---------------------------------------------------------------- many nodes at once
@@ -164,17 +192,17 @@ def test_a_third_node_within_the_window_is_not_set_down_without_an_admin():
     event = next(e for e in world.log if e.kind == "isolation_withheld")
     assert event.record.node == "n4" and "n2, n3 were set down within 600 s" in event.record.reason
     assert "scontrol update NodeName=n4 State=DRAIN" in event.record.reason
-    assert world.core.cluster.isolation.attention()[0]["node"] == "n4"
+    assert attention(world.core.view)[0].node == "n4"
     agent = next(a for a in world.agents if a.element == 3 and not a.silent)
     assert agent.ranks[3].incarnation == 1, "its process is started again in place"
     assert any("n4 is not set down" in text for text in world.job().failures[-1].actions)
     world.check_replay()
-    world.core.emit("node_resumed", node="n2", reason="an admin gave it back")
+    world.core.append("", 0, records.NodeResumed(node="n2", reason="an admin gave it back"))
     agent.ready()
     agent.set(3, state="exited", exit=wire.Exit(code=1, at=world.now, lived=60.0), fault=ECC)
     world.run(3)
     assert slurm.node_states["n4"] == {"DOWN"}, "an admin has looked: there is room again"
-    assert not world.core.cluster.isolation.attention()
+    assert not attention(world.core.view)
 
 
 def test_nodes_that_are_dead_are_facts_and_do_not_count():
@@ -201,20 +229,20 @@ def test_the_limits_by_default():
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 2000), max_size=8), st.integers(1, 200))
 def test_never_more_than_allowed_within_any_window(times, size):
     """Whatever is asked for and when: no window ever holds more nodes than are allowed."""
-    isolated: dict[str, dict] = {}
+    isolated: dict[str, Mark] = {}
     for node, at in sorted(times.items(), key=lambda item: item[1]):
         if not withheld(node, isolated, size, "1", [], CONFIG, at):
-            isolated[node] = {"at": at, "job": str(len(isolated))}
+            isolated[node] = Mark(at, str(len(isolated)))
     for item in isolated.values():
-        window = [other for other in isolated.values() if 0 <= item["at"] - other["at"] < 600]
+        window = [other for other in isolated.values() if 0 <= item.at - other.at < 600]
         assert len(window) <= allowed(CONFIG, size)
 
 
 def test_half_of_a_job_at_most():
-    isolated = {"a": {"at": 0.0, "job": "1"}, "x": {"at": 0.0, "job": "2"}}
+    isolated = {"a": Mark(0.0, "1"), "x": Mark(0.0, "2")}
     config = ControllerConfig(max_isolated_nodes=9)
     assert not withheld("b", isolated, 9, "1", ["b", "c", "d"], config, 1.0)
-    isolated["b"] = {"at": 1.0, "job": "1"}
+    isolated["b"] = Mark(1.0, "1")
     why = withheld("c", isolated, 9, "1", ["c", "d"], config, 2.0)
     assert "of job 1, a, b were set down" in why and "no more than 2 of its 4" in why
     assert not withheld("c", isolated, 9, "1", ["c", "d"], config, 602.0)
@@ -238,10 +266,10 @@ def test_limits_that_make_no_sense_are_refused(settings, text):
 def test_a_loss_that_shows_the_job_to_fail_by_its_own_bug_ends_it():
     """Its ranks hang in the making of a generation until the escalation has seen enough."""
     world = World(enter_timeout=2.0)
-    world.start_job(nodes=2)
+    agents = world.start_job(nodes=2)
     job = world.job()
     world.core.state.history.policy = Policy(stuck_faults=1)
-    reason = "slot 1 was started again"
-    assert world.core.drive(job, Signal(Event.LOSS, reason, {1: reason}))
-    assert job.ended["code"] == 1 and "failed 1 times" in job.ended["reason"]
-    assert not world.core.drive(job, Signal(Event.LOSS, reason, {0: reason}))
+    agents[1].set(1, state="waiting", incarnation=1)
+    assert job.ended.code == 1 and "failed 1 times" in job.ended.reason
+    agents[0].set(0, state="waiting", incarnation=1)
+    assert len(job.failures) == 1 and "break" not in world.kinds(), "nothing happens to a job that has ended"

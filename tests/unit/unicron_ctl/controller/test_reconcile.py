@@ -144,7 +144,7 @@ def test_elements_that_the_plan_has_no_node_for_are_held_and_those_of_an_ended_j
     for agent in world.agents:
         agent.set(agent.slots[0], state="finished", iteration=99, phase="stepped")
     world.run(2.0)
-    assert world.job().ended["code"] == 0 and slurm.queue["1", 4]["state"] == "CANCELLED"
+    assert world.job().ended.code == 0 and slurm.queue["1", 4]["state"] == "CANCELLED"
 
 
 def test_observe_mode_asks_nothing_of_slurm():
@@ -157,3 +157,5 @@ def test_observe_mode_asks_nothing_of_slurm():
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == []
     assert [e.record.would for e in world.log if e.kind == "observed"] == ["hold 1_3"]
+    world.agents[1].die(1)
+    assert world.job().ended.code == 1 and not world.job().failures[-1].actions, "no story of what was not done"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller import restarting
+from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.protocol import wire
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
@@ -65,7 +65,7 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     agents[1].die(1, last_line="RuntimeError: CUDA error: device-side assert triggered")
     world.run(2.0)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
-    assert [len(plan["members"]) for plan in plans(world)] == [3, 3]
+    assert [len(plan.members) for plan in plans(world)] == [3, 3]
     assert world.kinds()[-6:] == ["rank_start", "failure_action", "break", "reform", "plan", "entered"]
     (failure,) = world.job().failures
     assert failure.slots == [1] and failure.resumed_at and failure.restored_at
@@ -102,7 +102,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     assert sorted(world.job().members) == [0, 1], "others may come in a moment"
     world.run(6)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
-    assert [f["kind"] for f in world.job().failures] == ["node"], "a restart for a newcomer is no failure"
+    assert [f.kind for f in world.job().failures] == ["node"], "a restart for a newcomer is no failure"
     reason = next(event.record.reason for event in reversed(world.log) if event.kind == "break")
     assert "1 rank join: a restart costs about" in reason and "start again in a larger world" in reason
     world.check_replay()
@@ -151,7 +151,7 @@ def test_a_newcomer_that_is_not_worth_a_restart_waits_for_the_next_one():
     ],
 )
 def test_what_a_larger_world_is_worth(nodes, newcomers, age, good):
-    decided, reason = restarting.worth(nodes, newcomers, age, ControllerConfig())
+    decided, reason = modes.worth(nodes, newcomers, age, ControllerConfig())
     assert decided is good and f"{newcomers} more node" in reason
 
 
@@ -171,8 +171,8 @@ def test_peers_that_die_of_a_death_are_not_blamed():
         back.status()
         world.run(10)
         assert world.job().phase == "running" and len(world.job().members) == 4
-    blamed = [f for f in world.job().failures if f["kind"] == "rank"]
-    assert len(blamed) == 9 and {f["severity"] for f in blamed} == {3}
+    blamed = [f for f in world.job().failures if f.kind == "rank"]
+    assert len(blamed) == 9 and {f.severity for f in blamed} == {3}
     assert not world.core.state.history.by_slot
 
 
@@ -186,12 +186,12 @@ def test_a_script_that_fails_everywhere_at_once_ends_the_job():
             if agent.ranks[agent.element].state == "running":
                 agent.die(agent.element, code=2, lived=0.5, last_line="ModuleNotFoundError: No module named 'apex'")
         world.run(12)
-    assert world.job().ended["code"] == 2 and "No module named 'apex'" in world.job().ended["reason"]
+    assert world.job().ended.code == 2 and "No module named 'apex'" in world.job().ended.reason
 
 
 def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypatch):
-    monkeypatch.setattr(restarting, "STEADY_SECONDS", 50.0)
-    monkeypatch.setattr(restarting, "MOST_RESTARTS", 4)
+    monkeypatch.setattr(modes, "STEADY_SECONDS", 50.0)
+    monkeypatch.setattr(modes, "MOST_RESTARTS", 4)
     world = World()
     agents = start(world, nodes=2)
     for turn in range(8):
@@ -201,7 +201,7 @@ def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypa
         agents[turn % 2].die(turn % 2, code=1, lived=130.0, last_line=RESET)
         world.run(8)
     assert turn == 7 and world.job().restarts == 4, "the steady world after the third break began the count anew"
-    assert "broke 4 times in a row" in world.job().ended["reason"] and world.job().ended["code"] == 1
+    assert "broke 4 times in a row" in world.job().ended.reason and world.job().ended.code == 1
     assert [event.kind for event in world.log].count("steady") == 1
     world.check_replay()
 
@@ -219,7 +219,7 @@ def test_who_has_ended_starts_again_when_another_fails_and_the_job_ends_when_all
     for agent in agents:
         agent.set(agent.element, state="finished")
     world.run(1)
-    assert world.job().ended["code"] == 0
+    assert world.job().ended.code == 0
 
 
 def test_all_agents_of_a_job_are_in_the_same_mode():
@@ -242,7 +242,7 @@ def test_a_program_that_ends_with_a_status_of_its_own_costs_no_node():
         if world.job().ended:
             break
         agent.die(0, code=3, lived=1.0, last_line="usage: program FILE")
-    assert world.job().ended["code"] == 3 and "usage: program FILE" in world.job().ended["reason"]
+    assert world.job().ended.code == 3 and "usage: program FILE" in world.job().ended.reason
     assert slurm.node_states["n1"] == {"IDLE"}
 
 
@@ -263,7 +263,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
             step=step,
         )
         agent.obedient = False  # it would ask once more
-        world.to_engine(agent, message)
+        world.to_core(agent, message)
         agent.obedient = True
         return agent
 
@@ -300,7 +300,7 @@ def test_the_next_step_keeps_its_nodes():
     for element in range(2):
         agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=2)
         settings = {"settings": agent.settings, "slots": agent.slots, "step": 1}
-        world.to_engine(
+        world.to_core(
             agent,
             wire.Register(
                 job="1", element=element, agent=agent.agent, node=agent.node, address="127.0.0.1", **settings
@@ -359,10 +359,8 @@ def test_status_names_the_mode(tmp_path):
 
 
 def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
-    from unicron_ctl.controller import injection
-
     world = World(allow_inject=True)
     start(world)
     with pytest.raises(injection.NotInjected, match="restart mode, its ranks are plain programs"):
-        injection.perform(world.core, world.job(), "exception:python")
-    assert injection.perform(world.core, world.job(), "rank-kill")["job"] == "1"
+        injection.perform(world.core.view, world.core.view.job(world.job()), "exception:python")
+    assert injection.perform(world.core.view, world.core.view.job(world.job()), "rank-kill")[0]["job"] == "1"
