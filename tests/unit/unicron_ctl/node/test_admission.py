@@ -1,0 +1,97 @@
+"""The admission program's decisions: who is drained, and what is reported."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron_ctl.controller.nodes.admission import Report, checked
+from unicron_ctl.controller.plan.placement import OURS
+from unicron_ctl.errors import UserError
+from unicron_ctl.node import admission
+from unicron_ctl.slurm.client import NodeInfo
+
+START = 1000.0
+
+
+def info(*states: str, reason: str = "") -> NodeInfo:
+    return NodeInfo("n1", frozenset(states), reason, "127.0.0.1", 1, START, 0)
+
+
+@pytest.mark.parametrize("states", [["IDLE"], ["ALLOCATED"], ["MIXED"]])
+def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None:
+    assert admission.drain_text(info(*states), "gpu:\n 7 of  8") == ("unicron[health]: gpu: 7 of 8", "")
+
+
+def test_the_leader_is_the_one_that_the_controller_takes_for_ours() -> None:
+    assert admission.LEADER.startswith(f"{OURS}[")
+
+
+def test_a_node_that_slurm_itself_set_down_is_drained() -> None:
+    for reason in ("", "Not responding", "Node unexpectedly rebooted"):
+        assert admission.drain_text(info("DOWN", reason=reason), "x") == ("unicron[health]: x", "")
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (info("IDLE", "DRAIN", reason="NHC: fan"), "drained already (NHC: fan)"),
+        (info("IDLE", "DRAIN", reason="unicron[health]: old"), "drained already (unicron[health]: old)"),
+        (info("DOWN", reason="bad board, ticket 7"), "down already (bad board, ticket 7)"),
+        (info("DOWN", reason="unicron[node_problem]: lost"), "down already"),
+        (None, "does not know"),
+    ],
+)
+def test_a_node_that_is_out_of_service_is_left_as_it_is(node: NodeInfo | None, words: str) -> None:
+    reason, why = admission.drain_text(node, "x")
+    assert reason == "" and words in why
+
+
+def test_another_tools_note_on_a_node_in_service_is_kept() -> None:
+    assert admission.drain_text(info("IDLE", reason="do not use after 6"), "x")[0] == (
+        "do not use after 6; unicron[health]: x"
+    )
+
+
+def run(tmp_path, *words: str, config: str = "") -> tuple[int, str]:
+    file, log = tmp_path / "unicron.toml", tmp_path / "log"
+    file.write_text(config)
+    log.unlink(missing_ok=True)
+    status = admission.main(["--config", str(file), "--log", str(log), "--node", "n1", "--drain", "off", *words])
+    return status, log.read_text() if log.exists() else ""
+
+
+def test_only_proof_gives_the_status_that_drains(tmp_path) -> None:
+    assert run(tmp_path, "--skip", "clock") == (0, "")
+    status, log = run(tmp_path, config="[health]\nmemory_mb = 999999999\n")
+    assert status == admission.PROVEN_BAD == 100 and "proven bad: memory:" in log and "node n1" in log
+    assert run(tmp_path, "--skip", "memory", config="[health]\nmemory_mb = 999999999\n") == (0, "")
+    off = run(tmp_path, config='[health]\nmemory_mb = 999999999\nskip = ["all"]\n')
+    assert off == (0, "")
+
+
+def test_mistakes_in_the_configuration_are_said_and_drain_nobody(tmp_path) -> None:
+    status, log = run(tmp_path, config="[health]\nmemory = 1\n")
+    assert status == 0 and "has no key 'memory'" in log
+    status, log = run(tmp_path, "--skip", "fans")
+    assert status == 0 and "no check 'fans'" in log
+    assert admission.main(["--config", str(tmp_path / "none"), "--log", str(tmp_path / "log2")]) == 0
+    assert "the defaults are used" in (tmp_path / "log2").read_text()
+
+
+def test_a_controller_that_does_not_answer_is_only_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(admission, "REPORT_SECONDS", 0.2)
+    status, log = run(tmp_path, "--skip", "clock", "--controller", "tcp://127.0.0.1:1")
+    assert status == 0 and "the controller was not told" in log
+
+
+def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
+    told: list[dict] = []
+    monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(question))
+    run(tmp_path, "--controller", "tcp://h:1", "--at", "prolog", config="[health]\ngpus = 99\n")
+    assert [(t["kind"], t["node"], t["source"], t["verdict"]) for t in told] == [("health", "n1", "prolog", "bad")]
+    assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), Report)
+
+
+def test_a_report_that_cannot_be_sent_is_one_line() -> None:
+    with pytest.raises(UserError, match="no address"):
+        admission.report("nonsense", "n1", "interval", admission.run(), 0.0)
