@@ -63,7 +63,7 @@ def wait(agents: list[ScriptedAgent], look: Callable[[], object], what: str) -> 
 def hint(controller: Controller, element: int) -> None:
     """What the plugin sends when a task has ended."""
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    message = wire.Hint(v=wire.VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
+    message = wire.Hint(v=wire.HINT_VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         datagrams.sendto(wire.encode(message), (host, int(port)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from detector.classify import Classifier
@@ -19,6 +20,7 @@ from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
 MICRO_BATCHES = 8
+CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no two alike
 
 
 class FakeAgent:
@@ -140,7 +142,7 @@ class FakeAgent:
                         train_iterations=100,
                         flops_per_iteration=1e9,
                         iteration_seconds=0.5,
-                        changed=self.world.now,
+                        changed=self.world.now + 1e-9 * next(CHANGES),
                     )
                     self.status()
             case wire.StopRank():
@@ -357,7 +359,9 @@ class World:
             return
         self._busy = True
         core = self.core
-        while core.events or core.outbox or core.requests:
+        while core.events or core.outbox or core.requests or core.pending:
+            if not core.outbox:
+                core.settle()
             self.log += core.events
             core.events = []
             outbox, core.outbox = core.outbox, []

@@ -10,6 +10,7 @@ would not know of. What breaks in one job sets that job aside and nothing else.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import traceback
 from collections.abc import Callable, Iterable
@@ -95,6 +96,8 @@ class Core:
         self.observer = Observer()
         self.intake = Intake(self.view, self.desk, self.talk, self.take)
         self._dirty: set[str] = set()
+        self._later: set[str] = set()
+        self._begun: set[str] = set()
         for job in self.state.jobs.values():
             if not job.over:
                 self.view.job(job).begin_phase(self.started_at)
@@ -137,7 +140,9 @@ class Core:
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
             state = self.state.jobs[job]
-            self.view.job(state).live.touched.add(state.element(record.slot))
+            live, element = self.view.job(state).live, state.element(record.slot)
+            live.touched.add(element)
+            live.restarts.add(element)
         return event
 
     def take(self, outcome: Outcome) -> bool:
@@ -193,11 +198,18 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.desks.pop(name, None)
             self.clocks.forget(name)
-        view = self.view.job(job)
-        view.begin_phase(self.now)
         if not job.over:
-            self.desk(job).phase_changed(view, record)
+            self.desk(job).phase_changed(record)
+        self._begun.add(name)
         self._dirty.add(name)
+
+    def _begin_phase(self, job: JobState, view: JobView) -> None:
+        """All members are looked at once; put off until what was decided has gone out."""
+        if job.job in self._begun:
+            self._begun.discard(job.job)
+            if job.phase is not Phase.OFFERING:
+                self.desk(job).watch.standing.clear()
+            view.begin_phase(self.now)
 
     def forget(self, job: str) -> None:
         """What is known for now of a job that is over."""
@@ -231,11 +243,11 @@ class Core:
     def receive(self, route: Route, message: wire.Message, now: float) -> None:
         """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent."""
         self.now = now
-        name = getattr(message, "job", "")
-        self._contained(name, repr(message), lambda: self._receive(name, route, message))
-
-    def _receive(self, name: str, route: Route, message: wire.Message) -> None:
-        self.intake.receive(route, message)
+        name: str = getattr(message, "job", "")
+        try:
+            self.intake.receive(route, message)
+        except Exception as error:
+            self._set_aside(name, repr(message), error)
         if name in self.state.jobs:
             self._dirty.add(name)
 
@@ -245,13 +257,23 @@ class Core:
         self.take(self.intake.hint(hint))
 
     def settle(self) -> None:
-        """Brings every job that something happened to as far as it can go now."""
+        """Brings every job that something happened to as far as it can go now.
+
+        A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
+        """
+        self._dirty |= self._later
+        self._later.clear()
         while self._dirty:
             name = min(self._dirty)
             self._dirty.discard(name)
             job = self.state.jobs.get(name)
             if job is not None:
                 self._contained(name, f"its state ({job.phase})", lambda job=job: self._advance(job))
+
+    @property
+    def pending(self) -> bool:
+        """`settle` should be called again once what was decided has gone out."""
+        return bool(self._later)
 
     def tick(self, now: float) -> None:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
@@ -268,6 +290,7 @@ class Core:
             self._contained(finding.job, "an overdue action", lambda finding=finding: self.judge(finding))
         self.settle()
         for job in list(self.state.jobs.values()):
+            self._look_again(self.view.job(job))
             if not job.set_aside and self.view.job(job).live.touched:
                 self._contained(job.job, "its orders", lambda job=job: self._send_orders(job))
         self.take(self.slurm.tick(self.view))
@@ -309,29 +332,53 @@ class Core:
         if not job.over:
             self._sense(job, view)
             for _ in range(EVENTS_PER_TURN):
-                happening = job_events.next_event(self.view, view)
+                before, happening = job.phase, job_events.next_event(self.view, view)
                 if happening is None or not self._transit(job, view, happening):
+                    break
+                if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
+                    self._send_first(job, view)
+                    return
+                if job.over:
                     break
                 self._sense(job, view)
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive(job, view)
-        if not job.set_aside and view.live.touched:
+        if not job.set_aside and (view.live.touched or job.job in self._begun):
+            self._send_orders(job)
+
+    def _send_first(self, job: JobState, view: JobView) -> None:
+        """A Break, or a plan, is on its way before anything else is worked out."""
+        self._dirty.discard(job.job)
+        self._later.add(job.job)
+        if job.phase is Phase.BREAKING:
+            letter = Letter(job)
+            for agent in view.alive():
+                self._order(agent, letter.break_key, letter.broken)
+                self._recheck(view, agent.element, self.now + self.config.repeat_seconds)
+        else:
+            view.live.touched.update(view.agents)
             self._send_orders(job)
 
     def _sense(self, job: JobState, view: JobView) -> None:
         live, desk = view.live, self.desk(job)
+        self._begin_phase(job, view)
         for _ in range(2):  # what is made of the first findings may change what others mean
             if not live.changed:
                 break
-            changed = list(members.look(self.view, view))
-            for slot in live.changed:
+            if job.phase is Phase.OFFERING:
+                live.touched.update({job.element(slot) for slot in live.changed})
+            odd = members.plain(view, desk.watch.standing)
+            live.changed.clear()
+            if not odd:
+                break
+            found = list(members.look(self.view, view, odd))
+            for slot in odd:
                 view.notice(slot, self.now)
                 desk.watch.standing.notice(view, slot)
                 desk.notice_outsider(view, slot)
                 live.touched.add(job.element(slot))
-            live.changed.clear()
-            for finding in changed:
+            for finding in found:
                 self.judge(finding)
         if not job.over:
             for finding in list(progress.look(self.view, view)):
@@ -366,30 +413,48 @@ class Core:
                 desk.outsiders.discard(slot)
 
     def _send_orders(self, job: JobState) -> None:
-        """Tells every agent that may not have obeyed; one that has is not looked at again until something changes."""
+        """Tells every agent that may not have obeyed; whoever is told something is looked at again a little later."""
         view = self.view.job(job)
-        letter = Letter(job)
+        if job.over:
+            self._begin_phase(job, view)
+        letter, again = Letter(job), self.now + self.config.repeat_seconds
         rest: list[tuple[AgentView, str, wire.Message]] = []
         for element in sorted(view.live.touched):
             agent = view.agents.get(element)
-            waits = False
-            if agent is not None:
-                for key, message in due(view, agent, letter, self.now):
-                    if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
-                        self._order(agent, key, message)
-                    else:
-                        rest.append((agent, key, message))
-                    waits = True
-                waits = waits or later(job, agent, self.now)
-            if not waits:
-                view.live.touched.discard(element)
+            if agent is None:
+                continue
+            told = False
+            for key, message in due(view, agent, letter, self.now):
+                told = True
+                if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
+                    self._order(agent, key, message)
+                else:
+                    rest.append((agent, key, message))
+            starts = later(job, agent, self.now) if element in view.live.restarts else None
+            if told:
+                self._recheck(view, element, again)
+            elif starts is not None:
+                self._recheck(view, element, starts)
+            else:
+                view.live.restarts.discard(element)
+        view.live.touched.clear()
         for agent, key, message in rest:
             self._order(agent, key, message)
+
+    @staticmethod
+    def _recheck(view: JobView, element: int, at: float) -> None:
+        heapq.heappush(view.live.told, (at, element))
+
+    def _look_again(self, view: JobView) -> None:
+        """Agents that were told something a while ago: have they obeyed?"""
+        told = view.live.told
+        while told and told[0][0] <= self.now:
+            view.live.touched.add(heapq.heappop(told)[1])
 
     def _order(self, agent: AgentView, key: str, message: wire.Message) -> None:
         """Sends it, unless that was done a moment ago."""
         last = agent.repeated.get(key)
-        if last is not None and self.now - last < self.config.repeat_seconds:
+        if last is not None and self.now - last < self.config.repeat_seconds - 1e-6:
             return
         send = Send(agent.route, message)
         if self.config.observe and not self.observer.may_send(send):

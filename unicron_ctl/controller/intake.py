@@ -134,10 +134,12 @@ class Intake:
             if (left := members.leaving(self._view, view, agent)) is not None:
                 self._take(Outcome(findings=[left]))
         if changed or was_expired:
-            view.live.changed.update(slot for slot in changed if slot in agent.ranks)
-            view.live.touched.add(agent.element)
+            view.live.changed.update(changed)
             view.notice_agent(agent)
-            self._take(registration.ready_ranks(job, agent, changed))
+            if any(
+                agent.ranks[slot].incarnation != agent.announced.get(slot) for slot in changed if slot in agent.ranks
+            ):
+                self._take(registration.ready_ranks(job, agent, changed))
         elif job.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say
                 if slot in view.live.awaited:

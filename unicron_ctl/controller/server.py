@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -42,6 +43,7 @@ MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # of one connection, and connections that wait to be accepted at once
 MAX_SOCKETS = 16384
 HINT_BYTES = 2048
+COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
@@ -102,11 +104,15 @@ class Server:
         """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does
         not hold.
         """
+        gc.collect()
+        gc.freeze()  # what is there now stays: a collection in the midst of a recovery need not look at it
+        gc.set_threshold(*COLLECT)
         next_tick = self.now()
         self.core.last_tick = next_tick
         running = True
         while running:
-            ready = dict(self._poller.poll(max(0, int((next_tick - self.now()) * 1000))))
+            wait = 0 if self.core.pending else max(0, int((next_tick - self.now()) * 1000))
+            ready = dict(self._poller.poll(wait))
             if self._router in ready:
                 self._receive()
             if self._hints.fileno() in ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from unicron_ctl.config import ControllerConfig
@@ -43,9 +44,8 @@ class JobDesk:
         desk.disturbed_until = job.iteration + AFTER_RESTART if known else -1
         return desk
 
-    def phase_changed(self, job: JobView, record: records.Record) -> None:
+    def phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""
-        self.watch.standing.clear()
         if isinstance(record, records.PlanMade):
             bound = record.plan.iteration if record.plan.source is None else -1
             self.disturbed_until = -1 if bound is None else bound
@@ -83,7 +83,7 @@ class JobDesk:
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(
                 iteration=account.iteration,
-                loss=account.loss,
+                loss=account.loss if math.isfinite(account.loss) else None,
                 seconds=account.seconds,
                 ranks=account.ranks,
                 nodes=self._nodes(state),

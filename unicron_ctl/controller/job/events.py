@@ -5,7 +5,7 @@ Who is lost is not found here: a failure on record has condemned members (`judge
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.job.modes import Happening, mode_of
@@ -86,7 +86,32 @@ def _hopeless(view: View, job: JobView) -> Happening | None:
 
 def waiting_elements(view: View, job: JobView) -> list[int]:
     """Elements of which every rank can enter now."""
-    return [element for element in sorted(job.live.ready) if _may_work(view, job, element)]
+    return [e for e in sorted(job.live.ready) if _may_work(view, job, e) and _waiting(job, e, job.agents[e].slots)]
+
+
+def _waiting(job: JobView, element: int, slots: Iterable[int]) -> bool:
+    """All of these ranks of the element can enter now."""
+    agent = job.agents[element]
+    ranks = [agent.ranks.get(slot) for slot in slots]
+    return agent.alive and all(rank and rank.state == "waiting" and rank.end is None for rank in ranks)
+
+
+def newcomers(view: View, job: JobView) -> dict[int, list[int]]:
+    """element -> slots that can come in now: those of an element that is inside already by themselves, else all of it
+    together."""
+    state, found = job.state, {}
+    for element in sorted(job.live.ready):
+        agent = job.agents[element]
+        if element in state.leaving or not _may_work(view, job, element):
+            continue
+        outside = [slot for slot in agent.slots if slot not in state.members]
+        if len(outside) < len(agent.slots) and not state.restart_mode:
+            outside = [slot for slot in outside if _waiting(job, element, [slot])]
+        elif not _waiting(job, element, agent.slots) or len(outside) < len(agent.slots):
+            continue
+        if outside:
+            found[element] = outside
+    return found
 
 
 def _may_work(view: View, job: JobView, element: int) -> bool:
@@ -96,19 +121,16 @@ def _may_work(view: View, job: JobView, element: int) -> bool:
 
 # ---------------------------------------------------------------- running
 def _change(view: View, job: JobView) -> Happening | None:
-    """Newcomers that can be taken in, and elements that the plan takes away. Whole elements only."""
+    """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
     if not job.live.ready and not state.leaving:
         return None
-    mode, inside = mode_of(state), {state.element(slot) for slot in state.members}
+    mode = mode_of(state)
     joiners: list[int] = []
-    for element in waiting_elements(view, job):
-        if element in inside or element in state.leaving:
-            continue
-        agent = job.agents[element]
-        latest = max(agent.progress.get(slot, 0.0) for slot in agent.slots)
+    for element, slots in newcomers(view, job).items():
+        latest = max(job.agents[element].progress.get(slot, 0.0) for slot in slots)
         if view.now - latest >= mode.join_delay(view.config):
-            joiners += agent.slots
+            joiners += slots
     leavers = [slot for slot in state.members if state.element(slot) in state.leaving]
     if len(leavers) >= len(state.members):
         leavers = []  # the last ones never leave: nobody else has the state

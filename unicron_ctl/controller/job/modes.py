@@ -54,8 +54,7 @@ class Session:
 
     def stopped(self, view: View, job: JobView) -> Happening | None:
         """All survivors are at rest: they go on, if one of them knows the training state."""
-        slots = job.state.survivors()
-        reports = [s for s in slots if (r := job.status(s)) and r.state == "stopped" and not job.finished(s)]
+        reports = [s for s in job.state.survivors() if (r := job.status(s)) and r.state == "stopped"]
         if not reports:
             return Happening(Event.NOBODY, "no member is left that has the training state")
         if not job.has_store():

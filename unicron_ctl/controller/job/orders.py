@@ -43,7 +43,8 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
     plan = letter.plan
     if plan is not None and _lacks(agent, letter.members, plan.generation):
         yield letter.plan_key, wire.share(plan, letter.common, agent.slots)
-    yield from _processes(job.state, agent, now)
+    if agent.element in job.live.restarts:
+        yield from _processes(job.state, agent, now)
 
 
 def _must_break(job: JobState, agent: AgentView) -> bool:
@@ -83,9 +84,11 @@ def _processes(job: JobState, agent: AgentView, now: float) -> Iterator[tuple[st
             yield f"start {slot} {known.wanted}", wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why)
 
 
-def later(job: JobState, agent: AgentView, now: float) -> bool:
-    """A process of this agent is to start later."""
-    return any(
-        status.incarnation < (known := job.slot(slot)).wanted and now < known.not_before
+def later(job: JobState, agent: AgentView, now: float) -> float | None:
+    """When the next process of this agent is to start; None when none is to start later."""
+    times = [
+        known.not_before
         for slot, status in agent.ranks.items()
-    )
+        if status.incarnation < (known := job.slot(slot)).wanted and now < known.not_before
+    ]
+    return min(times, default=None)

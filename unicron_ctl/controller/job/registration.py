@@ -75,8 +75,11 @@ def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
         return out
     found = {}
     for slot in slots:
-        rank = agent.ranks[slot]
-        if rank.state in READY and job.slot(slot).ready != Identity(agent.agent, rank.incarnation):
+        rank = agent.ranks.get(slot)
+        if rank is None or rank.state not in READY:
+            continue
+        agent.announced[slot] = rank.incarnation
+        if job.slot(slot).ready != Identity(agent.agent, rank.incarnation):
             found[slot] = rank.incarnation
     if found:
         out.record(job, records.RanksReady(agent=agent.agent, incarnations=found), 0)

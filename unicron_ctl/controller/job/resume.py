@@ -32,7 +32,7 @@ class Decision:
     reason: str
 
 
-@dataclass
+@dataclass(slots=True)
 class _Position:
     """Where a rank stands, "stepped at i" being "i + 1 with nothing done"."""
 
@@ -44,6 +44,11 @@ class _Position:
 def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]:
     """The indices round-robin over the members in order: what every rank does by itself in an undisturbed iteration."""
     return {slot: list(indices[place :: len(members)]) for place, slot in enumerate(members)}
+
+
+def share(indices: Sequence[int], members: Sequence[int], slot: int) -> list[int]:
+    """What :func:`deal` gives one of the members; nothing to somebody else."""
+    return list(indices[members.index(slot) :: len(members)]) if slot in members else []
 
 
 def decide(
@@ -101,23 +106,21 @@ def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, 
     """Positions of those whose report can be worked with, and why the others' cannot."""
     usable: dict[int, _Position] = {}
     unusable: dict[int, str] = {}
-    owners: dict[tuple[int, int], int] = {}
+    owners: dict[int, dict[int, int]] = {}  # iteration -> micro-batch -> slot
     for slot in sorted(survivors):
         status = survivors[slot]
         if status.phase == "stepped":
             usable[slot] = _Position(status.iteration + 1, False)
             continue
-        done = list(status.done)
-        if len(set(done)) != len(done) or any(not 0 <= index < total for index in done):
-            unusable[slot] = f"reported micro-batches {done} of {total}: not a set of valid indices"
+        owner, done = owners.setdefault(status.iteration, {}), status.done
+        if len(set(done)) != len(done) or (done and not 0 <= min(done) <= max(done) < total):
+            unusable[slot] = f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
             continue
-        taken = next((index for index in done if (status.iteration, index) in owners), None)
+        taken = next((index for index in done if index in owner), None) if owner else None
         if taken is not None:
-            unusable[slot] = (
-                f"has micro-batch {taken} in its gradient, which slot {owners[status.iteration, taken]} has too"
-            )
+            unusable[slot] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
             continue
-        owners.update(((status.iteration, index), slot) for index in done)
+        owner.update(dict.fromkeys(done, slot))
         usable[slot] = _Position(status.iteration, status.phase == "synced", done)
     return usable, unusable
 
@@ -135,8 +138,10 @@ def _step_rule(usable: Mapping[int, _Position], top: int) -> tuple[int | None, i
 def _assign(members: Sequence[int], kept: Mapping[int, Sequence[int]], total: int) -> dict[int, list[int]]:
     """Everyone keeps what it has; the rest is dealt round-robin, so that the remaining work differs by one at most."""
     have = {index for done in kept.values() for index in done}
-    rest = deal([index for index in range(total) if index not in have], members)
-    return {slot: [*kept.get(slot, ()), *rest[slot]] for slot in members}
+    found = {slot: list(kept.get(slot, ())) for slot in members}
+    for place, index in enumerate(index for index in range(total) if index not in have):
+        found[members[place % len(members)]].append(index)
+    return found
 
 
 def _why(members: Sequence[int], step: int | None, iteration: int, reused: int, recomputed: int, total: int) -> str:

@@ -172,12 +172,15 @@ def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
     """The processes that are in these slots now, by agent."""
     found: dict[str, records.Crew] = {}
     for slot in sorted(slots):
-        identity = job.identity(slot)
-        if identity is None:
+        agent = job.agent(slot)
+        status = agent.ranks.get(slot) if agent is not None else None
+        if agent is None or status is None:
             continue
-        crew = found.setdefault(identity.agent, records.Crew(identity.agent, [], []))
+        crew = found.get(agent.agent)
+        if crew is None:
+            crew = found[agent.agent] = records.Crew(agent.agent, [], [])
         crew.slots.append(slot)
-        crew.incarnations.append(identity.incarnation)
+        crew.incarnations.append(status.incarnation)
     return list(found.values())
 
 
@@ -210,8 +213,10 @@ def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
     if plan is None or not job.state.lost:
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
-    dealt = {} if all(slot in planned for slot in job.state.lost) else resume.deal(range(total), plan.members)
-    return [index for slot in job.state.lost for index in planned.get(slot, dealt.get(slot, []))]
+    shares = [
+        planned[slot] if slot in planned else resume.share(range(total), plan.members, slot) for slot in job.state.lost
+    ]
+    return [index for found in shares for index in found]
 
 
 def _unusable(view: View, job: JobView, slot: int, why: str) -> Finding:

@@ -285,10 +285,11 @@ class Reform(Record, tag="reform"):
 
 
 class Step(Record, tag="step"):
-    """One iteration of the whole job; flops: of the iteration."""
+    """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
+    iteration."""
 
     iteration: int
-    loss: float
+    loss: float | None
     seconds: float
     ranks: int
     nodes: int

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import NamedTuple
 
 from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.protocol.wire import RESTART, Plan, Settings
@@ -27,8 +27,7 @@ class Phase(enum.StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """Which process a slot is: its agent and the incarnation under that agent."""
 
     agent: str
@@ -222,6 +221,3 @@ class JobState:
         nodes = len(self.elements(self.members))
         times = [seconds for count, seconds, _ in self.recent if count == nodes]
         return statistics.median(times) if times else None
-
-
-NOBODY: Mapping[int, Identity] = MappingProxyType({})

@@ -49,6 +49,10 @@ class AgentView:
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
+    waits: bool = False
+    """One of its ranks waits to enter."""
+    announced: dict[int, int] = field(default_factory=dict)
+    """slot -> the incarnation that is on record as ready."""
 
     @property
     def alive(self) -> bool:
@@ -56,34 +60,27 @@ class AgentView:
 
     def take(self, status: Status, now: float) -> list[int]:
         """A status of this agent; slots that are not its own are ignored. Returns those whose state has changed, none
-        for a late status (a newer one came before it)."""
+        for a late status (a newer one came before it).
+
+        An agent dates every change of a rank (`changed`), so nothing else is compared.
+        """
         self.last_heard = now
         if status.number and status.number <= self.number:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
-        changed = []
+        changed, waits, known = [], False, self.ranks
         for slot in self.slots:
             rank = status.ranks.get(slot)
             if rank is None:
                 continue
-            old = self.ranks.get(slot)
-            if old is None or _differs(old, rank):
+            old = known.get(slot)
+            if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
                 self.progress[slot] = now
                 changed.append(slot)
-            self.ranks[slot] = rank
+            waits = waits or rank.state == "waiting"
+            known[slot] = rank
+        self.waits = waits
         return changed
-
-
-def _differs(old: RankStatus, new: RankStatus) -> bool:
-    """Something that decisions hang on has changed; a process's idle time alone is none of it."""
-    return (
-        old.changed != new.changed
-        or old.state != new.state
-        or old.incarnation != new.incarnation
-        or (old.exit is None) != (new.exit is None)
-        or (old.fault is None) != (new.fault is None)
-        or old.note != new.note
-    )
 
 
 @dataclass
@@ -95,12 +92,16 @@ class LiveJob:
     """Slots whose status sensors have not seen yet."""
     touched: set[int] = field(default_factory=set)
     """Elements that may have to be told something."""
+    told: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of (when, element): who was told something, and when to see whether it was obeyed."""
     awaited: set[int] = field(default_factory=set)
     """Slots for which the present phase waits: to be in the generation, or to have stopped."""
     unfinished: set[int] = field(default_factory=set)
     """Members that have not trained to the end."""
     ready: set[int] = field(default_factory=set)
-    """Elements of which every rank can enter now."""
+    """Elements with a rank that waits to enter."""
+    restarts: set[int] = field(default_factory=set)
+    """Elements in which a process is to be ended or started."""
     last_arrival: float = 0.0
     """When an agent registered last."""
     stopped: dict[int, float] = field(default_factory=dict)
@@ -113,16 +114,20 @@ class JobView:
 
     state: JobState
     live: LiveJob
+    per_node: int = 1
+
+    def __post_init__(self) -> None:
+        self.per_node = max(1, self.state.settings.ranks_per_node)
 
     @property
     def agents(self) -> dict[int, AgentView]:
         return self.live.agents
 
     def agent(self, slot: int) -> AgentView | None:
-        return self.live.agents.get(self.state.element(slot))
+        return self.live.agents.get(slot // self.per_node)
 
     def status(self, slot: int) -> RankStatus | None:
-        view = self.agent(slot)
+        view = self.live.agents.get(slot // self.per_node)
         return view.ranks.get(slot) if view else None
 
     def identity(self, slot: int) -> Identity | None:
@@ -149,17 +154,18 @@ class JobView:
 
         In restart mode nobody has while a world is breaking: all start again, until all end well together.
         """
+        status = self.status(slot)
+        if status is not None and status.state not in ("finished", "exited"):
+            return False
         if self.state.restart_mode and self.state.phase is Phase.BREAKING:
             return False
-        status, member = self.status(slot), self.state.members.get(slot)
+        member = self.state.members.get(slot)
         if status is None:
-            record = self.state.agents.get(self.state.element(slot))
+            record = self.state.agents.get(slot // self.per_node)
             return bool(record and member and record.gone == "finished" and record.agent == member.agent)
         if self.identity(slot) != member:
             return False
-        return status.state == "finished" or (
-            status.state == "exited" and status.exit is not None and status.exit.code == 0
-        )
+        return status.state == "finished" or (status.exit is not None and status.exit.code == 0)
 
     def inside(self, slot: int, generation: int) -> bool:
         """The slot runs in that generation, or has trained to the end."""
@@ -189,18 +195,25 @@ class JobView:
 
     # ------------------------------------------------------------ keeping the sets up
     def begin_phase(self, now: float) -> None:
-        """The job's phase, members or plan changed: everything is looked at once."""
-        live, state = self.live, self.state
-        live.touched.update(live.agents)
-        live.awaited.clear()
+        """The job's phase, members or plan changed: every member is looked at once, closely those that are further than
+        the phase begins with."""
+        live, state, phase = self.live, self.state, self.state.phase
         live.stopped.clear()
         live.unfinished = set(state.survivors())
-        slots: Iterable[int] = {**state.members, **state.joining}
-        if state.phase is Phase.OFFERING and state.offer is not None:
-            slots = {*slots, *state.offer.members}
-        live.changed.update(slots)
-        for slot in slots:
-            self.notice(slot, now)
+        plan = state.offer or state.plan
+        if phase is Phase.BREAKING:
+            live.awaited = set(live.unfinished)
+            live.changed.update(s for s in state.members if (r := self.status(s)) is None or r.state != "running")
+        elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
+            live.awaited = set(plan.members)
+            for slot in (*plan.members, *state.members):
+                status = self.status(slot)
+                if status is None or status.state not in ("stopped", "waiting") or status.generation == plan.generation:
+                    live.changed.add(slot)
+        else:
+            live.awaited.clear()
+            live.changed.update(state.members)
+            live.touched.update(live.agents)
 
     def notice(self, slot: int, now: float) -> None:
         """The slot's status or its agent changed."""
@@ -247,8 +260,7 @@ class JobView:
 
     def notice_agent(self, view: AgentView) -> None:
         """One of the agent's ranks, or its being alive, changed."""
-        ranks = [view.ranks.get(slot) for slot in view.slots]
-        if view.alive and all(rank and rank.state == "waiting" and rank.end is None for rank in ranks):
+        if view.waits and view.alive:
             self.live.ready.add(view.element)
         else:
             self.live.ready.discard(view.element)
@@ -291,6 +303,7 @@ class Live:
             return
         live.ready.discard(element)
         live.touched.discard(element)
+        live.restarts.discard(element)
         self.leases.pop((job, element), None)
         self.suspects.discard((job, element))
         here = self.by_node.get(view.node, set())

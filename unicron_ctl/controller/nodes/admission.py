@@ -1,8 +1,8 @@
 """What is known of the nodes' health, and whether a node that was set down may come back.
 
 Reports come from the admission program (:mod:`unicron_ctl.node.admission`), which Slurm starts on every node whose
-slurmd answers, also on one that is down and has no agent. They come as orders with a munge credential, not as hints or from
-agents: a datagram can be forged, and an agent is its user's process, who must not be able to call a node sound.
+slurmd answers, also on one that is down and has no agent. They come as orders with a munge credential, not as hints or
+from agents: a datagram can be forged, and an agent is its user's process, who must not be able to call a node sound.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.patience import STOPPED
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.wire import RankStatus
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
@@ -51,58 +52,67 @@ class Standing:
         self.outside.clear()
         self.unjudged.clear()
 
-    def notice(self, job: JobView, slot: int) -> None:
-        """The member's status changed."""
-        before = self._is_outside(slot)
-        self._drop(slot)
-        if slot in job.state.members:
-            self._add(job, slot)
-        self.moves += self._is_outside(slot) != before
-
-    def _is_outside(self, slot: int) -> bool:
-        done = self.done.get(slot)
-        return done is not None and done <= self.upto and slot in self.outside.get(done, ())
-
-    def _add(self, job: JobView, slot: int) -> None:
-        done = _iterations_done(job, slot)
-        if done is None:
-            self.unjudged.add(slot)
+    def runs(self, slot: int, status: RankStatus) -> None:
+        """A member that runs in the job's generation tells how far it has come."""
+        if not status.micro_batches or status.phase not in ORDER:
+            self._judge_not(slot)
             return
-        self.done[slot] = done
-        self.count[done] += 1
-        status = job.status(slot)
-        if status is not None and status.phase == "stepped":
+        stepped = status.phase == "stepped"
+        done, before = status.iteration + stepped, self.done.get(slot)
+        if before != done:
+            if before is not None:
+                self._forget(slot, before)
+            self.unjudged.discard(slot)
+            self.done[slot] = done
+            self.count[done] += 1
+        waiting = self.outside.get(done)
+        if stepped == (waiting is not None and slot in waiting):
+            return
+        if stepped:
             self.outside.setdefault(done, set()).add(slot)
+        elif waiting is not None:
+            waiting.discard(slot)
+        self.moves += done <= self.upto
+
+    def notice(self, job: JobView, slot: int) -> None:
+        """The member's status, or its agent, changed."""
+        state, agent, status = job.state, job.agent(slot), job.status(slot)
+        if slot not in state.members:
+            self._drop(slot)
+            self.unjudged.discard(slot)
+            return
+        running = status is not None and agent is not None and agent.alive and state.plan is not None
+        if running and status is not None and agent is not None and state.plan is not None:
+            running = status.state == "running" and status.generation == state.plan.generation
+            running = running and state.members[slot] == Identity(agent.agent, status.incarnation)
+        if running and status is not None:
+            self.runs(slot, status)
+        else:
+            self._judge_not(slot)
+
+    def _judge_not(self, slot: int) -> None:
+        self._drop(slot)
+        self.unjudged.add(slot)
 
     def _drop(self, slot: int) -> None:
-        self.unjudged.discard(slot)
         before = self.done.pop(slot, None)
-        if before is None:
-            return
+        if before is not None:
+            self._forget(slot, before)
+
+    def _forget(self, slot: int, before: int) -> None:
         self.count[before] -= 1
         if not self.count[before]:
             del self.count[before]
-        if (waiting := self.outside.get(before)) is not None:
+        waiting = self.outside.get(before)
+        if waiting is not None and slot in waiting:
             waiting.discard(slot)
+            self.moves += before <= self.upto
             if not waiting:
                 del self.outside[before]
 
     def least(self) -> int | None:
         """The iterations that all members have behind them; None while the job's iteration is not to be judged."""
         return None if self.unjudged or not self.count else min(self.count)
-
-
-def _iterations_done(job: JobView, slot: int) -> int | None:
-    state, agent, status = job.state, job.agent(slot), job.status(slot)
-    if status is None or agent is None or not agent.alive or state.plan is None:
-        return None
-    if status.state != "running" or status.generation != state.plan.generation or status.phase not in ORDER:
-        return None
-    if not status.micro_batches:  # a program that knows no iterations
-        return None
-    if state.members[slot] != Identity(agent.agent, status.incarnation):
-        return None
-    return status.iteration + (status.phase == "stepped")
 
 
 @dataclass(frozen=True)

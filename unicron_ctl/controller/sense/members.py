@@ -1,22 +1,65 @@
 """Processes and agents of one job: what ended, was replaced, names its own fault, or has put something right.
 
-Looked at are only slots whose status changed since the last look (`LiveJob.changed`).
+Looked at are only slots whose status changed since the last look (`LiveJob.changed`), and closely only the few of
+them that do not just go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import AgentRecord, Identity, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.sense.iterations import Standing
 from unicron_ctl.protocol.wire import RankStatus
 
 
-def look(view: View, job: JobView) -> Iterator[Finding]:
-    """What the changed slots show."""
-    for slot in sorted(job.live.changed):
+def plain(job: JobView, standing: Standing) -> list[int]:
+    """Takes in what most changes are, a member's progress or its stop after a Break, and returns the slots that need a
+    closer look. This runs for every rank in every iteration, so it is one loop."""
+    state, live = job.state, job.live
+    members, lost, agents, awaited = state.members, state.lost, live.agents, live.awaited
+    per_node = max(1, state.settings.ranks_per_node)
+    breaking = state.phase is Phase.BREAKING
+    plan = state.offer or state.plan
+    generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
+    # While an offer is out, members run on in the plan before it.
+    offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
+    odd = []
+    for slot in live.changed:
+        agent, member = agents.get(slot // per_node), members.get(slot)
+        status = agent.ranks.get(slot) if agent is not None else None
+        if (
+            agent is None
+            or status is None
+            or member is None
+            or slot in lost
+            or status.exit is not None
+            or status.fault is not None
+            or status.note is not None
+            or status.incarnation != member.incarnation
+            or agent.agent != member.agent
+            or agent.expired
+            or agent.left
+        ):
+            odd.append(slot)
+        elif status.state == "running" and not breaking and status.generation in (generation, offered):
+            if status.generation == generation:
+                awaited.discard(slot)
+            live.stopped.pop(slot, None)
+            standing.runs(slot, status)
+        elif status.state == "stopped" and breaking and status.broken >= state.broken:
+            awaited.discard(slot)
+        else:
+            odd.append(slot)
+    return odd
+
+
+def look(view: View, job: JobView, slots: Iterable[int]) -> Iterator[Finding]:
+    """What these slots show."""
+    for slot in sorted(slots):
         agent = job.agent(slot)
         if agent is None:
             continue

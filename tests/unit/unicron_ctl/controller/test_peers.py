@@ -151,10 +151,10 @@ def test_a_member_that_leaves_is_no_longer_odd(world):
 def test_old_samples_strange_names_and_strangers_take_no_part(world):
     for nonsense in ({"x" * 1000: 1.0}, {"cpu_busy": float("nan")}, {"cpu_busy": 1e300}):
         agent = world.agents[0]
-        world.to_core(
-            agent, wire.Metrics(job="1", element=0, agent=agent.agent, node=nonsense, ranks={77: {}, 0: {}})
-        )
-        assert world.core.desks["1"].peers.samples[0].values == {} and list(world.core.desks["1"].peers.samples[0].ranks) == [0]
+        world.to_core(agent, wire.Metrics(job="1", element=0, agent=agent.agent, node=nonsense, ranks={77: {}, 0: {}}))
+        assert world.core.desks["1"].peers.samples[0].values == {} and list(
+            world.core.desks["1"].peers.samples[0].ranks
+        ) == [0]
     world.core.receive((b"stranger",), wire.Metrics(job="1", element=1, agent="x", node={"cpu_busy": 9.0}), world.now)
     assert world.core.desks["1"].peers.samples[1].values != {"cpu_busy": 9.0}
     world.run(60)

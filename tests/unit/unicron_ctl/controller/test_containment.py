@@ -1,0 +1,216 @@
+"""What breaks while one job is handled sets that job aside, and nothing else; a start from the log never fails."""
+
+from __future__ import annotations
+
+import pickle
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training import events
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.job import transitions
+from unicron_ctl.controller.job.machine import Action
+from unicron_ctl.controller.judge import failures
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.server import freeze, read_state
+from unicron_ctl.protocol import wire
+
+BROKEN = "this decider is broken"
+Decider = Callable[..., Any]
+
+
+def breaks_for(job: str, real: Decider) -> Decider:
+    """A decider, of a judge or a transition, that raises for one job."""
+
+    def decider(view: Any, asked: Any, about: Any) -> Any:
+        if asked.state.job == job:
+            raise ValueError(BROKEN)
+        return real(view, asked, about)
+
+    return decider
+
+
+def two_jobs(**settings: Any) -> tuple[World, list[FakeAgent], list[FakeAgent]]:
+    world = World(**settings)
+    return world, world.start_job("1", nodes=3), world.start_job("2", nodes=3)
+
+
+def orders(world: World, job: str) -> list[wire.Message]:
+    """What the job's agents were told that touches ranks."""
+    names = {agent.agent for agent in world.agents if agent.job == job}
+    kinds = (wire.Break, wire.Plan, wire.PlanShare, wire.StartRank, wire.StopRank, wire.End)
+    return [message for name, message in world.sent if name in names and isinstance(message, kinds)]
+
+
+def goes_on(world: World, job: str, agents: list[FakeAgent]) -> None:
+    """The job iterates, and heals a death."""
+    world.iterate(job, world.job(job).iteration + 1)
+    before = world.job(job).generation
+    agents[1].die(agents[1].slots[0])
+    assert world.job(job).generation == before + 1 and world.job(job).phase == "running"
+    assert sorted(world.job(job).members) == [0, 2]
+    agents[1].ready()
+    world.run(0.5)
+    for agent in agents:
+        agent.take_offer()
+    assert sorted(world.job(job).members) == [0, 1, 2] and world.job(job).phase == "running"
+    world.iterate(job, world.iteration(job))
+    assert world.job(job).iteration > 0 and not world.job(job).set_aside
+
+
+def test_a_judge_that_raises_sets_its_job_aside_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, first, second = two_jobs()
+    monkeypatch.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+    told = len(orders(world, "1"))
+    first[0].die(0)
+    (event,) = events(world, "job_set_aside")
+    assert event.job == "1" and BROKEN in event.record.reason and "breaks_for" in event.record.where
+    assert "ranks train on" in event.record.reason and event.record.input
+    assert world.job("1").set_aside == event.record.reason and world.job("1").phase == "running"
+    goes_on(world, "2", second)
+    for agent in first:
+        agent.status()
+    first[1].silent = True
+    world.run(5.0)
+    assert len(orders(world, "1")) == told, "its ranks are told nothing more"
+    assert len(events(world, "job_set_aside")) == 1 and not world.job("2").set_aside
+    world.check_replay()
+
+
+@pytest.mark.parametrize("action", [Action.BREAK, Action.RESUME, Action.ENTER])
+def test_a_transition_that_raises_sets_its_job_aside(monkeypatch: pytest.MonkeyPatch, action: Action) -> None:
+    world, first, second = two_jobs()
+    monkeypatch.setitem(transitions.PERFORM, action, breaks_for("1", transitions.PERFORM[action]))
+    first[2].die(2)
+    assert [event.job for event in events(world, "job_set_aside")] == ["1"]
+    told = len(orders(world, "1"))
+    goes_on(world, "2", second)
+    world.run(3.0)
+    assert len(orders(world, "1")) == told and len(events(world, "job_set_aside")) == 1
+    world.check_replay()
+
+
+@pytest.mark.parametrize("where", ["tick", "receive", "orders"])
+def test_whatever_raises_is_contained(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Not only deciders: a sensor at a tick, a message that is taken in, an order that is made."""
+    world, first, second = two_jobs()
+    core = world.core
+    name = {"tick": "_tick", "receive": "_status", "orders": "_send_orders"}[where]
+    owner: Any = core.intake if where == "receive" else core
+    real = getattr(owner, name)
+
+    def raising(*args: Any) -> Any:
+        if any(getattr(arg, "job", "") == "1" for arg in args):
+            raise KeyError(BROKEN)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, raising)
+    first[0].die(0)
+    world.run(0.2)
+    assert [event.job for event in events(world, "job_set_aside")] == ["1"]
+    goes_on(world, "2", second)
+    world.check_replay()
+
+
+def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, first, second = two_jobs()
+    with monkeypatch.context() as broken:
+        broken.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+        first[0].die(0)
+    world.restart()
+    told = len(orders(world, "1"))
+    for agent in (*first, *second):
+        agent.status()
+    world.run(world.config.restart_grace + 2.0)
+    assert world.job("1").set_aside and len(orders(world, "1")) == told
+    assert any(decision.kind == "job_set_aside" for decision in world.job("1").decisions)
+    goes_on(world, "2", second)
+    world.check_replay()
+
+
+def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(4)
+    world = World(slurm)
+    slurm.submit("1", 2)
+    slurm.submit("2", 2)
+    agents = {}
+    for (job, element), entry in list(slurm.queue.items()):
+        agents[job, element] = FakeAgent(world, job, element, entry["node"], nodes=2)
+        agents[job, element].register()
+        agents[job, element].ready()
+    world.run(3.0)
+    assert world.job("1").phase == world.job("2").phase == "running"
+    monkeypatch.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+    slurm.calls.clear()
+    agents["1", 0].die(0)
+    world.run(20.0)
+    assert world.job("1").set_aside and world.job("2").phase == "running"
+    assert not [call for call in slurm.calls if call[1] == "1"]
+    assert {slurm.queue["1", element]["state"] for element in (0, 1)} == {"RUNNING"}
+    world.check_replay()
+
+
+# ---------------------------------------------------------------- starts
+def stored(tmp_path: Path, world: World) -> Store:
+    store = Store(tmp_path / "events.sqlite")
+    store.append(world.log)
+    return store
+
+
+def disturbed() -> World:
+    world, first, _ = two_jobs()
+    for iteration in range(30):
+        world.iterate("1", iteration)
+    first[1].die(1)
+    world.run(2.0)
+    return world
+
+
+def test_a_snapshot_and_a_whole_replay_give_the_same_state(tmp_path: Path) -> None:
+    world = disturbed()
+    store = stored(tmp_path, world)
+    assert read_state(store) == world.core.state
+    for number in (1, len(world.log) // 2, len(world.log)):
+        half = replay(world.log[:number])
+        store.save_snapshot(half.last_event, freeze(half))
+        assert read_state(store) == world.core.state
+    store.thin()
+    assert read_state(store) == world.core.state
+    store._db.execute("DELETE FROM snapshot")
+    assert read_state(store) == world.core.state
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "other fields", "another event", "no state"])
+def test_a_damaged_snapshot_is_ignored(tmp_path: Path, damage: str) -> None:
+    world = disturbed()
+    store, state = stored(tmp_path, world), world.core.state
+    good, form = freeze(state), pickle.loads(freeze(state))[0]
+    other = replay(world.log[:-3])
+    bad = {
+        "cut": good[: len(good) // 2],
+        "noise": b"\x80\x05 this is none",
+        "other fields": pickle.dumps((form | {"JobState": ["of", "another", "release"]}, other)),
+        "another event": freeze(other),
+        "no state": pickle.dumps((form, "what?")),
+    }[damage]
+    store.save_snapshot(state.last_event, bad)
+    assert read_state(store) == state
+
+
+def test_a_damaged_record_in_the_log_costs_its_own_job_only(tmp_path: Path) -> None:
+    world = disturbed()
+    store = stored(tmp_path, world)
+    with sqlite3.connect(store.path) as other:
+        number = next(event.id for event in world.log if event.job == "1" and event.kind == "break")
+        other.execute("UPDATE event SET payload = ? WHERE id = ?", (b'{"kind":"break"', number))
+    state = read_state(store)
+    assert f"event {number}" in state.jobs["1"].set_aside and not state.jobs["2"].set_aside
+    assert state.jobs["2"] == world.job("2") and state.last_event == world.core.state.last_event
