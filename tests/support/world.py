@@ -354,7 +354,7 @@ class World:
         self.deliver()
 
     def deliver(self) -> None:
-        """What the server does after each turn, until nothing is left."""
+        """What the server does after each turn, until nothing is left. Each agent gets its messages in their order."""
         if self._busy:
             return
         self._busy = True
@@ -367,14 +367,12 @@ class World:
             outbox, core.outbox = core.outbox, []
             requests, core.requests = core.requests, []
             by_route = {agent.route: agent for agent in self.agents}
-            self._busy = False
             for send in outbox:
                 self.sent.append((send.route[0].decode(), send.message))
                 if send.route in by_route:
                     by_route[send.route].get(send.message)
             for request in requests:
                 self._perform(request)
-            self._busy = True
         self._busy = False
 
     def _perform(self, request: Any) -> None:

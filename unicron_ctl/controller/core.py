@@ -229,7 +229,8 @@ class Core:
     def _set_aside(self, name: str, what: str, error: Exception) -> None:
         where = "".join(traceback.format_exception(error))[-2000:]
         known = self.state.jobs.get(name)
-        log.error("job %s is set aside, handling %s: %r\n%s", name or "(none)", what[:200], error, where)
+        level = logging.DEBUG if known is not None and known.set_aside else logging.ERROR  # said once
+        log.log(level, "job %s is set aside, handling %s: %r\n%s", name or "(none)", what[:200], error, where)
         if known is None or known.set_aside:
             return
         reason = (
@@ -332,10 +333,10 @@ class Core:
         if not job.over:
             self._sense(job, view)
             for _ in range(EVENTS_PER_TURN):
-                before, happening = job.phase, job_events.next_event(self.view, view)
+                happening = job_events.next_event(self.view, view)
                 if happening is None or not self._transit(job, view, happening):
                     break
-                if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
+                if job.phase in (Phase.BREAKING, Phase.ENTERING):
                     self._send_first(job, view)
                     return
                 if job.over:

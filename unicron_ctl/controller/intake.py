@@ -136,9 +136,7 @@ class Intake:
         if changed or was_expired:
             view.live.changed.update(changed)
             view.notice_agent(agent)
-            if any(
-                agent.ranks[slot].incarnation != agent.announced.get(slot) for slot in changed if slot in agent.ranks
-            ):
+            if agent.fresh:
                 self._take(registration.ready_ranks(job, agent, changed))
         elif job.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say

@@ -23,7 +23,7 @@ BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again 
 
 @dataclass(frozen=True)
 class Happening:
-    """An event of the state machine, and why. joiners: slots that come in, or that have reported; leavers: members that
+    """An event of the state machine, and why. joiners: slots that come in; leavers: members that
     the plan takes away. code: with FINISHED and FAILED, what the job's agents are to exit with."""
 
     event: Event
@@ -54,12 +54,12 @@ class Session:
 
     def stopped(self, view: View, job: JobView) -> Happening | None:
         """All survivors are at rest: they go on, if one of them knows the training state."""
-        reports = [s for s in job.state.survivors() if (r := job.status(s)) and r.state == "stopped"]
-        if not reports:
+        count = len(job.reports())
+        if not count:
             return Happening(Event.NOBODY, "no member is left that has the training state")
         if not job.has_store():
             return None
-        return Happening(Event.REPORTED, f"{len(reports)} survivors have stopped", tuple(reports))
+        return Happening(Event.REPORTED, f"{count} survivors have stopped")
 
     def exhausted(self, job: JobState) -> str:
         """Why it is no use to form another generation; empty while it is."""

@@ -25,7 +25,7 @@ class Letter:
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         lost = sorted(job.lost)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
-        self.break_key = f"break {job.broken} {hash(tuple(lost))}"
+        self.break_key = f"break {job.broken} {bool(lost)}"  # who else is lost changes nothing for those who stop
 
 
 def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:

@@ -104,6 +104,8 @@ def decide(
 
 def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
     """Positions of those whose report can be worked with, and why the others' cannot."""
+    if _all_sound(survivors, total):
+        return {slot: _position(survivors[slot]) for slot in sorted(survivors)}, {}
     usable: dict[int, _Position] = {}
     unusable: dict[int, str] = {}
     owners: dict[int, dict[int, int]] = {}  # iteration -> micro-batch -> slot
@@ -123,6 +125,24 @@ def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, 
         owner.update(dict.fromkeys(done, slot))
         usable[slot] = _Position(status.iteration, status.phase == "synced", done)
     return usable, unusable
+
+
+def _all_sound(survivors: Mapping[int, RankStatus], total: int) -> bool:
+    """Nobody has what another has too, or what does not exist: the usual case, found out for all at once."""
+    done: dict[int, list[int]] = {}
+    for status in survivors.values():
+        if status.phase != "stepped":
+            done.setdefault(status.iteration, []).extend(status.done)
+    return all(
+        len(set(indices)) == len(indices) and (not indices or 0 <= min(indices) <= max(indices) < total)
+        for indices in done.values()
+    )
+
+
+def _position(status: RankStatus) -> _Position:
+    if status.phase == "stepped":
+        return _Position(status.iteration + 1, False)
+    return _Position(status.iteration, status.phase == "synced", status.done)
 
 
 def _step_rule(usable: Mapping[int, _Position], top: int) -> tuple[int | None, int, dict[int, list[int]]]:

@@ -57,8 +57,7 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
 
 def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
     """The survivors have stopped: decide how they go on."""
-    out, state = Outcome(), job.state
-    reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
+    out, state, reports = Outcome(), job.state, job.reports()
     total = max(status.micro_batches for status in reports.values())
     at = max(status.iteration for status in reports.values())
     decision = resume.decide(reports, total, _furthest_end(job), _lost_done(job, at), _lost_share(job, at, total), at)
@@ -170,18 +169,13 @@ def prefix(job: JobState, generation: int) -> str:
 
 def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
     """The processes that are in these slots now, by agent."""
-    found: dict[str, records.Crew] = {}
-    for slot in sorted(slots):
-        agent = job.agent(slot)
-        status = agent.ranks.get(slot) if agent is not None else None
-        if agent is None or status is None:
-            continue
-        crew = found.get(agent.agent)
-        if crew is None:
-            crew = found[agent.agent] = records.Crew(agent.agent, [], [])
-        crew.slots.append(slot)
-        crew.incarnations.append(status.incarnation)
-    return list(found.values())
+    wanted, found = set(slots), []
+    for _, agent in sorted(job.agents.items()):
+        present = agent.ranks
+        inside = [slot for slot in agent.slots if slot in wanted and slot in present]
+        if inside:
+            found.append(records.Crew(agent.agent, inside, [present[slot].incarnation for slot in inside]))
+    return found
 
 
 def _furthest_end(job: JobView) -> int | None:
@@ -200,9 +194,8 @@ def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
     """What lost ranks had finished of the iteration."""
     found = {}
     for slot, identity in job.state.lost.items():
-        status = job.status(slot)
-        same = status is not None and job.identity(slot) == identity
-        if status is not None and same and status.iteration == iteration and status.phase != "stepped":
+        status = job.last_word(slot, identity)
+        if status is not None and status.iteration == iteration and status.phase != "stepped":
             found[slot] = status.done
     return found
 

@@ -9,7 +9,7 @@ of what sensors (`changed`) and orders (`touched`) have to look at, and the sets
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
@@ -49,8 +49,12 @@ class AgentView:
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
+    before: dict[int, RankStatus] = field(default_factory=dict)
+    """slot -> the last word of the process that was in it before the present one."""
     waits: bool = False
     """One of its ranks waits to enter."""
+    fresh: bool = False
+    """Its last status told of a process that is not on record as ready."""
     announced: dict[int, int] = field(default_factory=dict)
     """slot -> the incarnation that is on record as ready."""
 
@@ -68,7 +72,7 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
-        changed, waits, known = [], False, self.ranks
+        changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         for slot in self.slots:
             rank = status.ranks.get(slot)
             if rank is None:
@@ -77,9 +81,13 @@ class AgentView:
             if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
                 self.progress[slot] = now
                 changed.append(slot)
-            waits = waits or rank.state == "waiting"
+                fresh = fresh or announced.get(slot) != rank.incarnation
+                if old is not None and old.incarnation != rank.incarnation:
+                    self.before[slot] = old
+            if rank.state == "waiting":
+                waits = True
             known[slot] = rank
-        self.waits = waits
+        self.waits, self.fresh = waits, fresh
         return changed
 
 
@@ -130,6 +138,14 @@ class JobView:
         view = self.live.agents.get(slot // self.per_node)
         return view.ranks.get(slot) if view else None
 
+    def last_word(self, slot: int, process: Identity) -> RankStatus | None:
+        """The last status of that process, which may have been replaced since."""
+        view = self.agent(slot)
+        if view is None or view.agent != process.agent:
+            return None
+        found = (view.ranks.get(slot), view.before.get(slot))
+        return next((status for status in found if status and status.incarnation == process.incarnation), None)
+
     def identity(self, slot: int) -> Identity | None:
         view = self.agent(slot)
         status = view.ranks.get(slot) if view else None
@@ -144,6 +160,16 @@ class JobView:
     def alive(self) -> list[AgentView]:
         """Living agents in order of their elements."""
         return [view for _, view in sorted(self.agents.items()) if view.alive]
+
+    def reports(self) -> dict[int, RankStatus]:
+        """The statuses of survivors that have stopped, by slot."""
+        members, lost = self.state.members, self.state.lost
+        return {
+            slot: status
+            for _, view in sorted(self.agents.items())
+            for slot, status in view.ranks.items()
+            if status.state == "stopped" and slot in members and slot not in lost
+        }
 
     def has_store(self) -> bool:
         return any(view.store for view in self.agents.values() if view.alive)
@@ -206,6 +232,7 @@ class JobView:
             live.changed.update(s for s in state.members if (r := self.status(s)) is None or r.state != "running")
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             live.awaited = set(plan.members)
+            live.touched.update(live.agents)
             for slot in (*plan.members, *state.members):
                 status = self.status(slot)
                 if status is None or status.state not in ("stopped", "waiting") or status.generation == plan.generation:

@@ -70,7 +70,7 @@ def test_a_judge_that_raises_sets_its_job_aside_and_the_other_goes_on(monkeypatc
     told = len(orders(world, "1"))
     first[0].die(0)
     (event,) = events(world, "job_set_aside")
-    assert event.job == "1" and BROKEN in event.record.reason and "breaks_for" in event.record.where
+    assert event.job == "1" and BROKEN in event.record.reason and "raise ValueError(BROKEN)" in event.record.where
     assert "ranks train on" in event.record.reason and event.record.input
     assert world.job("1").set_aside == event.record.reason and world.job("1").phase == "running"
     goes_on(world, "2", second)

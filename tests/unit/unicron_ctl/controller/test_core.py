@@ -435,8 +435,8 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
     for agent in agents:
         agent.obedient, agent.silent = True, False
         agent.status()
-    for _ in range(12):
-        world.run(10.0)
+    for _ in range(120):
+        world.run(1.0)
         for agent in agents:
             agent.take_offer()
             if agent.ranks[agent.slots[0]].state == "starting":
