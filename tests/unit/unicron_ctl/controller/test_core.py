@@ -152,6 +152,8 @@ def test_a_second_loss_while_survivors_stop_only_extends_the_break():
     assert world.job().phase == "breaking"
     agents[0].set(0, state="stopped", broken=1)
     agents[2].die(2)
+    assert sorted(world.job().lost) == [2, 3] and world.job().phase == "breaking"
+    world.run(world.config.repeat_seconds + 0.05)  # who has not stopped hears of it with the next Break
     assert messages(world, wire.Break)[-1].lost == [2, 3] and messages(world, wire.Break)[-1].generation == 1
     agents[1].set(1, state="stopped", broken=1)
     assert world.job().plan.members == [0, 1] and world.job().plan.generation == 2
