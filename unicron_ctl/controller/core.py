@@ -10,7 +10,6 @@ would not know of. What breaks in one job sets that job aside and nothing else.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import traceback
 from collections.abc import Callable, Iterable
@@ -22,33 +21,30 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
 from unicron_ctl.controller.intake import Intake
 from unicron_ctl.controller.job import events as job_events
-from unicron_ctl.controller.job import machine, transitions
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import mode_of
-from unicron_ctl.controller.job.orders import Letter, due, later
 from unicron_ctl.controller.judge import agents as judge_agents
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.judge.failures import judge
-from unicron_ctl.controller.judge.ranks import revive
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import AgentView, JobView, Live, Route
+from unicron_ctl.controller.model.live import Live, Route
 from unicron_ctl.controller.model.requests import Action, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import replan
-from unicron_ctl.controller.sense import iterations, leases, members, overdue, peers, progress
+from unicron_ctl.controller.sense import iterations, leases, overdue, peers
 from unicron_ctl.controller.sense import slurm as sense_slurm
+from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
-EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
 PACE = 5e-5  # seconds per agent between two looks at all agents of a job
 PHASE_RECORDS = (
     records.Break,
@@ -59,10 +55,6 @@ PHASE_RECORDS = (
     records.JobEnded,
     records.JobRegistered,
 )
-
-
-class BrokenInvariant(Exception):
-    """A job is in a state in which it must not be."""
 
 
 @dataclass
@@ -96,8 +88,7 @@ class Core:
         self.observer = Observer()
         self.intake = Intake(self.view, self.desk, self.talk, self.take)
         self._dirty: set[str] = set()
-        self._later: set[str] = set()
-        self._begun: set[str] = set()
+        self.turns = Turns(self.view, self.desk, self.take, self.judge, self._send)
         for job in self.state.jobs.values():
             if not job.over:
                 self.view.job(job).begin_phase(self.started_at)
@@ -182,6 +173,10 @@ class Core:
                     outcome.records[index] = job, generation, records.amended(record, record.reason + said)
         return outcome
 
+    def _send(self, send: Send) -> None:
+        if not self.config.observe or self.observer.may_send(send):
+            self.outbox.append(send)
+
     def _request(self, request: Any) -> None:
         if isinstance(request, Run):
             for job, generation, record in reconcile.intent(self.view, request).records:
@@ -200,16 +195,8 @@ class Core:
             self.clocks.forget(name)
         if not job.over:
             self.desk(job).phase_changed(record)
-        self._begun.add(name)
+        self.turns.begun.add(name)
         self._dirty.add(name)
-
-    def _begin_phase(self, job: JobState, view: JobView) -> None:
-        """All members are looked at once; put off until what was decided has gone out."""
-        if job.job in self._begun:
-            self._begun.discard(job.job)
-            if job.phase is not Phase.OFFERING:
-                self.desk(job).watch.standing.clear()
-            view.begin_phase(self.now)
 
     def forget(self, job: str) -> None:
         """What is known for now of a job that is over."""
@@ -219,10 +206,10 @@ class Core:
         self.desks.pop(job, None)
 
     # ------------------------------------------------------------ containment
-    def _contained(self, job: str, what: str, work: Callable[[], Any]) -> None:
+    def _contained(self, job: str, what: str, work: Callable[..., object], *args: object) -> None:
         """Whatever breaks while one job is handled sets that job aside, and nothing else."""
         try:
-            work()
+            work(*args)
         except Exception as error:
             self._set_aside(job, what, error)
 
@@ -262,39 +249,39 @@ class Core:
 
         A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
         """
-        self._dirty |= self._later
-        self._later.clear()
+        self._dirty |= self.turns.later
+        self.turns.later.clear()
         while self._dirty:
             name = min(self._dirty)
             self._dirty.discard(name)
             job = self.state.jobs.get(name)
-            if job is not None:
-                self._contained(name, f"its state ({job.phase})", lambda job=job: self._advance(job))
+            if job is not None and name not in self.turns.later:
+                self._contained(name, f"its state ({job.phase})", self.turns.advance, job)
 
     @property
     def pending(self) -> bool:
         """`settle` should be called again once what was decided has gone out."""
-        return bool(self._later)
+        return bool(self.turns.later)
 
     def tick(self, now: float) -> None:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         if now - self.last_tick > STALL_SECONDS:
             self._stood_still(now - self.last_tick)
         self.now, self.last_tick = now, now
-        for outcome in judge_nodes.settle(self.view, self.talk):
-            self.take(outcome)
-        self._leases()
+        self._contained("", "what nodes said", self._settle_node_events)
+        self._contained("", "leases", self._leases)
         for job in list(self.state.jobs.values()):
             if not job.over:
-                self._contained(job.job, "a tick", lambda job=job: self._tick(job))
-        for finding in list(overdue.look(self.view, self.clocks)) if not self.config.observe else ():
-            self._contained(finding.job, "an overdue action", lambda finding=finding: self.judge(finding))
+                self._contained(job.job, "a tick", self._tick, job)
         self.settle()
         for job in list(self.state.jobs.values()):
-            self._look_again(self.view.job(job))
-            if not job.set_aside and self.view.job(job).live.touched:
-                self._contained(job.job, "its orders", lambda job=job: self._send_orders(job))
-        self.take(self.slurm.tick(self.view))
+            if not job.set_aside:
+                self._contained(job.job, "its orders", self.turns.repeat_orders, job)
+        self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view)))
+
+    def _settle_node_events(self) -> None:
+        for outcome in judge_nodes.settle(self.view, self.talk):
+            self.take(outcome)
 
     def _stood_still(self, late: float) -> None:
         """Everyone was waiting for this process: nobody has been silent."""
@@ -310,7 +297,7 @@ class Core:
             live = self.view.live.jobs[agent.job]
             live.changed.update(agent.slots)
             live.ready.discard(agent.element)
-            self._contained(agent.job, "a silent agent", lambda finding=finding: self.judge(finding))
+            self._contained(agent.job, "a silent agent", self.judge, finding)
 
     def _tick(self, job: JobState) -> None:
         view, desk = self.view.job(job), self.desk(job)
@@ -318,159 +305,26 @@ class Core:
             desk.look_at = self.now + PACE * len(job.agents)
             for finding in list(leases.missing(self.view, job)):
                 self.judge(finding)
+        if not self.config.observe:
+            for finding in list(overdue.look(self.view, self.clocks, job)):
+                self.judge(finding)
         self.take(iterations.look(self.view, view, desk.times, desk.watch))
         period = self.config.metrics_seconds
         self.take(peers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
         if job.restart_mode:
             waiting = job_events.waiting_elements(self.view, view)
             self.take(mode_of(job).look(self.view, view, waiting, desk.told))
-        self._advance(job)
-
-    # ------------------------------------------------------------ one job
-    def _advance(self, job: JobState) -> None:
-        """Sense, judge, decide, act."""
-        view = self.view.job(job)
-        if not job.over:
-            self._sense(job, view)
-            for _ in range(EVENTS_PER_TURN):
-                happening = job_events.next_event(self.view, view)
-                if happening is None or not self._transit(job, view, happening):
-                    break
-                if job.phase in (Phase.BREAKING, Phase.ENTERING):
-                    self._send_first(job, view)
-                    return
-                if job.over:
-                    break
-                self._sense(job, view)
-            else:
-                raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
-            self._revive(job, view)
-        if not job.set_aside and (view.live.touched or job.job in self._begun):
-            self._send_orders(job)
-
-    def _send_first(self, job: JobState, view: JobView) -> None:
-        """A Break, or a plan, is on its way before anything else is worked out."""
-        self._dirty.discard(job.job)
-        self._later.add(job.job)
-        if job.phase is Phase.BREAKING:
-            letter = Letter(job)
-            for agent in view.alive():
-                self._order(agent, letter.break_key, letter.broken)
-                self._recheck(view, agent.element, self.now + self.config.repeat_seconds)
-        else:
-            view.live.touched.update(view.agents)
-            self._send_orders(job)
-
-    def _sense(self, job: JobState, view: JobView) -> None:
-        live, desk = view.live, self.desk(job)
-        self._begin_phase(job, view)
-        for _ in range(2):  # what is made of the first findings may change what others mean
-            if not live.changed:
-                break
-            if job.phase is Phase.OFFERING:
-                live.touched.update({job.element(slot) for slot in live.changed})
-            odd = members.plain(view, desk.watch.standing)
-            live.changed.clear()
-            if not odd:
-                break
-            found = list(members.look(self.view, view, odd))
-            for slot in odd:
-                view.notice(slot, self.now)
-                desk.watch.standing.notice(view, slot)
-                desk.notice_outsider(view, slot)
-                live.touched.add(job.element(slot))
-            for finding in found:
-                self.judge(finding)
-        if not job.over:
-            for finding in list(progress.look(self.view, view)):
-                self.judge(finding)
-            self._ask_witnesses(job, view)
-
-    def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives."""
-        if job.phase is Phase.BREAKING:
-            return
-        for since in set(view.live.stopped.values()):
-            if self.now >= since + progress.WITNESS_SECONDS:
-                for agent in progress.unheard_since(view, since):
-                    self._order(agent, f"ping {since}", wire.Ping())
-
-    def _transit(self, job: JobState, view: JobView, happening: job_events.Happening) -> bool:
-        """One step of the job's state machine. False when the event changes nothing in this phase."""
-        before = job.phase
-        following, action = machine.step(before, happening.event)
-        if action is machine.Action.IGNORE:
-            return False
-        done = self.take(transitions.PERFORM[action](self.view, view, happening))
-        if job.phase not in (following, before, Phase.ENDED):
-            raise BrokenInvariant(f"{happening.event} in {before} led to {job.phase} instead of {following}")
-        return done
-
-    def _revive(self, job: JobState, view: JobView) -> None:
-        desk = self.desk(job) if not job.over else None
-        for slot in sorted(desk.outsiders) if desk else ():
-            self.take(revive(self.view, view, slot))
-            if desk and not desk.is_outsider(view, slot):
-                desk.outsiders.discard(slot)
-
-    def _send_orders(self, job: JobState) -> None:
-        """Tells every agent that may not have obeyed; whoever is told something is looked at again a little later."""
-        view = self.view.job(job)
-        if job.over:
-            self._begin_phase(job, view)
-        letter, again = Letter(job), self.now + self.config.repeat_seconds
-        rest: list[tuple[AgentView, str, wire.Message]] = []
-        for element in sorted(view.live.touched):
-            agent = view.agents.get(element)
-            if agent is None:
-                continue
-            told = False
-            for key, message in due(view, agent, letter, self.now):
-                told = True
-                if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
-                    self._order(agent, key, message)
-                else:
-                    rest.append((agent, key, message))
-            starts = later(job, agent, self.now) if element in view.live.restarts else None
-            if told:
-                self._recheck(view, element, again)
-            elif starts is not None:
-                self._recheck(view, element, starts)
-            else:
-                view.live.restarts.discard(element)
-        view.live.touched.clear()
-        for agent, key, message in rest:
-            self._order(agent, key, message)
-
-    @staticmethod
-    def _recheck(view: JobView, element: int, at: float) -> None:
-        heapq.heappush(view.live.told, (at, element))
-
-    def _look_again(self, view: JobView) -> None:
-        """Agents that were told something a while ago: have they obeyed?"""
-        told = view.live.told
-        while told and told[0][0] <= self.now:
-            view.live.touched.add(heapq.heappop(told)[1])
-
-    def _order(self, agent: AgentView, key: str, message: wire.Message) -> None:
-        """Sends it, unless that was done a moment ago."""
-        last = agent.repeated.get(key)
-        if last is not None and self.now - last < self.config.repeat_seconds - 1e-6:
-            return
-        send = Send(agent.route, message)
-        if self.config.observe and not self.observer.may_send(send):
-            return
-        if len(agent.repeated) > 200:
-            agent.repeated.clear()
-        agent.repeated[key] = self.now
-        self.outbox.append(send)
+        self.turns.advance(job)
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, answers: bool) -> None:
         """The node's slurmd answered, or not."""
         self.view.slurm.probing.discard(probe.node)
-        self._contained(probe.job, "a probe", lambda: self.take(judge_agents.probed(self.view, probe, answers)))
+        self._contained(probe.job, "a probe", self._probed, probe, answers)
         self.settle()
+
+    def _probed(self, probe: Probe, answers: bool) -> None:
+        self.take(judge_agents.probed(self.view, probe, answers))
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""
@@ -489,17 +343,26 @@ class Core:
         for agent in list(sense_slurm.ended_agents(self.view, listing)):
             self.take(self.intake.suspect(agent))
         for said in list(sense_slurm.look(self.view, listing)):
-            self.take(judge_agents.slurm_said(self.view, said))
+            self._contained(said.job.job, "what Slurm says of it", self._slurm_said, said)
+        self._contained("", "planning", self._plan, listing)
+        self.settle()
+
+    def _slurm_said(self, said: sense_slurm.Said) -> None:
+        self.take(judge_agents.slurm_said(self.view, said))
+
+    def _plan(self, listing: Listing) -> None:
         self.take(reconcile.before_planning(self.view, self.slurm, listing))
         jobs = reconcile.managed(self.view)
         if jobs:
             self.take(replan(self.view, listing, jobs, self.slurm.ahead))
             self.take(reconcile.placing(self.view, self.slurm, listing, jobs))
         self._dirty.update(job.job for job in jobs)
-        self.settle()
 
     def on_action(self, action: Action, error: str) -> None:
         """One action was carried out, or was refused."""
+        self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
+
+    def _action_done(self, action: Action, error: str) -> None:
         self.take(reconcile.done(self.view, self.slurm, action, error))
 
     def on_actions_done(self) -> None:

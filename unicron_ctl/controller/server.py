@@ -273,8 +273,8 @@ class Server:
             else:
                 who = user or "nobody that munge knows"
                 whose, what = ("root", "report health") if ask.what == "health" else ("the job's owner", ask.what)
-                error = f"{who} may not {what} here: only {whose} and admins"
-                self._send(route, wire.Answer(ok=False, error=error))
+                refusal = f"{who} may not {what} here: only {whose} and admins"
+                self._send(route, wire.Answer(ok=False, error=refusal))
 
         self.worker.call(lambda: unmunge(ask.credential), then)
 

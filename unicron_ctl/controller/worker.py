@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core import Core
@@ -115,7 +116,7 @@ class Worker:
             error = self._act(action)
             if error:
                 failed.add(target)
-            self._finish(lambda action=action, error=error: core.on_action(action, error))
+            self._finish(partial(core.on_action, action, error))
         self._finish(core.on_actions_done)
 
     def _act(self, action: Action) -> str:

@@ -37,12 +37,13 @@ def perform(
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
-    done = {
+    lasts = seconds or inject.FAULTS[name][1]
+    done: dict[str, Any] = {
         "fault": fault,
         "job": job.state.job,
         "slot": slot,
         "node": agent.node,
-        "seconds": seconds or inject.FAULTS[name][1],
+        "seconds": lasts,
         "at": view.now,
         "dry_run": dry_run,
     }
@@ -52,7 +53,7 @@ def perform(
         raise NotInjected(f"job {job.state.job} is in restart mode, {plain}")
     if not dry_run:
         reason = f"{fault} into slot {slot} on {agent.node}"
-        record = records.Injected(fault=fault, slot=slot, node=agent.node, seconds=done["seconds"], reason=reason)
+        record = records.Injected(fault=fault, slot=slot, node=agent.node, seconds=lasts, reason=reason)
         out.record(job.state, record)
         done["event"] = view.state.last_event + 1
         incarnation = agent.ranks[slot].incarnation

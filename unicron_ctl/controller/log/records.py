@@ -71,7 +71,7 @@ def amended(record: Record, reason: str) -> Record:
 
 
 # ---------------------------------------------------------------- the controller itself
-class Started(Record, tag="started"):
+class Started(Record, frozen=True, tag="started"):
     """jobs: how many its log holds."""
 
     pid: int
@@ -79,23 +79,23 @@ class Started(Record, tag="started"):
     jobs: int
 
 
-class Configured(Record, tag="configured"):
+class Configured(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
 
 
-class BadMessage(Record, tag="bad_message"):
+class BadMessage(Record, frozen=True, tag="bad_message"):
     """peer: its routing id in hexadecimal."""
 
     peer: str
 
 
-class RegistrationRefused(Record, tag="registration_refused"):
+class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
     """peer: job and element."""
 
     peer: str
 
 
-class JobSetAside(Record, tag="job_set_aside"):
+class JobSetAside(Record, frozen=True, tag="job_set_aside"):
     """The controller cannot handle this job's input and leaves the job alone; its ranks train on.
 
     input: what was being handled, for a report; where: the end of the traceback.
@@ -106,14 +106,14 @@ class JobSetAside(Record, tag="job_set_aside"):
 
 
 # ---------------------------------------------------------------- jobs and their agents
-class JobRegistered(Record, tag="job_registered"):
+class JobRegistered(Record, frozen=True, tag="job_registered"):
     """step: the number of the srun in its batch script."""
 
     settings: Settings
     step: int = 0
 
 
-class AgentRegistered(Record, tag="agent_registered"):
+class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     element: int
     agent: str
     node: str
@@ -121,25 +121,25 @@ class AgentRegistered(Record, tag="agent_registered"):
     slots: list[int]
 
 
-class AgentGone(Record, tag="agent_gone"):
+class AgentGone(Record, frozen=True, tag="agent_gone"):
     element: int
     agent: str
 
 
-class AgentBack(Record, tag="agent_back"):
+class AgentBack(Record, frozen=True, tag="agent_back"):
     element: int
     agent: str
     node: str
 
 
-class RanksReady(Record, tag="ranks_ready"):
+class RanksReady(Record, frozen=True, tag="ranks_ready"):
     """Processes that can enter a generation: slot -> incarnation."""
 
     agent: str
     incarnations: dict[int, int]
 
 
-class RankStart(Record, tag="rank_start"):
+class RankStart(Record, frozen=True, tag="rank_start"):
     """A new process is wanted in the slot, not before `not_before` (seconds since the epoch)."""
 
     slot: int
@@ -147,7 +147,7 @@ class RankStart(Record, tag="rank_start"):
     not_before: float
 
 
-class ExitNoted(Record, tag="exit_noted"):
+class ExitNoted(Record, frozen=True, tag="exit_noted"):
     """An end that is no failure: it was wanted, or the script ended well."""
 
     slot: int
@@ -179,7 +179,7 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
     quick_deaths: int
 
 
-class FailureDetected(Record, tag="failure_detected"):
+class FailureDetected(Record, frozen=True, tag="failure_detected"):
     """What the judge made of a finding; `id` of the event is the failure's number.
 
     failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots that the
@@ -210,7 +210,7 @@ class FailureDetected(Record, tag="failure_detected"):
     noted: float | None = None
 
 
-class FailureVerdict(Record, tag="failure_verdict"):
+class FailureVerdict(Record, frozen=True, tag="failure_verdict"):
     """More is known of a failure; None leaves a field as it was. slurm: the state that Slurm showed."""
 
     failure: int
@@ -220,21 +220,21 @@ class FailureVerdict(Record, tag="failure_verdict"):
     slurm: str | None = None
 
 
-class FailureAction(Record, tag="failure_action"):
+class FailureAction(Record, frozen=True, tag="failure_action"):
     """Something was done about a failure, in words."""
 
     failure: int
     text: str
 
 
-class LeaveOut(Record, tag="leave_out"):
+class LeaveOut(Record, frozen=True, tag="leave_out"):
     """Members that the job has to go on without, slot -> why; their failure was recorded before."""
 
     failure: int
     slots: dict[int, str]
 
 
-class ActionFailed(Record, tag="action_failed"):
+class ActionFailed(Record, frozen=True, tag="action_failed"):
     """An action came to its time limit or was refused; slot -1: Slurm refused to set the node down."""
 
     slot: int
@@ -247,7 +247,7 @@ class ActionFailed(Record, tag="action_failed"):
 
 
 # ---------------------------------------------------------------- generations
-class Break(Record, tag="break"):
+class Break(Record, frozen=True, tag="break"):
     """All generations up to `number` are over. tries: time-outs of entering in a row."""
 
     number: int
@@ -256,7 +256,7 @@ class Break(Record, tag="break"):
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
 
 
-class PlanMade(Record, tag="plan"):
+class PlanMade(Record, frozen=True, tag="plan"):
     """The next generation, and what became of the micro-batches."""
 
     plan: Plan
@@ -266,7 +266,7 @@ class PlanMade(Record, tag="plan"):
     redistributed: int = 0
 
 
-class Offer(Record, tag="offer"):
+class Offer(Record, frozen=True, tag="offer"):
     """A generation that begins at an iteration boundary; crews: of the joiners."""
 
     plan: Plan
@@ -275,16 +275,16 @@ class Offer(Record, tag="offer"):
     leavers: list[int]
 
 
-class Entered(Record, tag="entered"):
+class Entered(Record, frozen=True, tag="entered"):
     members: int
     left: list[int] = []
 
 
-class Reform(Record, tag="reform"):
+class Reform(Record, frozen=True, tag="reform"):
     """Nobody is left who knows the training state."""
 
 
-class Step(Record, tag="step"):
+class Step(Record, frozen=True, tag="step"):
     """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
     iteration."""
 
@@ -300,20 +300,20 @@ class Step(Record, tag="step"):
     unreported: list[int] = []
 
 
-class Steady(Record, tag="steady"):
+class Steady(Record, frozen=True, tag="steady"):
     """Restart mode: the world has lasted."""
 
 
-class LedgerViolation(Record, tag="ledger_violation"):
+class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
     iteration: int
     problems: list[str]
 
 
-class JobEnded(Record, tag="job_ended"):
+class JobEnded(Record, frozen=True, tag="job_ended"):
     code: int
 
 
-class Timing(Record, tag="timing"):
+class Timing(Record, frozen=True, tag="timing"):
     """How long the parts of one recovery took in one rank, in seconds."""
 
     slot: int
@@ -321,7 +321,7 @@ class Timing(Record, tag="timing"):
 
 
 # ---------------------------------------------------------------- iterations
-class Degraded(Record, tag="degraded"):
+class Degraded(Record, frozen=True, tag="degraded"):
     iteration: int
     slot: int | None = None
     node: str = ""
@@ -329,11 +329,11 @@ class Degraded(Record, tag="degraded"):
     slowdown: float | None = None
 
 
-class DegradedOver(Record, tag="degraded_over"):
+class DegradedOver(Record, frozen=True, tag="degraded_over"):
     iteration: int
 
 
-class Overdue(Record, tag="overdue"):
+class Overdue(Record, frozen=True, tag="overdue"):
     """An iteration takes long and nothing is done about it yet."""
 
     iteration: int
@@ -345,13 +345,13 @@ class HangCulprit(msgspec.Struct, frozen=True):
     phase: str
 
 
-class Hang(Record, tag="hang"):
+class Hang(Record, frozen=True, tag="hang"):
     iteration: int
     seconds: float
     culprits: list[HangCulprit]
 
 
-class Stacks(Record, tag="stacks"):
+class Stacks(Record, frozen=True, tag="stacks"):
     slot: int
     incarnation: int
     node: str
@@ -360,7 +360,7 @@ class Stacks(Record, tag="stacks"):
     text: str
 
 
-class Anomaly(Record, tag="anomaly"):
+class Anomaly(Record, frozen=True, tag="anomaly"):
     node: str
     nodes: list[str]
     slot: int | None
@@ -370,7 +370,7 @@ class Anomaly(Record, tag="anomaly"):
     distance: float
 
 
-class AnomalyOver(Record, tag="anomaly_over"):
+class AnomalyOver(Record, frozen=True, tag="anomaly_over"):
     node: str
     nodes: list[str]
     slot: int | None
@@ -378,29 +378,29 @@ class AnomalyOver(Record, tag="anomaly_over"):
     seconds: float
 
 
-class NewcomersWait(Record, tag="newcomers_wait"):
+class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):
     elements: list[int]
 
 
 # ---------------------------------------------------------------- faults on purpose, observe mode
-class Injected(Record, tag="injected"):
+class Injected(Record, frozen=True, tag="injected"):
     fault: str
     slot: int
     node: str
     seconds: float
 
 
-class InjectRefused(Record, tag="inject_refused"):
+class InjectRefused(Record, frozen=True, tag="inject_refused"):
     slot: int
     fault: str
 
 
-class Observed(Record, tag="observed"):
+class Observed(Record, frozen=True, tag="observed"):
     would: str
 
 
 # ---------------------------------------------------------------- Slurm and nodes
-class SlurmAction(Record, tag="slurm_action"):
+class SlurmAction(Record, frozen=True, tag="slurm_action"):
     """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome."""
 
     action: str
@@ -409,35 +409,35 @@ class SlurmAction(Record, tag="slurm_action"):
     slurm_reason: str = ""
 
 
-class SlurmDone(Record, tag="slurm_done"):
+class SlurmDone(Record, frozen=True, tag="slurm_done"):
     """Slurm has set the node down."""
 
     action: str
     node: str
 
 
-class SlurmFailed(Record, tag="slurm_error"):
+class SlurmFailed(Record, frozen=True, tag="slurm_error"):
     action: str = ""
     element: int = -1
     node: str = ""
 
 
-class SlurmBack(Record, tag="slurm_back"):
+class SlurmBack(Record, frozen=True, tag="slurm_back"):
     """Slurm answers again."""
 
 
-class Unpinned(Record, tag="unpinned"):
+class Unpinned(Record, frozen=True, tag="unpinned"):
     element: int
 
 
-class Allotted(Record, tag="allotted"):
+class Allotted(Record, frozen=True, tag="allotted"):
     """The elements that have a place in the plan, and the members that leave at the next boundary."""
 
     elements: list[int]
     leaving: list[int]
 
 
-class Replanned(Record, tag="replanned"):
+class Replanned(Record, frozen=True, tag="replanned"):
     assignment: dict[str, int]
     reasons: dict[str, str]
     objective: float
@@ -448,26 +448,26 @@ class Replanned(Record, tag="replanned"):
     looked_up: bool
 
 
-class NodeLost(Record, tag="node_lost"):
+class NodeLost(Record, frozen=True, tag="node_lost"):
     node: str
     element: int
 
 
-class NodeResumed(Record, tag="node_resumed"):
+class NodeResumed(Record, frozen=True, tag="node_resumed"):
     node: str
     verified: bool = True
 
 
-class Isolated(Record, tag="isolated"):
+class Isolated(Record, frozen=True, tag="isolated"):
     node: str
 
 
-class IsolationWithheld(Record, tag="isolation_withheld"):
+class IsolationWithheld(Record, frozen=True, tag="isolation_withheld"):
     node: str
     slots: list[int]
 
 
-class NodeHealth(Record, tag="node_health"):
+class NodeHealth(Record, frozen=True, tag="node_health"):
     """verdict: good | warning | unknown | bad. checked_at: the node's clock."""
 
     node: str
@@ -476,11 +476,11 @@ class NodeHealth(Record, tag="node_health"):
     checked_at: float
 
 
-class AdmissionWaits(Record, tag="admission_waits"):
+class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
     node: str
 
 
-class NodeEvent(Record, tag="node_event"):
+class NodeEvent(Record, frozen=True, tag="node_event"):
     """What a node said of itself. mark: agent:number, so that it counts once. at: the node's clock."""
 
     node: str
@@ -498,7 +498,7 @@ class NodeEvent(Record, tag="node_event"):
     action: str
 
 
-class NodeVerdict(Record, tag="node_verdict"):
+class NodeVerdict(Record, frozen=True, tag="node_verdict"):
     """What became of a node event (its id) that waited for others to say the same."""
 
     node: str
@@ -506,11 +506,11 @@ class NodeVerdict(Record, tag="node_verdict"):
     action: str
 
 
-class NodeEventsDropped(Record, tag="node_events_dropped"):
+class NodeEventsDropped(Record, frozen=True, tag="node_events_dropped"):
     node: str
 
 
-class Unreadable(Record, tag="unreadable"):
+class Unreadable(Record, frozen=True, tag="unreadable"):
     """Stands in, when the log is read, for a record that this release cannot read. `of`: its kind."""
 
     of: str

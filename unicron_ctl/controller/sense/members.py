@@ -160,9 +160,18 @@ def _membership(view: View, job: JobView, agent: AgentView, slot: int, status: R
 def _note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
     note = status.note if status is not None else None
     if note is not None and note.at > job.state.slot(slot).noted:
-        where = {"element": agent.element, "node": agent.node}
-        name = job.state.job
-        yield Finding(What.NOTE, name, (slot,), view.now, Source.RANK, note.text, by="checksum", fault=note, **where)
+        yield Finding(
+            What.NOTE,
+            job.state.job,
+            (slot,),
+            view.now,
+            Source.RANK,
+            note.text,
+            element=agent.element,
+            node=agent.node,
+            by="checksum",
+            fault=note,
+        )
 
 
 def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
@@ -170,5 +179,14 @@ def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
     record = job.state.agents.get(agent.element)
     if not agent.left or record is None or record.gone or record.agent != agent.agent:
         return None
-    where = {"element": agent.element, "node": agent.node, "by": "agent"}
-    return Finding(What.LEFT, job.state.job, tuple(agent.slots), view.now, Source.AGENT, agent.left, **where)
+    return Finding(
+        What.LEFT,
+        job.state.job,
+        tuple(agent.slots),
+        view.now,
+        Source.AGENT,
+        agent.left,
+        element=agent.element,
+        node=agent.node,
+        by="agent",
+    )

@@ -25,7 +25,7 @@ NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATI
 class Clocks:
     """When an action was last seen to wait for somebody else; lost with the process. Times in seconds."""
 
-    looked_at: float = 0.0
+    looked_at: dict[str, float] = field(default_factory=dict)
     excused: dict[tuple[str, str], float] = field(default_factory=dict)  # (job, what) -> when
 
     def elapsed(self, key: tuple[str, str], since: float, waits: bool, now: float, started_at: float) -> float:
@@ -36,6 +36,7 @@ class Clocks:
 
     def forget(self, job: str) -> None:
         self.excused = {key: at for key, at in self.excused.items() if key[0] != job}
+        self.looked_at.pop(job, None)
 
 
 def limit(config: ControllerConfig, state: State, moved: bool) -> float:
@@ -76,22 +77,19 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
     return f"it is {status.state} while the job is {known.phase}"
 
 
-def look(view: View, clocks: Clocks) -> Iterator[Finding]:
-    """Actions whose time is over. Called at every tick."""
-    if view.now - clocks.looked_at < LOOK_SECONDS:
+def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
+    """Actions of the job whose time is over. Called at every tick, looks twice a second."""
+    if view.now - clocks.looked_at.get(job.job, 0.0) < LOOK_SECONDS:
         return
-    clocks.looked_at = view.now
+    clocks.looked_at[job.job] = view.now
     history = view.state.history
-    for job in view.state.jobs.values():
-        if job.over:
-            continue
-        for slot in history.slots(job.job):
-            state = history.states.get((job.job, slot))
-            if state in NAMES and slot >= 0:
-                yield from _slot(view, clocks, job, slot, state)
-        for element, record in job.agents.items():
-            if record.gone == "agent died":
-                yield from _element(view, clocks, job, element)
+    for slot in history.slots(job.job):
+        state = history.states.get((job.job, slot))
+        if state in NAMES and slot >= 0:
+            yield from _slot(view, clocks, job, slot, state)
+    for element, record in job.agents.items():
+        if record.gone == "agent died":
+            yield from _element(view, clocks, job, element)
 
 
 def _slot(view: View, clocks: Clocks, job: JobState, slot: int, state: State) -> Iterator[Finding]:

@@ -1,0 +1,197 @@
+"""One job's turn: sense, judge, decide, act.
+
+A Break and a plan go out before what follows from them is worked out (`later`): thousands of agents hear of a death
+while the controller still looks through its members.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from unicron_ctl.controller.job import events, machine, transitions
+from unicron_ctl.controller.job.desk import JobDesk
+from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.job.orders import Letter, due, later
+from unicron_ctl.controller.judge.ranks import revive
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.view import Outcome, Send, View
+from unicron_ctl.controller.sense import members, progress
+from unicron_ctl.protocol import wire
+
+EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
+ORDERS_KEPT = 200  # of one agent: when each was sent last
+SOON = 1e-6  # seconds; sums of times are not exact
+
+
+class BrokenInvariant(Exception):
+    """A job is in a state in which it must not be."""
+
+
+class Turns:
+    """desk: what is remembered of a job. take, judge, send: the core's door."""
+
+    def __init__(
+        self,
+        view: View,
+        desk: Callable[[JobState], JobDesk],
+        take: Callable[[Outcome], bool],
+        judge: Callable[[Finding], None],
+        send: Callable[[Send], None],
+    ) -> None:
+        self._view, self._desk, self._take, self._judge, self._send = view, desk, take, judge, send
+        self.later: set[str] = set()
+        """Jobs whose turn goes on once what was decided has gone out."""
+        self.begun: set[str] = set()
+        """Jobs in a new phase, of which not all members have been looked at."""
+
+    def advance(self, job: JobState) -> None:
+        """Sense, judge, decide, act."""
+        view = self._view.job(job)
+        if not job.over:
+            self._sense(job, view)
+            for _ in range(EVENTS_PER_TURN):
+                before, happening = job.phase, events.next_event(self._view, view)
+                if happening is None or not self._transit(job, view, happening):
+                    break
+                if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
+                    self._send_first(job, view)
+                    return
+                if job.over:
+                    break
+                self._sense(job, view)
+            else:
+                raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
+            self._revive(job, view)
+        if not job.set_aside and (view.live.touched or job.job in self.begun):
+            self._send_orders(job)
+
+    def _send_first(self, job: JobState, view: JobView) -> None:
+        """A Break, or a plan, is on its way before anything else is worked out."""
+        self.later.add(job.job)
+        if job.phase is Phase.BREAKING:
+            letter = Letter(job)
+            for agent in view.alive():
+                self._order(agent, letter.break_key, letter.broken)
+                self._recheck(view, agent.element, self._view.now + self._view.config.repeat_seconds)
+        else:
+            view.live.touched.update(view.agents)
+            self._send_orders(job)
+
+    def _sense(self, job: JobState, view: JobView) -> None:
+        live, desk = view.live, self._desk(job)
+        self._begin_phase(job, view)
+        for _ in range(2):  # what is made of the first findings may change what others mean
+            if not live.changed:
+                break
+            if job.phase is Phase.OFFERING:
+                live.touched.update({job.element(slot) for slot in live.changed})
+            odd = members.plain(view, desk.watch.standing)
+            live.changed.clear()
+            if not odd:
+                break
+            found = list(members.look(self._view, view, odd))
+            for slot in odd:
+                view.notice(slot, self._view.now)
+                desk.watch.standing.notice(view, slot)
+                desk.notice_outsider(view, slot)
+                live.touched.add(job.element(slot))
+            for finding in found:
+                self._judge(finding)
+        if not job.over:
+            for finding in list(progress.look(self._view, view)):
+                self._judge(finding)
+            self._ask_witnesses(job, view)
+
+    def _ask_witnesses(self, job: JobState, view: JobView) -> None:
+        """After a rank stopped by itself every agent is asked whether it lives."""
+        if job.phase is Phase.BREAKING:
+            return
+        for since in set(view.live.stopped.values()):
+            if self._view.now >= since + progress.WITNESS_SECONDS:
+                for agent in progress.unheard_since(view, since):
+                    self._order(agent, f"ping {since}", wire.Ping())
+
+    def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
+        """One step of the job's state machine. False when the event changes nothing in this phase."""
+        before = job.phase
+        following, action = machine.step(before, happening.event)
+        if action is machine.Action.IGNORE:
+            return False
+        done = self._take(transitions.PERFORM[action](self._view, view, happening))
+        if job.phase not in (following, before, Phase.ENDED):
+            raise BrokenInvariant(f"{happening.event} in {before} led to {job.phase} instead of {following}")
+        return done
+
+    def _revive(self, job: JobState, view: JobView) -> None:
+        desk = self._desk(job) if not job.over else None
+        for slot in sorted(desk.outsiders) if desk else ():
+            self._take(revive(self._view, view, slot))
+            if desk and not desk.is_outsider(view, slot):
+                desk.outsiders.discard(slot)
+
+    def _begin_phase(self, job: JobState, view: JobView) -> None:
+        """All members are looked at once; put off until what was decided has gone out."""
+        if job.job in self.begun:
+            self.begun.discard(job.job)
+            if job.phase is not Phase.OFFERING:
+                self._desk(job).watch.standing.clear()
+            view.begin_phase(self._view.now)
+
+    def repeat_orders(self, job: JobState) -> None:
+        """Tells those again who have not obeyed. Called at every tick."""
+        view = self._view.job(job)
+        self._look_again(view)
+        if view.live.touched:
+            self._send_orders(job)
+
+    def _send_orders(self, job: JobState) -> None:
+        """Tells every agent that may not have obeyed; whoever is told something is looked at again a little later."""
+        view = self._view.job(job)
+        if job.over:
+            self._begin_phase(job, view)
+        letter, again = Letter(job), self._view.now + self._view.config.repeat_seconds
+        rest: list[tuple[AgentView, str, wire.Message]] = []
+        for element in sorted(view.live.touched):
+            agent = view.agents.get(element)
+            if agent is None:
+                continue
+            told = False
+            for key, message in due(view, agent, letter, self._view.now):
+                told = True
+                if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
+                    self._order(agent, key, message)
+                else:
+                    rest.append((agent, key, message))
+            starts = later(job, agent, self._view.now) if element in view.live.restarts else None
+            if told:
+                self._recheck(view, element, again)
+            elif starts is not None:
+                self._recheck(view, element, starts)
+            else:
+                view.live.restarts.discard(element)
+        view.live.touched.clear()
+        for agent, key, message in rest:
+            self._order(agent, key, message)
+
+    @staticmethod
+    def _recheck(view: JobView, element: int, at: float) -> None:
+        heapq.heappush(view.live.told, (at, element))
+
+    def _look_again(self, view: JobView) -> None:
+        """Agents that were told something a while ago: have they obeyed?"""
+        told = view.live.told
+        while told and told[0][0] <= self._view.now:
+            view.live.touched.add(heapq.heappop(told)[1])
+
+    def _order(self, agent: AgentView, key: str, message: wire.Message) -> None:
+        """Sends it, unless that was done a moment ago."""
+        last = agent.repeated.get(key)
+        if last is not None and self._view.now - last < self._view.config.repeat_seconds - SOON:
+            return
+        if len(agent.repeated) > ORDERS_KEPT:
+            agent.repeated.clear()
+        agent.repeated[key] = self._view.now
+        self._send(Send(agent.route, message))
