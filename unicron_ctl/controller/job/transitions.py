@@ -130,7 +130,7 @@ def enter(view: View, job: JobView, happening: Happening) -> Outcome:
     plan = state.offer or state.plan
     assert plan is not None
     left = sorted(set(state.members) - set(plan.members)) if state.offer else []
-    out.record(state, records.Entered(members=len(plan.members), left=left, reason=happening.reason), plan.generation)
+    out.record(state, records.Entered(members=plan.members, left=left, reason=happening.reason), plan.generation)
     return out
 
 

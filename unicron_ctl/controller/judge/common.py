@@ -47,7 +47,7 @@ def failure_of(
     element = finding.element if finding.element >= 0 or not slots else state.element(slots[0])
     record = state.agents.get(element)
     return records.FailureDetected(
-        failure=kind,
+        kind_of_failure=kind,
         slots=slots,
         severity=int(decision.severity),
         cause=verdict.cause,

@@ -182,11 +182,11 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
     """What the judge made of a finding; `id` of the event is the failure's number.
 
-    failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots that the
+    kind_of_failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots that the
     job has to go on without. regroup: a new generation is needed although nobody is lost. noted: the time of a note.
     """
 
-    failure: str
+    kind_of_failure: str
     slots: list[int]
     severity: int
     cause: str
@@ -276,7 +276,7 @@ class Offer(Record, frozen=True, tag="offer"):
 
 
 class Entered(Record, frozen=True, tag="entered"):
-    members: int
+    members: list[int]
     left: list[int] = []
 
 

@@ -239,7 +239,7 @@ def _failure_detected(job: JobState, event: Event, record: records.FailureDetect
     job.failures.append(
         Failure(
             id=event.id,
-            kind=record.failure,
+            kind=record.kind_of_failure,
             job=event.job,
             slots=list(record.slots),
             node=record.node,

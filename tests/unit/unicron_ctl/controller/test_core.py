@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller.job import machine
 from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.protocol import wire
 
@@ -400,14 +401,19 @@ def test_a_registration_with_wrong_slots_is_refused(slots):
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["die", "ready", "offer", "time", "silent", "speak", "hang", "restart", "iterate"]),
+            st.sampled_from(
+                "die ready offer time silent speak hang restart iterate fault replace stall hint late".split()
+            ),
             st.integers(0, 3),
         ),
         max_size=25,
     )
 )
 def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(story):
-    """Random failures in random order: no crash, generations only rise, the replayed state is the live one."""
+    """Random failures in random order: no crash, generations only rise, the replayed state is the live one.
+
+    Inputs that no protocol would bring follow in `test_interleavings`.
+    """
     world = World(report_timeout=2.0, enter_timeout=3.0, restart_grace=2.0)
     agents = world.start_job(nodes=4)
     generation = 0
@@ -431,9 +437,28 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
             world.restart()
         elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
             world.iterate("1", world.iteration("1"))
+        elif verb == "fault" and agent.ranks[slot].state == "running":
+            fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+            agent.set(slot, state="stopped", broken=agent.ranks[slot].generation, fault=fault)
+        elif verb == "replace":
+            agents[which] = FakeAgent(world, "1", which, f"m{which}", nodes=4)
+            agents[which].register()
+            agents[which].ready()
+        elif verb == "stall":
+            world.now += 30.0
+            world.core.tick(world.now)
+            world.deliver()
+        elif verb == "hint":
+            world.core.hint(wire.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
+            world.deliver()
+        elif verb == "late":  # what was sent before the last word comes after it
+            agent.number -= 1
+            agent.status()
         assert world.job().generation >= generation
         generation = world.job().generation
         world.check_replay()
+        half = len(world.log) // 2
+        assert replay(world.log[half:], replay(world.log[:half])) == world.core.state, "from a snapshot, too"
     for agent in agents:
         agent.obedient, agent.silent = True, False
         agent.status()
@@ -443,7 +468,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
             agent.take_offer()
             if agent.ranks[agent.slots[0]].state == "starting":
                 agent.ready()
-    assert world.job().phase in ("running", "ended")
+    assert world.job().phase in ("running", "ended") and not world.job().set_aside
     if world.job().phase == "running":
         assert sorted(world.job().members) == [0, 1, 2, 3]
     world.check_replay()

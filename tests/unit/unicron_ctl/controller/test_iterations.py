@@ -314,7 +314,7 @@ def test_a_silent_node_is_the_leases_matter(trained):
     trained.run(2.5)
     assert not events(trained, "hang")
     trained.run(3.5)
-    assert [e.record.failure for e in events(trained, "failure_detected")] == ["node"]
+    assert [e.record.kind_of_failure for e in events(trained, "failure_detected")] == ["node"]
 
 
 def test_a_late_tick_of_the_controller_is_no_hang(trained):
