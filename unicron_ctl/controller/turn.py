@@ -19,6 +19,7 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, progress
+from unicron_ctl.controller.sense.sensors import SENSORS
 from unicron_ctl.protocol import wire
 
 EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
@@ -101,8 +102,9 @@ class Turns:
             for finding in found:
                 self._judge(finding)
         if not job.over:
-            for finding in list(progress.look(self._view, view)):
-                self._judge(finding)
+            for sensor in SENSORS:
+                for finding in list(sensor(self._view, view)):
+                    self._judge(finding)
             self._ask_witnesses(job, view)
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:

@@ -182,8 +182,9 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
     """What the judge made of a finding; `id` of the event is the failure's number.
 
-    kind_of_failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots that the
-    job has to go on without. regroup: a new generation is needed although nobody is lost. noted: the time of a note.
+    kind_of_failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots
+    that the job has to go on without. regroup: a new generation is needed although nobody is lost. noted: the time of
+    a note.
     """
 
     kind_of_failure: str

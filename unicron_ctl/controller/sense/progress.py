@@ -16,16 +16,6 @@ ITERATIONS_TO_TAKE_AN_OFFER = 4
 ITERATIONS_TO_STOP = 3.0
 
 
-def look(view: View, job: JobView) -> Iterator[Finding]:
-    """Looked at when something of the job changed, and at every tick."""
-    if job.state.phase is Phase.BREAKING:
-        yield from _late_to_stop(view, job)
-    elif job.live.stopped:
-        yield from _stopped(view, job)
-    if job.state.phase in (Phase.ENTERING, Phase.OFFERING):
-        yield from _late_to_enter(view, job)
-
-
 def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said: str, by: str) -> Finding:
     agent, status = job.agent(slots[0]), job.status(slots[0])
     return Finding(
@@ -45,14 +35,14 @@ def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said:
 
 
 # ---------------------------------------------------------------- stopped by themselves
-def _stopped(view: View, job: JobView) -> Iterator[Finding]:
+def stopped(view: View, job: JobView) -> Iterator[Finding]:
     """Members stopped by themselves, all agents have spoken since, and still nobody is gone: it has to be tried again.
 
     A rank's connections also break because a peer's node died, which only the lease shows: until every agent has been
     heard again (they are pinged) this is no fault yet.
     """
     state = job.state
-    if state.regroup or state.condemned:
+    if not job.live.stopped or state.phase is Phase.BREAKING or state.regroup or state.condemned:
         return
     grace = view.config.fault_grace
     latest = max((since for since in job.live.stopped.values() if view.now - since >= grace), default=None)
@@ -70,10 +60,10 @@ def unheard_since(job: JobView, since: float) -> list[AgentView]:
 
 
 # ---------------------------------------------------------------- late
-def _late_to_stop(view: View, job: JobView) -> Iterator[Finding]:
+def late_to_stop(view: View, job: JobView) -> Iterator[Finding]:
     """Survivors that did not stop in time: nobody who does not answer is waited for."""
     state = job.state
-    if view.now - state.since <= view.config.report_timeout:
+    if state.phase is not Phase.BREAKING or view.now - state.since <= view.config.report_timeout:
         return
     for slot in sorted(job.live.awaited):
         status, agent = job.status(slot), job.agent(slot)
@@ -113,9 +103,10 @@ def _offer_taken(view: View, job: JobView, state: JobState, limit: float) -> tup
     return state.since, max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
 
 
-def _late_to_enter(view: View, job: JobView) -> Iterator[Finding]:
+def never_entered(view: View, job: JobView) -> Iterator[Finding]:
     """The third time in a row those who never got in are named; before that all try again."""
-    if job.state.tries + 1 < ENTER_TRIES or not late_to_enter(view, job):
+    entering = job.state.phase in (Phase.ENTERING, Phase.OFFERING)
+    if not entering or job.state.tries + 1 < ENTER_TRIES or not late_to_enter(view, job):
         return
     for slot in sorted(job.live.awaited):
         if slot not in job.state.condemned:
