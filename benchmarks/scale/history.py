@@ -6,9 +6,20 @@ What happens is drawn here and knows nothing of the log's records; :func:`fill_m
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
+
+from unicron_ctl.controller.job import resume
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.server import SNAPSHOT_SECONDS, freeze, read_state
+from unicron_ctl.protocol.wire import Plan
 
 DAYS = 30
 DAY = 86400.0
@@ -39,9 +50,116 @@ def failures(agents: int, ranks: int, days: float = DAYS, seed: int = 0) -> Iter
 
 
 def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
-    """Write a month's events into the log of the stopped controller in `state_dir`, after what it holds: all
-    iterations, and for each of :func:`failures` what the controller records from its detection to the entry of the
-    next generation. Returns how many events were written; None while this is not done, so that the start is measured
-    with the run's own events only.
+    """Write a month's events into the log of the stopped controller in `state_dir`, after what it holds: the iterations
+    that thinning leaves, and for each of :func:`failures` what the controller records from its detection until all are
+    members again. A snapshot is kept as the controller keeps it, so the last minutes are not in one.
+
+    Returns how many events were written; None when the log holds no job.
     """
-    return None
+    store = Store(state_dir / "events.sqlite")
+    try:
+        month = _Month(store)
+        if month.job is None:
+            return None
+        began, story = month.state.last_event, list(failures(agents, ranks))
+        before = [failure for failure in story if failure.at < DAYS * DAY - SNAPSHOT_SECONDS]
+        for failure in before:
+            month.fail(failure, ranks)
+        store.save_snapshot(month.state.last_event, freeze(month.state))
+        for failure in story[len(before) :]:
+            month.fail(failure, ranks)
+        return month.state.last_event - began
+    finally:
+        store.close()
+
+
+class _Month:
+    """The log of one job while time passes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.state = store, read_state(store)
+        self.job = next((job for job in self.state.jobs.values() if not job.over), None)
+        self.start = time.time() - DAYS * DAY
+
+    def fail(self, failure: Failure, ranks: int) -> None:
+        """A rank or a node dies, the others go on, and it is a member again; iterations before and after."""
+        job, at = self.job, self.start + failure.at
+        assert job is not None and job.plan is not None
+        first = failure.element * ranks
+        slots = list(range(first, first + ranks)) if failure.node else [failure.slot]
+        lost = [records.Lost(s, job.members[s].agent, job.members[s].incarnation) for s in slots]
+        agent, incarnation = lost[0].agent, lost[0].incarnation + 1
+        survivors = [slot for slot in job.members if slot not in slots]
+        detected = records.FailureDetected(
+            kind_of_failure="rank",
+            slots=slots,
+            severity=2,
+            cause="killed_from_outside",
+            action="restart",
+            detected_by="process exit",
+            source="agent",
+            element=failure.element,
+            member=True,
+            leave_out=dict.fromkeys(slots, "exited with -9"),
+            exit_code=-9,
+        )
+        number = job.generation
+        plan = replace(job.plan, number + 1, survivors, resume.deal(range(len(job.members)), survivors))
+        whole = replace(job.plan, number + 2, sorted(job.members), {})
+        story: list[records.Record] = [
+            detected,
+            *(records.RankStart(slot=slot, incarnation=incarnation, not_before=at) for slot in slots),
+            records.Break(number=number, lost=lost, reason="a rank died"),
+            records.PlanMade(plan=plan, crews=self._crews(survivors), reason="the others go on"),
+            records.Entered(members=survivors),
+            *self._steps(),
+            records.RanksReady(agent=agent, incarnations=dict.fromkeys(slots, incarnation)),
+            records.Offer(
+                plan=whole,
+                crews=[records.Crew(agent, slots, [incarnation] * len(slots))],
+                joiners=slots,
+                leavers=[],
+            ),
+            records.Entered(members=whole.members),
+            *self._steps(),
+        ]
+        events = []
+        for record in story:
+            event = records.Event(self.state.last_event + 1, at, job.job, job.generation, record)
+            fold(self.state, event)
+            events.append(event)
+        self.store.append(events)
+
+    def _crews(self, slots: list[int]) -> list[records.Crew]:
+        assert self.job is not None
+        found: dict[str, records.Crew] = {}
+        for slot in slots:
+            agent, incarnation = self.job.members[slot]
+            crew = found.setdefault(agent, records.Crew(agent, [], []))
+            crew.slots.append(slot)
+            crew.incarnations.append(incarnation)
+        return list(found.values())
+
+    def _steps(self) -> list[records.Record]:
+        """What is left of a run of iterations when the log is thinned."""
+        assert self.job is not None
+        steps = range(self.job.iteration + 1, self.job.iteration + 1 + KEPT_FIRST + KEPT_LAST)
+        return [
+            records.Step(
+                iteration=iteration,
+                loss=1.0,
+                seconds=ITERATION_SECONDS,
+                ranks=len(self.job.members),
+                nodes=len(self.job.agents),
+                flops=1e15,
+                train_iterations=10**9,
+                micro_batches=len(self.job.members),
+                computed=len(self.job.members),
+            )
+            for iteration in steps
+        ]
+
+
+def replace(plan: Plan, generation: int, members: list[int], assignment: dict[int, list[int]]) -> Plan:
+    """The plan of another generation."""
+    return msgspec.structs.replace(plan, generation=generation, members=members, assignment=assignment, joiners=[])

@@ -247,6 +247,9 @@ class JobView:
         live, phase = self.live, self.state.phase
         if slot in live.unfinished and self.finished(slot):
             live.unfinished.discard(slot)
+        status = self.status(slot)
+        if status is not None and status.incarnation < self.state.slot(slot).wanted:
+            live.restarts.add(self.state.element(slot))  # ordered before this controller started, perhaps
         if phase is Phase.BREAKING:
             waits = slot in self.state.members and slot not in self.state.lost
             waits = waits and not (self.finished(slot) or self.at_rest(slot, now))

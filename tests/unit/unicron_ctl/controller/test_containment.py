@@ -102,7 +102,7 @@ def test_whatever_raises_is_contained(monkeypatch: pytest.MonkeyPatch, where: st
     world, first, second = two_jobs()
     core = world.core
     name = {"tick": "_tick", "receive": "_status", "orders": "_send_orders"}[where]
-    owner: Any = core.intake if where == "receive" else core
+    owner: Any = {"tick": core, "receive": core.intake, "orders": core.turns}[where]
     real = getattr(owner, name)
 
     def raising(*args: Any) -> Any:

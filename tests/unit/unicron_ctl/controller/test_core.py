@@ -472,3 +472,17 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
     if world.job().phase == "running":
         assert sorted(world.job().members) == [0, 1, 2, 3]
     world.check_replay()
+
+
+def test_a_process_that_is_to_start_later_starts_under_the_next_controller():
+    world = World()
+    agents = world.start_job(nodes=3)
+    for _ in range(2):  # the second death in a row is waited after
+        agents[1].die(1)
+        agents[1].ready()
+    agents[1].die(1)
+    wanted = world.job().slots[1]
+    assert wanted.not_before > world.now and agents[1].ranks[1].state == "exited"
+    world.restart()
+    world.run(wanted.not_before - world.now + 1.0)
+    assert agents[1].ranks[1].incarnation == wanted.wanted and agents[1].ranks[1].state == "starting"
