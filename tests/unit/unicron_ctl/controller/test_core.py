@@ -477,10 +477,10 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():
     world = World()
     agents = world.start_job(nodes=3)
-    for _ in range(2):  # the second death in a row is waited after
-        agents[1].die(1)
-        agents[1].ready()
-    agents[1].die(1)
+    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    agents[1].set(1, state="stopped", broken=1, fault=fault)
+    world.run(1.0)
+    agents[1].die(1)  # the second fault in a row is waited after
     wanted = world.job().slots[1]
     assert wanted.not_before > world.now and agents[1].ranks[1].state == "exited"
     world.restart()
