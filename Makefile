@@ -43,11 +43,12 @@ test: system venv plugin   ## all three tiers: pure, several processes, a real S
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
 	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)
 
-lint: venv       ## ruff, the rules of who may import whom, types
+lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+	$(BIN)/python tools/limits_tables.py --check
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run

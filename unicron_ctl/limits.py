@@ -80,7 +80,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "TICK_SECONDS", 0.05, "between two turns of the loop that look at the clock"),
     Limit("controller", "STALL_SECONDS", 0.5, "a turn that is later than this was the controller's own delay"),
     Limit("controller", "BUSY_SECONDS", 2.0, "for another process's lock on the event log"),
-    Limit("controller", "UNMUNGE_SECONDS", 3.0, "for munge to check a credential"),
+    Limit("controller", "SNAPSHOT_SECONDS", 600.0, "between two snapshots of the state in the event log"),
+    Limit("controller", "PROGRESS_SECONDS", 0.2, "between two statuses of an agent that tell of mere progress"),
     Limit("controller", "LOOK_SECONDS", 0.5, "between two looks for overdue actions"),
     Limit(
         "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
@@ -121,7 +122,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
     Limit("agent", "YOUNG_SECONDS", 20.0, "age up to which a restart-mode world that breaks may have a broken script"),
     Limit("agent", "OWN_END_SECONDS", 2.0, "for the processes of such a world to end by themselves"),
-    Limit("agent", "QUIET_SECONDS", 0.2, "between two statuses that are not urgent"),
+    Limit("agent", "PROGRESS_PERIODS[0]", 0.05, "shortest time between two statuses of mere progress that it accepts"),
+    Limit("agent", "PROGRESS_PERIODS[1]", 60.0, "longest time between two such statuses that it accepts"),
+    Limit("agent", "MERGE_SECONDS", 0.05, "that a rank's report of a step waits for those of the node's other ranks"),
     Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
     Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
     Limit("agent", "TICK_SECONDS", 1.0, "between two looks at the memory cgroup and at files that cannot be polled"),
@@ -208,11 +211,13 @@ RULES: tuple[Rule, ...] = (
     # ---- among what is fixed
     Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
     Rule(
-        "protocol.TIME_LIMIT + controller.UNMUNGE_SECONDS",
+        "protocol.TIME_LIMIT + protocol.TIME_LIMIT",
         "agent.REGISTER_TIMEOUT",
         "munge on both sides may be slow once",
     ),
     Rule("agent.PERIODS[1]", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
+    Rule("agent.PROGRESS_PERIODS[0]", "controller.PROGRESS_SECONDS", "agents refuse anything else", equal=True),
+    Rule("agent.PERIODS[1]", "agent.PROGRESS_PERIODS[1]", "large jobs tell progress with their heartbeats", equal=True),
     Rule("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
     Rule(
         "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"

@@ -44,7 +44,7 @@ def constants(home: str) -> Iterator[tuple[str, float]]:
             for name, node in pairs:
                 try:
                     yield name, float(eval(compile(ast.Expression(node), home, "eval"), {"__builtins__": {}}))
-                except (NameError, TypeError, ValueError):
+                except (NameError, SyntaxError, TypeError, ValueError):
                     continue  # no number, or made of others
 
 
