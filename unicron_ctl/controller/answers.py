@@ -232,7 +232,7 @@ def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def scenario(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
-    """The planner's input of this moment, in the structure of a scenario file (DESIGN section 7)."""
+    """The planner's input of this moment, in the structure of a scenario file (planner/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
     running = [state for state in core.state.jobs.values() if not state.over]
     found = inputs(core.view, running)

@@ -21,7 +21,7 @@ from detector.severity import (
 
 TABLE = default_table()
 
-# PAPER section 1 (shares) and section 3 (methods): row -> severity.
+# docs/design/paper.md, sections 1 (shares) and 3 (methods): row -> severity.
 PAPER_ROWS = {
     "NCCL timeout": 3,
     "link flapping": 3,

@@ -1,5 +1,5 @@
-"""How a job goes on after a Break: a pure function of where its survivors stopped (paper section 5,
-docs/design/micro-batch-reuse.md).
+"""How a job goes on after a Break: a pure function of where its survivors stopped (docs/design/paper.md,
+section 5; docs/design/micro-batch-reuse.md).
 
 Invariant: the assignment of the iteration is an exact partition of its micro-batches, and what a survivor has in its
 gradient stays with it. Nobody steps unless the reduce is known to hold every micro-batch.

@@ -2,7 +2,7 @@
 
 A record says what was decided or seen; when, of which job and in which generation is said by the :class:`Event` around
 it. `reason` is for people and is in every record that somebody may ask about. Sources: a finding's, see
-:mod:`unicron_ctl.controller.sense.findings`.
+:mod:`unicron_ctl.controller.model.finding`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan for the next event is there before the event: at a failure it is one look-up (paper section 4).
+"""The plan for the next event is there before the event: at a failure it is one look-up (docs/design/planning.md).
 
 The planner's look-ahead table is kept fresh in the background for the situation after the last plan. When the next
 situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved

@@ -1,4 +1,4 @@
-"""How many nodes each job gets: the one place where the controller meets the planner (paper section 4)."""
+"""How many nodes each job gets: the one place where the controller meets the planner (docs/design/planning.md)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def throughput(job: JobInput, per_node: float) -> dict[int, float]:
 
 
 def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Scenario:
-    """The planner's scenario (DESIGN section 7). `jobs` must not be empty."""
+    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty."""
     rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
     usual = sum(rates) / len(rates) if rates else UNMEASURED
     return Scenario(

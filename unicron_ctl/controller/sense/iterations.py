@@ -1,4 +1,4 @@
-"""Iterations that do not end (method 4 of paper section 3): who keeps the others waiting.
+"""Iterations that do not end (method 4; docs/design/paper.md, section 3): who keeps the others waiting.
 
 Where a job stands is kept up slot by slot from its ranks' statuses (:class:`Standing`). A hang is believed only after
 every agent of the job has answered a ping sent past the deadline: silence is the lease's matter, the answers say where

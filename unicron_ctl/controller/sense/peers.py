@@ -1,4 +1,5 @@
-"""TEE in the running system (paper section 7): several metrics at once, of each node and rank, against the job's peers.
+"""TEE in the running system (docs/design/paper.md, section 7): several metrics at once, of each node and rank, against
+the job's peers.
 
 Agents send :class:`wire.Metrics` every few seconds; here they are compared round by round, in groups of at most
 :data:`GROUP` nodes, one group a tick. Whoever stands out for some rounds in a row is an *anomaly*: an event, a mark in
