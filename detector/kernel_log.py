@@ -137,7 +137,6 @@ class KernelFaults:
             tuple[str, str, int | None], list[float]
         ] = {}  # kind of line -> [last line, last report, lines since]
         self._reported: list[float] = []
-        self.held_back = 0  # faults over the rate, so far
 
     def take(self, line: str, now: float) -> KernelFault | None:
         """The fault to report, or None. `now` in seconds of any clock that does not go back."""
@@ -150,7 +149,6 @@ class KernelFaults:
         last, reported, lines = self._bursts.get(kind, [-BURST_SECONDS, -LONGEST_BURST, 0])
         goes_on = now - last < BURST_SECONDS and now - reported < LONGEST_BURST
         if goes_on or not self._may(now):
-            self.held_back += not goes_on
             self._bursts[kind] = [now, reported, lines + 1]
             return None
         self._bursts[kind] = [now, now, 0]

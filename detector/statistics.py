@@ -1,6 +1,6 @@
-"""Online statistics of iteration times: degraded, failed, a deadline for the iteration in progress, and the culprit.
+"""Online statistics of iteration times: degraded, failed, and how long the iteration in progress may take.
 
-Pure and for the standard library only: the caller gives times and clocks. Thresholds: over 3x the running
+Pure and for the standard library only: the caller measures. Thresholds: over 3x the running
 average an iteration has failed; over 1.1x it is degraded, which is only reported (docs/design/paper.md, section 3).
 
 Why not simply compare with the mean: the first iterations are slow (allocator, compilation, data), checkpoints and
@@ -17,10 +17,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from detector.culprit import Culprit, Progress, slowest, stuck
-
-__all__ = ["EXCLUDED", "Culprit", "Health", "IterationMonitor", "Limits", "Observation", "Progress", "slowest", "stuck"]
-
 
 class Health(enum.Enum):
     """What the monitor says after an iteration."""
@@ -31,9 +27,7 @@ class Health(enum.Enum):
     FAILED = "failed"
 
 
-# Kinds of iteration that say nothing about the job's speed.
 WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, right after a (re)start
-EXCLUDED = ("checkpoint", "evaluation", "warmup", "recovery")
 
 
 @dataclass(frozen=True)
@@ -42,8 +36,7 @@ class Limits:
     window: iterations of the running average. recent: a block of iterations; a whole one must have moved before a job
     is degraded. failed, degraded: ratios to the running average. spreads: so many standard deviations of the job's own
     blocks must it have moved, too. patience: how far, at most, a job's own slow iterations can raise ``failed``.
-    floor: seconds under which no deadline falls, so that a stutter of the machine is no failure. first_deadline:
-    seconds allowed per iteration while nothing is learned yet, None for no limit."""
+    floor: seconds that any iteration may take, so that a stutter of the machine is no failure."""
 
     skip: int = 3
     learn: int = 8
@@ -54,7 +47,6 @@ class Limits:
     spreads: float = 6.0
     patience: float = 6.0
     floor: float = 0.25
-    first_deadline: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +67,6 @@ class IterationMonitor:
         self._window: deque[float] = deque(maxlen=self.limits.window)
         self._recent: deque[float] = deque(maxlen=self.limits.recent)
         self._to_skip = self.limits.skip
-        self._started: float | None = None
-        self._kind = "training"
         self._baseline: float | None = None
         self._block: list[float] = []
         self._block_means: deque[float] = deque(maxlen=64)
@@ -88,7 +78,6 @@ class IterationMonitor:
         """The job was restarted or regrouped: the next iterations are warm-up again; what was learned is kept."""
         self._to_skip = self.limits.skip
         self._recent.clear()
-        self._started = None
 
     def resized(self) -> None:
         """The job's size changed, so its speed did too: learn anew."""
@@ -101,26 +90,11 @@ class IterationMonitor:
         self._high = 0.0
         self.restarted()
 
-    def begin(self, now: float, kind: str = "training") -> None:
-        """An iteration begins. ``kind``: "training", or one of EXCLUDED, which is neither judged nor learned."""
-        self._started = now
-        self._kind = kind
-
-    def mark(self, kind: str) -> None:
-        """The iteration in progress turns out to be of another kind (it saves a checkpoint, say)."""
-        self._kind = kind
-
-    def end(self, now: float) -> Observation:
-        """The iteration ends. Raises RuntimeError when none was begun."""
-        if self._started is None:
-            raise RuntimeError("end() without begin(): call begin(now) at the start of each iteration")
-        seconds, self._started = max(0.0, now - self._started), None
-        return self.observe(seconds, self._kind)
-
-    def observe(self, seconds: float, kind: str = "training") -> Observation:
-        """Judges one finished iteration and learns from it unless it is excluded, warm-up or failed."""
-        if kind in EXCLUDED:
-            return self._answer(self._health(), 1.0, f"a {kind} iteration is not judged")
+    def observe(self, seconds: float, recovery: bool = False) -> Observation:
+        """Judges one finished iteration and learns from it unless it is warm-up or failed. ``recovery``: a failure was
+        handled in it, so it says nothing about the job's speed and is neither judged nor learned."""
+        if recovery:
+            return self._answer(self._health(), 1.0, "a recovery iteration is not judged")
         if self._to_skip > 0:
             self._to_skip -= 1
             return self._answer(Health.LEARNING, 1.0, WARM_UP)
@@ -140,20 +114,10 @@ class IterationMonitor:
         self._learn(seconds)
         return self._judge(ratio, average)
 
-    def deadline(self, now: float) -> float | None:
-        """When (on the clock of ``now``) the iteration in progress counts as failed; None when nothing can be said:
-        no iteration in progress, an excluded one, warm-up, or still learning without ``first_deadline``."""
-        if self._started is None or self._kind in EXCLUDED:
-            return None
-        if self._to_skip > 0 or len(self._window) < self.limits.learn:
-            first = self.limits.first_deadline
-            return None if first is None else self._started + first
-        return self._started + self._failure_time()
-
-    def overdue(self, now: float) -> float:
-        """Seconds by which the iteration in progress is past its deadline; 0 when it is not."""
-        deadline = self.deadline(now)
-        return 0.0 if deadline is None else max(0.0, now - deadline)
+    def limit(self) -> float | None:
+        """Seconds after which the iteration in progress counts as failed; None when nothing can be said: in warm-up and
+        while still learning."""
+        return self._failure_time() if self._to_skip == 0 and self.learned else None
 
     @property
     def average(self) -> float:

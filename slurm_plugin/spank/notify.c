@@ -128,8 +128,7 @@ static bool step_number(spank_t sp, const char *name, int64_t *value)
 void notice_identify(spank_t sp, struct notice *notice)
 {
 	uint32_t id = 0;
-	int64_t job;
-	const char *name;
+	int64_t job, array_job, element;
 
 	spank_get_item(sp, S_JOB_ID, &id);
 	notice->slurm_id = id;
@@ -137,17 +136,11 @@ void notice_identify(spank_t sp, struct notice *notice)
 	job = id;
 	notice->node[0] = '\0';
 
-	if (spank_context() == S_CTX_REMOTE) {
-		int64_t array_job, element;
-
-		if (step_number(sp, "SLURM_ARRAY_JOB_ID", &array_job) && step_number(sp, "SLURM_ARRAY_TASK_ID", &element)) {
-			job = array_job;
-			notice->element = element;
-		}
-		step_node_name(sp, notice->node);
-	} else if ((name = getenv("SLURMD_NODENAME")) != NULL) {
-		snprintf(notice->node, sizeof(notice->node), "%s", name);
+	if (step_number(sp, "SLURM_ARRAY_JOB_ID", &array_job) && step_number(sp, "SLURM_ARRAY_TASK_ID", &element)) {
+		job = array_job;
+		notice->element = element;
 	}
+	step_node_name(sp, notice->node);
 	if (notice->node[0] == '\0' && gethostname(notice->node, sizeof(notice->node) - 1) == 0)
 		notice->node[strcspn(notice->node, ".")] = '\0';
 	snprintf(notice->job, sizeof(notice->job), "%lld", (long long) job);

@@ -13,8 +13,8 @@
 #define UNICRON_NODE_MAX 256
 
 struct notice {
-	const char *kind;               /* "task_exit", "prolog", "epilog" */
-	char job[24];                   /* array job id, or the job id where there is no array or it is not known */
+	const char *kind;               /* "task_exit" */
+	char job[24];                   /* array job id, or the job id where there is no array */
 	int64_t element;                /* array task id, or 0 */
 	int64_t slurm_id;               /* the job id proper, which each array element has for itself */
 	char node[UNICRON_NODE_MAX];
@@ -24,7 +24,7 @@ struct notice {
 /* Remembers where to send. Looks a host name up for half a second at most; a numeric address costs nothing. */
 void notify_set_controller(const char *address);
 
-/* Fills in everything but kind and status: from the step in the remote context, from the environment in prolog and epilog. */
+/* Fills in everything but kind and status, from the step. */
 void notice_identify(spank_t sp, struct notice *notice);
 
 /* The datagram's bytes; returns their number, 0 when they do not fit. */

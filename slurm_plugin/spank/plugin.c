@@ -25,7 +25,7 @@ static struct plugin_config config;
 static enum { UNREAD, USABLE, UNUSABLE } config_state = UNREAD;
 static struct plugin_choice choice;
 
-/* Prolog and epilog have no slurm_spank_init before them, so each entry point asks. */
+/* The arguments are read once, by the first entry point that asks. */
 static bool usable(int ac, char **av)
 {
 	if (config_state == UNREAD)
@@ -45,8 +45,8 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 	return (0);
 }
 
-/* srun, sbatch and salloc hand the decision to the steps, to nested commands, and to prolog and epilog. */
-static void hand_on(spank_t sp)
+/* srun, sbatch and salloc hand the decision to the steps and to nested commands. */
+static void hand_on(void)
 {
 	if (choice.enabled || choice.spoken)
 		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
@@ -54,7 +54,6 @@ static void hand_on(spank_t sp)
 		setenv("UNICRON_WEIGHT", choice.weight, 1);
 		setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
 		setenv("UNICRON_MODE", choice.mode, 1);
-		spank_job_control_setenv(sp, "UNICRON", "1", 1);
 	}
 }
 
@@ -75,7 +74,7 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 		 */
 		if (ret < 0)
 			exit(EXIT_FAILURE);
-		hand_on(sp);
+		hand_on();
 	} else if (context == S_CTX_REMOTE && choice.enabled && is_regular_step(sp)) {
 		/* Where the agent reports to, there the hints go. */
 		if (spank_getenv(sp, "UNICRON_CONTROLLER", address, sizeof(address)) != ESPANK_SUCCESS)
@@ -124,28 +123,4 @@ CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
 	notice_identify(sp, &notice);
 	notify_send(&notice);
 	return (0);
-}
-
-/* slurmd runs these two in a process of their own; SPANK_UNICRON was left by hand_on() at submission. */
-static int job_script(spank_t sp, int ac, char **av, const char *kind)
-{
-	struct notice notice = { .kind = kind };
-	const char *used = getenv("SPANK_UNICRON");
-
-	if (used == NULL || strcmp(used, "1") != 0 || !usable(ac, av) || config.controller[0] == '\0')
-		return (0);
-	notify_set_controller(config.controller);
-	notice_identify(sp, &notice);
-	notify_send(&notice);
-	return (0);
-}
-
-CALLBACK slurm_spank_job_prolog(spank_t sp, int ac, char **av)
-{
-	return (job_script(sp, ac, av, "prolog"));
-}
-
-CALLBACK slurm_spank_job_epilog(spank_t sp, int ac, char **av)
-{
-	return (job_script(sp, ac, av, "epilog"));
 }

@@ -196,10 +196,10 @@ def test_without_the_option_nothing_happens(bench: Bench) -> None:
     job = done.stdout.strip()
     assert done.returncode == 0 and done.stderr == "" and "UNICRON" not in job
     assert bench.recorded(job) == []
-    # A later job's messages have come, so this one's would have.
+    # A later job's hint has come, so this one's would have.
     other = bench.call("srun", "--unicron", "sh", "-c", "echo $SLURM_JOB_ID").stdout.strip()
-    bench.listener.wait("epilog", int(other))
-    assert not [m for kind in ("prolog", "task_exit", "epilog") for m in bench.listener.messages(kind, int(job))]
+    bench.listener.wait("task_exit", int(other))
+    assert not bench.listener.messages("task_exit", int(job))
 
 
 def test_what_slurm_does_after_task_init_still_happens(bench: Bench) -> None:
@@ -284,8 +284,7 @@ def test_exit_codes_come_through(bench: Bench) -> None:
 def test_each_node_reports_under_its_own_name(bench: Bench) -> None:
     done = bench.call("srun", "--unicron", "-N2", "sh", "-c", "echo $SLURM_JOB_ID")
     job = int(done.stdout.split()[0])
-    for kind in ("prolog", "task_exit", "epilog"):
-        assert {m["node"] for m in bench.listener.wait(kind, job, count=2)} == {"n1", "n2"}
+    assert {m["node"] for m in bench.listener.wait("task_exit", job, count=2)} == {"n1", "n2"}
     assert bench.recorded(job) == [f"{job}.0.0", f"{job}.0.1"]
 
 
@@ -301,8 +300,6 @@ def test_batch_job_array(bench: Bench) -> None:
         assert bench.recorded(slurm_id) == [f"{slurm_id}.0.0"]  # the step, not the batch script
         (message,) = bench.listener.wait("task_exit", int(slurm_id))
         assert (message["job"], message["element"]) == (str(array), element)
-        bench.listener.wait("prolog", int(slurm_id))
-        bench.listener.wait("epilog", int(slurm_id))
 
 
 def test_nested_srun_can_change_its_mind(bench: Bench) -> None:
@@ -414,11 +411,9 @@ def test_unit_tests_under_sanitizers(tmp_path: Path) -> None:
                 "node": "n" * 255,
                 "status": 9,
             }
-        elif kind == "step":
-            assert (value["job"], value["element"], value["node"], value["status"]) == ("42", 7, "node7", 9)
         else:
-            assert (value["kind"], value["job"], value["node"]) == ("epilog", "4711", "node8")
-    assert sorted(set(decoded)) == ["epilog", "int", "notice", "step", "text"] and decoded.count("int") == 20
+            assert (value["job"], value["element"], value["node"], value["status"]) == ("42", 7, "node7", 9)
+    assert sorted(set(decoded)) == ["int", "notice", "step", "text"] and decoded.count("int") == 20
 
 
 def test_the_plugin_names_its_slurm_and_exports_nothing_else(bench: Bench) -> None:

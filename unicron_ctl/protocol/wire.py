@@ -348,7 +348,7 @@ class End(Message, tag="end"):
 # ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted
 # alone)
 class Hint(msgspec.Struct, kw_only=True):
-    """A datagram of the plugin: kind is task_exit, prolog or epilog."""
+    """A datagram of the plugin: kind is task_exit (a plugin of 0.1 also sends prolog and epilog)."""
 
     v: int
     kind: str

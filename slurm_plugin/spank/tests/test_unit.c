@@ -31,7 +31,6 @@ static int registered_count, errors, messages;
 static uint32_t step_id;
 static char *job_argv[8];
 static int task_status;
-static char job_control[16];
 
 spank_context_t spank_context(void) { return (context); }
 
@@ -64,14 +63,6 @@ spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int ov
 	snprintf(job_env[i].value, sizeof(job_env[i].value), "%s", value);
 	if (i == job_env_count)
 		job_env_count++;
-	return (ESPANK_SUCCESS);
-}
-
-spank_err_t spank_job_control_setenv(spank_t sp, const char *name, const char *value, int overwrite)
-{
-	(void) sp;
-	(void) overwrite;
-	snprintf(job_control, sizeof(job_control), "%s=%s", name, value);
 	return (ESPANK_SUCCESS);
 }
 
@@ -392,23 +383,13 @@ static void test_step(void)
 	job_argv[0] = (char *) "python";
 	agent_wrap(NULL, "/nonexistent/agent");
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 1);
-
-	context = S_CTX_JOB_SCRIPT;
-	setenv("SLURMD_NODENAME", "node8", 1);
-	assert(slurm_spank_job_epilog(NULL, 2, av) == 0);
-	assert(recv(fd, data, sizeof(data), MSG_DONTWAIT) < 0);
-	setenv("SPANK_UNICRON", "1", 1);
-	assert(slurm_spank_job_epilog(NULL, 2, av) == 0);
-	got = recv(fd, data, sizeof(data), 0);
-	assert(got > 0);
-	print_hex("epilog", data, (size_t) got);
 	close(fd);
 }
 
 /* Names are looked up too; one that does not exist leaves the plugin silent. */
 static void test_names(void)
 {
-	struct notice notice = { .kind = "epilog", .job = "1" };
+	struct notice notice = { .kind = "task_exit", .job = "1" };
 
 	notify_set_controller("tcp://localhost:9");
 	notify_send(&notice);

