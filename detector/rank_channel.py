@@ -22,6 +22,7 @@ from detector import stacks
 from detector.inject import injector
 
 VERSION = 1
+LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
 MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
 
@@ -39,7 +40,7 @@ class RankChannel:
         self._idle = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.IDENTITY, f"{slot}.{incarnation}".encode())
         self._socket.connect(endpoint)
         self._thread = threading.Thread(target=self._run, name="unicron-channel", daemon=True)
@@ -88,7 +89,7 @@ class RankChannel:
             previous(kind, error, trace)  # first: once the fault is known, nobody waits for this process's end
             if not issubclass(kind, KeyboardInterrupt):
                 self.fault(error, at)
-                self.flush(1.0)
+                self.close()  # the process ends: what ZeroMQ still holds would end with it
 
         sys.excepthook = hook
 
@@ -101,7 +102,7 @@ class RankChannel:
         self.flush(1.0)
         self._closing = True
         os.write(self._wake_write, b"x")
-        self._thread.join(2.0)
+        self._thread.join(2.0 + LINGER_MS / 1000)
 
     def _run(self) -> None:
         poller = zmq.Poller()

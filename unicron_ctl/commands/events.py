@@ -32,7 +32,7 @@ def command(
     follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None
 ) -> None:
     """Show the event log."""
-    quiet = () if as_json or steps else ("step", "timing", "rank_ready")
+    quiet = () if as_json or steps else ("step", "timing", "ranks_ready")
     found = ask({"kind": "events", "after": after, "limit": limit, "job": job}, controller)
     try:
         while True:

@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, kw_only=True):
     mode_reason: str = ""
 
 
-class Exit(msgspec.Struct, kw_only=True):
+class Exit(msgspec.Struct, kw_only=True, gc=False):
     """How a rank's process ended: `code` is the exit status, negative for a signal (as in subprocess)."""
 
     code: int
@@ -56,7 +56,7 @@ class Exit(msgspec.Struct, kw_only=True):
     oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
 
 
-class Fault(msgspec.Struct, kw_only=True):
+class Fault(msgspec.Struct, kw_only=True, gc=False):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
     seconds."""
 
@@ -68,7 +68,7 @@ class Fault(msgspec.Struct, kw_only=True):
     lived: float = 0.0
 
 
-class RankStatus(msgspec.Struct, kw_only=True):
+class RankStatus(msgspec.Struct, kw_only=True, gc=False):
     """One rank as its agent knows it.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
@@ -143,7 +143,7 @@ class Status(Message, tag="status"):
 PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
 
 
-class RankStep(msgspec.Struct, array_like=True, omit_defaults=True):
+class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One optimizer step of one rank: the ledger's proof.
 
     computed: an index once for every time it was computed; None when that is `micro_batches`. phases: seconds in the

@@ -54,12 +54,11 @@ class Session:
 
     def stopped(self, view: View, job: JobView) -> Happening | None:
         """All survivors are at rest: they go on, if one of them knows the training state."""
-        count = len(job.reports())
-        if not count:
+        if not job.anybody_stopped():
             return Happening(Event.NOBODY, "no member is left that has the training state")
         if not job.has_store():
             return None
-        return Happening(Event.REPORTED, f"{count} survivors have stopped")
+        return Happening(Event.REPORTED, "all survivors have stopped")
 
     def exhausted(self, job: JobState) -> str:
         """Why it is no use to form another generation; empty while it is."""

@@ -8,7 +8,8 @@ gradient stays with it. Nobody steps unless the reduce is known to hold every mi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from unicron_ctl.protocol.wire import RankStatus
 
@@ -32,13 +33,12 @@ class Decision:
     reason: str
 
 
-@dataclass(slots=True)
-class _Position:
+class _Position(NamedTuple):
     """Where a rank stands, "stepped at i" being "i + 1 with nothing done"."""
 
     iteration: int
     synced: bool
-    done: list[int] = field(default_factory=list)
+    done: list[int] = []  # nobody changes it
 
 
 def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]:

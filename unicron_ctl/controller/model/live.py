@@ -171,6 +171,11 @@ class JobView:
             if status.state == "stopped" and slot in members and slot not in lost
         }
 
+    def anybody_stopped(self) -> bool:
+        """Whether there is a report to go on from."""
+        slots = (slot for slot in self.state.members if slot not in self.state.lost)
+        return any((status := self.status(slot)) is not None and status.state == "stopped" for slot in slots)
+
     def has_store(self) -> bool:
         return any(view.store for view in self.agents.values() if view.alive)
 

@@ -1,0 +1,59 @@
+"""What documents and comments refer to is there: files that are linked or cited, and the walk of the architecture."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+CITED = re.compile(r"\bdocs/[\w./-]+?\.md\b")
+WALK_HEAD = "| file | read there | what happens |"
+MOST_FILES = 12
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository; all of them where there is no git."""
+    done = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = done.stdout.split("\0") if done.returncode == 0 else []
+    found = [ROOT / name for name in names if name] or [path for pattern in patterns for path in ROOT.rglob(pattern)]
+    return [path for path in found if path.is_file()]
+
+
+def walks() -> Iterator[list[tuple[str, list[str]]]]:
+    """(file, names in it) in the order of each walk."""
+    for part in (ROOT / "docs" / "architecture.md").read_text().split(WALK_HEAD)[1:]:
+        rows = [line for line in part.split("\n\n", 1)[0].splitlines() if line.startswith("| `")]
+        yield [(re.findall(r"`([^`]+)`", row)[0], re.findall(r"`([^`]+)`", row.split("|")[2])) for row in rows]
+
+
+def test_the_walk_is_at_most_a_dozen_files_long_and_names_what_is_there() -> None:
+    main, to_slurm = walks()
+    assert 1 < len(main) <= MOST_FILES
+    files = [file for file, _ in [*main, *to_slurm]]
+    assert len(set(files)) == len(files), "each once"
+    for file, names in [*main, *to_slurm]:
+        text = (ROOT / file).read_text()
+        assert names, file
+        for name in names:
+            assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in LINK.findall(path.read_text()):
+        assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_comments_cite_only_texts_that_are_here() -> None:
+    for path in tracked("*.py", "*.c", "*.h", "*.toml", "*.sh", "*.service", "*.md"):
+        text = path.read_text(errors="replace")
+        for cited in CITED.findall(text):
+            assert (ROOT / cited).is_file(), f"{path.relative_to(ROOT)} cites {cited}"
+        assert not re.search(r"(DESIGN|PAPER)\x20section", text), (
+            f"{path.relative_to(ROOT)} cites a text by its old name"
+        )
