@@ -66,6 +66,7 @@ class CommandLineClient:
         self._timeout = timeout
         self._dry_run = dry_run
         self._is_array: dict[str, bool] = {}
+        self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class CommandLineClient:
         # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
         if self._dry_run is None and self._state(job, element) in UNDER_WAY:
             return
+        self._requeued[job, element] = time.time()
         self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
@@ -127,7 +129,12 @@ class CommandLineClient:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"ReqNodeList={node or ''}"])
 
     def start_now(self, job: str, element: int) -> None:
-        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", "StartTime=now"])
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"])
+
+    def _soon(self, job: str, element: int) -> str:
+        """Now; but after the second in which the element was requeued. slurmd takes credentials of that second for
+        revoked ("Job credential revoked"), and Slurm 22.05 then ends the element as FAILED."""
+        return "now+1" if int(self._requeued.get((job, element), 0.0)) == int(time.time()) else "now"
 
     def cancel(self, job: str, element: int | None = None) -> None:
         self._change(["scancel", job if element is None else self._id(job, element)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,7 @@ class PyslurmClient(CommandLineClient):
     def requeue(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
             return super().requeue(job, element)
+        self._requeued[job, element] = time.time()
         self._call(f"requeue {job}_{element}", record.requeue, harmless="pending execution")
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
@@ -102,7 +104,7 @@ class PyslurmClient(CommandLineClient):
     def start_now(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
             return super().start_now(job, element)
-        self._modify(f"start {job}_{element}", record, begin_time="now")
+        self._modify(f"start {job}_{element}", record, begin_time=self._soon(job, element))
 
     def _record(self, job: str, element: int) -> Any | None:
         """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""
