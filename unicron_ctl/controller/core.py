@@ -36,7 +36,7 @@ from unicron_ctl.controller.model.live import Live, Route
 from unicron_ctl.controller.model.requests import Action, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.observe import Observer
-from unicron_ctl.controller.plan.inputs import replan
+from unicron_ctl.controller.plan.inputs import inputs, replan
 from unicron_ctl.controller.sense import iterations, leases, overdue, peers
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
@@ -46,6 +46,7 @@ from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
 PACE = 5e-5  # seconds per agent between two looks at all agents of a job
+COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
@@ -88,6 +89,7 @@ class Core:
         self.observer = Observer()
         self.intake = Intake(self.view, self.desk, self.talk, self.take)
         self._dirty: set[str] = set()
+        self._complained: dict[str, float] = {}
         self.turns = Turns(self.view, self.desk, self.take, self.judge, self._send)
         for job in self.state.jobs.values():
             if not job.over:
@@ -216,16 +218,28 @@ class Core:
     def _set_aside(self, name: str, what: str, error: Exception) -> None:
         where = "".join(traceback.format_exception(error))[-2000:]
         known = self.state.jobs.get(name)
-        level = logging.DEBUG if known is not None and known.set_aside else logging.ERROR  # said once
-        log.log(level, "job %s is set aside, handling %s: %r\n%s", name or "(none)", what[:200], error, where)
-        if known is None or known.set_aside:
+        if known is None:
+            self._complain(what, error, where)
             return
+        if known.set_aside:
+            return
+        log.error("job %s is set aside, handling %s: %r\n%s", name, what[:200], error, where)
         reason = (
             f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
             "its ranks train on. Please report it with this record"
         )
         self.append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
         self.view.job(known).live.changed.clear()
+
+    def _complain(self, what: str, error: Exception, where: str) -> None:
+        """Something broke that belongs to no job; the same is said again after a while only."""
+        key = f"{what[:50]} {type(error).__name__}"
+        if self.now - self._complained.get(key, -COMPLAIN_AGAIN) < COMPLAIN_AGAIN:
+            return
+        if len(self._complained) > COMPLAINTS_KEPT:
+            self._complained.clear()
+        self._complained[key] = self.now
+        log.error("couldn't handle %s, going on without it: %r\n%s", what[:200], error, where)
 
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float) -> None:
@@ -242,7 +256,7 @@ class Core:
     def hint(self, hint: wire.Hint, now: float) -> None:
         """A datagram of the plugin: never trusted alone."""
         self.now = now
-        self.take(self.intake.hint(hint))
+        self._contained(hint.job, "a hint", lambda: self.take(self.intake.hint(hint)))
 
     def settle(self) -> None:
         """Brings every job that something happened to as far as it can go now.
@@ -340,18 +354,21 @@ class Core:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
         listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
-        for agent in list(sense_slurm.ended_agents(self.view, listing)):
-            self.take(self.intake.suspect(agent))
-        for said in list(sense_slurm.look(self.view, listing)):
-            self._contained(said.job.job, "what Slurm says of it", self._slurm_said, said)
+        for job in reconcile.managed(self.view):
+            self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
         self._contained("", "planning", self._plan, listing)
         self.settle()
 
-    def _slurm_said(self, said: sense_slurm.Said) -> None:
-        self.take(judge_agents.slurm_said(self.view, said))
+    def _slurm_said(self, listing: Listing, job: JobState) -> None:
+        for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
+            self.take(self.intake.suspect(agent))
+        for said in list(sense_slurm.look(self.view, listing, job)):
+            self.take(judge_agents.slurm_said(self.view, said))
 
     def _plan(self, listing: Listing) -> None:
         self.take(reconcile.before_planning(self.view, self.slurm, listing))
+        for job in reconcile.managed(self.view):  # one that cannot be planned for must not keep the others waiting
+            self._contained(job.job, "its part in the plan", inputs, self.view, [job])
         jobs = reconcile.managed(self.view)
         if jobs:
             self.take(replan(self.view, listing, jobs, self.slurm.ahead))

@@ -71,8 +71,6 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
         waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e)]
         return [Action("cancel", e.job, e.element, "", why) for e in waiting]
-    if job.over:
-        return []
     dead = dead_elements(job)
     here = any(agent.alive for agent in view.job(job).agents.values())
     coming = any(

@@ -24,10 +24,10 @@ from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
-from unicron_ctl.controller.model.cluster import ClusterState
+from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import Failure, JobState, SlotState
-from unicron_ctl.controller.model.node import NodeState, SeenEvent
+from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, JobState, SlotState
+from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
@@ -37,7 +37,10 @@ from unicron_ctl.protocol.munge import unmunge
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
-SAVED = (ClusterState, JobState, Failure, SlotState, NodeState, SeenEvent, History, Fault)
+SAVED = (  # what a snapshot holds
+    *(ClusterState, Mark, Pin, PlanReport, JobState, Failure, SlotState, AgentRecord, Decided, Ending),
+    *(NodeState, SeenEvent, HealthReport, History, Fault),
+)
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # of one connection, and connections that wait to be accepted at once
@@ -286,6 +289,9 @@ class Server:
             reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args))
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
+        except Exception as error:  # a question must not end the controller
+            log.exception("couldn't answer %s", ask.what[:50])
+            reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
         self._send(route, reply)
 
     def flush(self) -> None:

@@ -50,7 +50,7 @@ class Store:
                 raise StoreError(
                     f"{self.path}: written by {'release 0.1' if version == 1 else 'a later release'} "
                     f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
-                    "jobs that run register anew; or go back to that release"
+                    "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -141,5 +141,5 @@ def _explained(path: Path, error: Exception) -> StoreError:
     if "full" in text:
         return StoreError(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
-        return StoreError(f"{path}: damaged ({text}): move it away and start again; running jobs register anew")
+        return StoreError(f"{path}: damaged ({text}): move it away and start again")
     return StoreError(f"{path}: {text}")

@@ -40,18 +40,18 @@ def describe(element: ElementInfo) -> str:
     return f"Slurm: {element.job}_{element.element} is {element.state}" + (f" ({rest})" if rest else "")
 
 
-def ended_agents(view: View, listing: Listing) -> Iterator[AgentView]:
+def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentView]:
     """Agents that seem to live although Slurm shows their element ended: they may live on for a moment, and are to be
     asked."""
-    for element, job in _ours(view, listing):
+    for element in _known(listing, job):
         agent = view.job(job).agents.get(element.element)
         if agent is not None and agent.alive and element.state in ENDED and listing.asked_at > agent.last_registered:
             yield agent
 
 
-def look(view: View, listing: Listing) -> Iterator[Said]:
+def look(view: View, listing: Listing, job: JobState) -> Iterator[Said]:
     """What the listing tells about failures of nodes and agents that Slurm has not been quoted on."""
-    for element, job in _ours(view, listing):
+    for element in _known(listing, job):
         agent = view.job(job).agents.get(element.element)
         if agent is not None and agent.alive:
             continue
@@ -69,8 +69,6 @@ def look(view: View, listing: Listing) -> Iterator[Said]:
             yield Said(job, failure, element, state, node)
 
 
-def _ours(view: View, listing: Listing) -> Iterator[tuple[ElementInfo, JobState]]:
-    for element in listing.elements:
-        job = view.state.jobs.get(element.job)
-        if job is not None and not job.over and element.element in job.agents:
-            yield element, job
+def _known(listing: Listing, job: JobState) -> Iterator[ElementInfo]:
+    """The job's elements that had an agent."""
+    return (element for element in listing.of(job.job).values() if element.element in job.agents)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller import core as core_module
 from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.job.machine import Action
 from unicron_ctl.controller.judge import failures
@@ -214,3 +215,21 @@ def test_a_damaged_record_in_the_log_costs_its_own_job_only(tmp_path: Path) -> N
     state = read_state(store)
     assert f"event {number}" in state.jobs["1"].set_aside and not state.jobs["2"].set_aside
     assert state.jobs["2"] == world.job("2") and state.last_event == world.core.state.last_event
+
+
+def test_a_job_that_cannot_be_planned_for_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(4)
+    world = World(slurm)
+    first, second = world.start_job("1", nodes=1), world.start_job("2", nodes=2)
+    real = core_module.inputs
+
+    def fails(view: Any, jobs: list[Any]) -> Any:
+        if any(job.job == "1" for job in jobs):
+            raise ZeroDivisionError(BROKEN)
+        return real(view, jobs)
+
+    monkeypatch.setattr(core_module, "inputs", fails)
+    world.run(3.0)
+    assert [event.job for event in events(world, "job_set_aside")] == ["1"] and first and second
+    assert any(event.kind == "replanned" and "2 w1" in event.record.inputs for event in world.log)
+    assert not world.job("2").set_aside
