@@ -205,6 +205,8 @@ def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
+    if not 0 <= after < 2**63:
+        raise Unanswerable("events: after must be the id of an event")
     return [
         event.as_dict() for event in store.tail(after, max(1, min(limit, 5000)), _job_id(core, only) if only else None)
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,8 @@ class Core:
         self.intake = Intake(self.view, self.desk, self.talk, self.take)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
+        self._findings: deque[Finding] = deque()
+        self._judging = False
         self.turns = Turns(self.view, self.desk, self.take, self.judge, self._send)
         for job in self.state.jobs.values():
             if not job.over:
@@ -156,7 +159,19 @@ class Core:
         return True
 
     def judge(self, finding: Finding) -> None:
-        """Makes a failure of a finding, if it is one."""
+        """Makes a failure of a finding, if it is one. What follows from one is judged after it, not within it."""
+        self._findings.append(finding)
+        if self._judging:
+            return
+        self._judging = True
+        try:
+            while self._findings:
+                finding = self._findings.popleft()
+                self._contained(finding.job, f"a finding ({finding.what})", self._judge, finding)
+        finally:
+            self._judging = False
+
+    def _judge(self, finding: Finding) -> None:
         number = self.state.last_event + 1
         job = self.state.jobs.get(finding.job)
         self.take(self._with_peers(judge(self.view, finding)))
@@ -195,6 +210,8 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.desks.pop(name, None)
             self.clocks.forget(name)
+            for known in [known for known in self.view.views if known not in self.state.jobs]:
+                self.forget(known)
         if not job.over:
             self.desk(job).phase_changed(record)
         self.turns.begun.add(name)
@@ -244,7 +261,7 @@ class Core:
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float) -> None:
         """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent."""
-        self.now = now
+        self._notice_time(now)
         name: str = getattr(message, "job", "")
         try:
             self.intake.receive(route, message)
@@ -279,9 +296,8 @@ class Core:
 
     def tick(self, now: float) -> None:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
-        if now - self.last_tick > STALL_SECONDS:
-            self._stood_still(now - self.last_tick)
-        self.now, self.last_tick = now, now
+        self._notice_time(now)
+        self.last_tick = now
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "leases", self._leases)
         for job in list(self.state.jobs.values()):
@@ -297,8 +313,13 @@ class Core:
         for outcome in judge_nodes.settle(self.view, self.talk):
             self.take(outcome)
 
-    def _stood_still(self, late: float) -> None:
-        """Everyone was waiting for this process: nobody has been silent."""
+    def _notice_time(self, now: float) -> None:
+        """After a stall everyone was waiting for this process: nobody has been silent."""
+        late = now - self.last_tick
+        self.now = now
+        if late <= STALL_SECONDS:
+            return
+        self.last_tick = now
         self.view.live.shift(late)
         for desk in self.desks.values():
             desk.watch.shift(late)

@@ -54,14 +54,14 @@ class Turns:
         if not job.over:
             self._sense(job, view)
             for _ in range(EVENTS_PER_TURN):
+                if job.over:
+                    break
                 before, happening = job.phase, events.next_event(self._view, view)
                 if happening is None or not self._transit(job, view, happening):
                     break
                 if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
                     self._send_first(job, view)
                     return
-                if job.over:
-                    break
                 self._sense(job, view)
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
@@ -75,13 +75,14 @@ class Turns:
         if job.phase is Phase.BREAKING:
             letter = Letter(job)
             for agent in view.alive():
-                self._order(agent, letter.break_key, letter.broken)
-                self._recheck(view, agent.element, self._view.now + self._view.config.repeat_seconds)
+                self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
         else:
             view.live.touched.update(view.agents)
             self._send_orders(job)
 
     def _sense(self, job: JobState, view: JobView) -> None:
+        if job.over:
+            return
         live, desk = view.live, self._desk(job)
         self._begin_phase(job, view)
         for _ in range(2):  # what is made of the first findings may change what others mean
@@ -111,10 +112,11 @@ class Turns:
         """After a rank stopped by itself every agent is asked whether it lives."""
         if job.phase is Phase.BREAKING:
             return
-        for since in set(view.live.stopped.values()):
-            if self._view.now >= since + progress.WITNESS_SECONDS:
-                for agent in progress.unheard_since(view, since):
-                    self._order(agent, f"ping {since}", wire.Ping())
+        latest = self._view.now - progress.WITNESS_SECONDS
+        since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
+        if since is not None:
+            for agent in progress.unheard_since(view, since):
+                self._order(agent, f"ping {since}", wire.Ping())
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
@@ -129,7 +131,11 @@ class Turns:
 
     def _revive(self, job: JobState, view: JobView) -> None:
         desk = self._desk(job) if not job.over else None
-        for slot in sorted(desk.outsiders) if desk else ():
+        for slot in sorted(desk.outsiders) if desk and desk.outsiders else ():
+            agent = view.agent(slot)
+            if desk and (agent is None or not agent.alive):
+                desk.outsiders.discard(slot)  # what comes in its place is looked at when it does
+                continue
             self._take(revive(self._view, view, slot))
             if desk and not desk.is_outsider(view, slot):
                 desk.outsiders.discard(slot)
@@ -150,50 +156,56 @@ class Turns:
             self._send_orders(job)
 
     def _send_orders(self, job: JobState) -> None:
-        """Tells every agent that may not have obeyed; whoever is told something is looked at again a little later."""
+        """Tells every agent that may not have obeyed; whoever is told something is looked at again when it may be
+        repeated."""
         view = self._view.job(job)
         if job.over:
             self._begin_phase(job, view)
-        letter, again = Letter(job), self._view.now + self._view.config.repeat_seconds
+        letter, now = Letter(job), self._view.now
         rest: list[tuple[AgentView, str, wire.Message]] = []
         for element in sorted(view.live.touched):
             agent = view.agents.get(element)
             if agent is None:
                 continue
             told = False
-            for key, message in due(view, agent, letter, self._view.now):
+            for key, message in due(view, agent, letter, now):
                 told = True
                 if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
-                    self._order(agent, key, message)
+                    self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
-            starts = later(job, agent, self._view.now) if element in view.live.restarts else None
-            if told:
-                self._recheck(view, element, again)
-            elif starts is not None:
+            starts = later(job, agent, now) if element in view.live.restarts else None
+            if starts is not None:
                 self._recheck(view, element, starts)
-            else:
+            elif not told:
                 view.live.restarts.discard(element)
         view.live.touched.clear()
         for agent, key, message in rest:
-            self._order(agent, key, message)
+            self._recheck(view, agent.element, self._order(agent, key, message))
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:
-        heapq.heappush(view.live.told, (at, element))
+        if at < view.live.due.get(element, float("inf")):
+            view.live.due[element] = at
+            heapq.heappush(view.live.told, (at, element))
 
     def _look_again(self, view: JobView) -> None:
         """Agents that were told something a while ago: have they obeyed?"""
         told = view.live.told
         while told and told[0][0] <= self._view.now:
-            view.live.touched.add(heapq.heappop(told)[1])
+            at, element = heapq.heappop(told)
+            if view.live.due.get(element) == at:
+                del view.live.due[element]
+                view.live.touched.add(element)
 
-    def _order(self, agent: AgentView, key: str, message: wire.Message) -> None:
-        """Sends it, unless that was done a moment ago."""
+    def _order(self, agent: AgentView, key: str, message: wire.Message) -> float:
+        """Sends it, unless that was done a moment ago. Returns when it may be repeated."""
+        now, pause = self._view.now, self._view.config.repeat_seconds
         last = agent.repeated.get(key)
-        if last is not None and self._view.now - last < self._view.config.repeat_seconds - SOON:
-            return
+        if last is not None and now - last < pause - SOON:
+            return last + pause
         if len(agent.repeated) > ORDERS_KEPT:
             agent.repeated.clear()
-        agent.repeated[key] = self._view.now
+        agent.repeated[key] = now
         self._send(Send(agent.route, message))
+        return now + pause

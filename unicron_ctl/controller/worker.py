@@ -4,6 +4,7 @@ few others. Results are calls of the core, made in the main thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import socket
@@ -18,6 +19,7 @@ from unicron_ctl.controller.model.requests import Action, Poll, Probe, Run
 from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
 Result = Callable[[], None]
+log = logging.getLogger("unicron.controller")
 WORKERS = 8
 
 
@@ -59,14 +61,13 @@ class Worker:
             self._todo.put((request, core))
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Runs `work` in a thread and `then(result)` in the main thread. An OSError of the work counts as the result
-        None.
-        """
+        """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
 
         def run() -> None:
             try:
                 result = work()
-            except OSError:
+            except Exception as error:  # no result must not mean that nobody hears of it
+                log.warning("work in the background failed: %r", error)
                 result = None
             self._finish(lambda: then(result))
 
@@ -160,5 +161,5 @@ def connects(address: str, port: int, timeout: float) -> bool:
     try:
         with socket.create_connection((address, port), timeout):
             return True
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: of a name that is none
         return False

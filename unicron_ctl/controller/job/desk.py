@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from unicron_ctl.config import ControllerConfig
@@ -36,6 +37,8 @@ class JobDesk:
     """Slots whose process was left behind by a plan and may have to be started again."""
     look_at: float = 0.0
     timings: dict[int, int] = field(default_factory=dict)
+    expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
+    counted: tuple[dict[int, Identity], int] = field(default_factory=lambda: ({}, 0))
 
     @classmethod
     def begin(cls, job: JobState, config: ControllerConfig) -> JobDesk:
@@ -74,11 +77,7 @@ class JobDesk:
         out, state = Outcome(), job.state
         bound = float("inf") if state.phase is Phase.BREAKING else self.disturbed_until
         self.times.take(message)
-        accounts = self.ledger.add(
-            message,
-            state.members.keys() - state.lost.keys() if state.lost else state.members,
-            lambda iteration: iteration <= bound,
-        )
+        accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound)
         for account in accounts:
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(
@@ -101,13 +100,20 @@ class JobDesk:
                 out.record(state, _violation(account), account.generation)
         return out
 
+    def _expected(self, job: JobState) -> Collection[int]:
+        """Who is to report; worked out once per membership and loss."""
+        if not job.lost:
+            return job.members
+        key = id(job.members), len(job.lost)
+        if self.expected[0] != key:
+            self.expected = key, job.members.keys() - job.lost.keys()
+        return self.expected[1]
+
     def _nodes(self, job: JobState) -> int:
         """On how many nodes the job trains; counted once per membership."""
-        cached = self.__dict__.get("_counted")
-        if cached is None or cached[0] is not job.members:
-            cached = self.__dict__["_counted"] = (job.members, len(job.elements(job.members)))
-        count: int = cached[1]
-        return count
+        if self.counted[0] is not job.members:
+            self.counted = job.members, len(job.elements(job.members))
+        return self.counted[1]
 
     def take_timing(self, job: JobState, message: wire.Timing) -> Outcome:
         """How long a recovery took in one rank; of many ranks, the first few are kept."""

@@ -66,6 +66,8 @@ def _ready(view: View, job: JobView) -> Happening | None:
     mode, expected = mode_of(state), view.expected(state)
     if len(whole) < mode.least(state):
         return None
+    if _unknown_generation(job):
+        return None
     slots = tuple(sorted(slot for element in whole for slot in job.agents[element].slots))
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= state.settings.max_nodes or none_else:
@@ -77,6 +79,13 @@ def _ready(view: View, job: JobView) -> Happening | None:
         said = f"{len(whole)} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, slots)
     return None
+
+
+def _unknown_generation(job: JobView) -> bool:
+    """Ranks of the job train in a generation that this log knows nothing of: it was lost. Those who wait must not begin
+    another one beside them."""
+    known = job.state.generation
+    return any(rank.generation > known for agent in job.alive() for rank in agent.ranks.values())
 
 
 def _hopeless(view: View, job: JobView) -> Happening | None:
@@ -131,7 +140,7 @@ def _change(view: View, job: JobView) -> Happening | None:
         latest = max(job.agents[element].progress.get(slot, 0.0) for slot in slots)
         if view.now - latest >= mode.join_delay(view.config):
             joiners += slots
-    leavers = [slot for slot in state.members if state.element(slot) in state.leaving]
+    leavers = [s for s in state.members if state.element(s) in state.leaving] if state.leaving else []
     if len(leavers) >= len(state.members):
         leavers = []  # the last ones never leave: nobody else has the state
     if not (joiners or leavers) or len(job.live.unfinished) < len(state.members):

@@ -28,7 +28,7 @@ def answer(view: View, message: wire.Register) -> wire.Message | None:
 
 
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
-    if job is None or message.step == job.step or job.ended:
+    if job is None or message.step == job.step or job.over:
         return None
     which = f"step {message.step} of job {message.job}"
     if message.step > job.step:
@@ -40,7 +40,7 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
 def begins(view: View, message: wire.Register) -> bool:
     """The job starts with this agent, for the first time or with its next step."""
     job = view.state.jobs.get(message.job)
-    return job is None or (job.ended is not None and message.step > job.step)
+    return job is None or (job.over and message.step > job.step)
 
 
 def begin(message: wire.Register) -> Outcome:

@@ -55,6 +55,8 @@ class ClusterState:
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that must get no work of ours now, whatever Slurm says of them yet."""
+    ended: list[str] = field(default_factory=list)
+    """The jobs that ended last, oldest first; those before them are forgotten."""
     last_event: int = 0
 
     def node(self, name: str) -> NodeState:

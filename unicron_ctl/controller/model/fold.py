@@ -29,7 +29,8 @@ from unicron_ctl.controller.model.job import (
 )
 from unicron_ctl.controller.model.node import NodeState
 
-SUPERSEDED_KEPT = 200
+SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements
+ENDED_KEPT = 100  # jobs
 
 
 class Unfoldable(Exception):
@@ -162,6 +163,11 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
     for key in [key for key in state.pins if key[0] == event.job]:
         state.pins.pop(key)
     state.assignment.pop(event.job, None)
+    state.ended.append(event.job)
+    while len(state.ended) > ENDED_KEPT:
+        oldest = state.jobs.get(name := state.ended.pop(0))
+        if oldest is not None and oldest.ended and name not in state.ended:
+            del state.jobs[name]
 
 
 _Rule = Callable[[Any, Event, Any], None]
@@ -199,7 +205,9 @@ def _slot(job: JobState, slot: int) -> SlotState:
 def _agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:
     old = job.agents.get(record.element)
     if old and old.agent != record.agent:
-        job.superseded = [*job.superseded, old.agent][-SUPERSEDED_KEPT:]
+        job.superseded[old.agent] = None
+        while len(job.superseded) > SUPERSEDED_KEPT:
+            job.superseded.pop(next(iter(job.superseded)))
     job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, list(record.slots))
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
@@ -405,6 +413,7 @@ def _allotted(job: JobState, event: Event, record: records.Allotted) -> None:
 def _job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
     job.ended = Ending(record.code, record.reason, event.time)
     job.offer, job.joining, job.condemned, job.fatal, job.regroup = None, {}, {}, None, ""
+    job.slots, job.banished, job.worked = {}, {}, {}
     _phase(job, event, Phase.ENDED)
 
 

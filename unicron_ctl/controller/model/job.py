@@ -151,7 +151,7 @@ class JobState:
     """A failure ends the job: exit code and reason."""
     banished: dict[int, Identity] = field(default_factory=dict)
     """slot -> the last process of it that was declared lost."""
-    superseded: list[str] = field(default_factory=list)
+    superseded: dict[str, None] = field(default_factory=dict)
     """Agents whose element another agent has taken."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     slots: dict[int, SlotState] = field(default_factory=dict)

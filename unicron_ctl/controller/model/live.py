@@ -102,6 +102,8 @@ class LiveJob:
     """Elements that may have to be told something."""
     told: list[tuple[float, int]] = field(default_factory=list)
     """A heap of (when, element): who was told something, and when to see whether it was obeyed."""
+    due: dict[int, float] = field(default_factory=dict)
+    """element -> its next entry in that heap."""
     awaited: set[int] = field(default_factory=set)
     """Slots for which the present phase waits: to be in the generation, or to have stopped."""
     unfinished: set[int] = field(default_factory=set)
@@ -110,6 +112,8 @@ class LiveJob:
     """Elements with a rank that waits to enter."""
     restarts: set[int] = field(default_factory=set)
     """Elements in which a process is to be ended or started."""
+    stalled: float = 0.0
+    """Seconds of the present phase in which this process stood still."""
     last_arrival: float = 0.0
     """When an agent registered last."""
     stopped: dict[int, float] = field(default_factory=dict)
@@ -123,6 +127,7 @@ class JobView:
     state: JobState
     live: LiveJob
     per_node: int = 1
+    planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
 
     def __post_init__(self) -> None:
         self.per_node = max(1, self.state.settings.ranks_per_node)
@@ -175,6 +180,10 @@ class JobView:
         """Whether there is a report to go on from."""
         slots = (slot for slot in self.state.members if slot not in self.state.lost)
         return any((status := self.status(slot)) is not None and status.state == "stopped" for slot in slots)
+
+    def waited(self, now: float) -> float:
+        """Seconds in the present phase, without those in which this process stood still."""
+        return now - self.state.since - self.live.stalled
 
     def has_store(self) -> bool:
         return any(view.store for view in self.agents.values() if view.alive)
@@ -230,6 +239,7 @@ class JobView:
         the phase begins with."""
         live, state, phase = self.live, self.state, self.state.phase
         live.stopped.clear()
+        live.stalled = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
@@ -271,11 +281,9 @@ class JobView:
 
     def _planned(self, members: list[int]) -> frozenset[int]:
         """The plan's members as a set, made once per plan."""
-        cached = self.__dict__.get("_members")
-        if cached is None or cached[0] is not members:
-            cached = self.__dict__["_members"] = (members, frozenset(members))
-        found: frozenset[int] = cached[1]
-        return found
+        if self.planned[0] is not members:
+            self.planned = members, frozenset(members)
+        return self.planned[1]
 
     def _note_stop(self, slot: int) -> None:
         state, view = self.state, self.agent(slot)
@@ -375,6 +383,10 @@ class Live:
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
+        for live in self.jobs.values():
+            live.stalled += seconds
         for view in self.agents():
             view.last_heard += seconds
+            if view.suspect_since is not None:
+                view.suspect_since += seconds
             view.progress = {slot: at + seconds for slot, at in view.progress.items()}

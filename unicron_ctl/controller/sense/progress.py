@@ -14,6 +14,7 @@ WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 ITERATIONS_TO_STOP = 3.0
+MOST_NAMED = 16  # of the members that stopped at once
 
 
 def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said: str, by: str) -> Finding:
@@ -48,29 +49,34 @@ def stopped(view: View, job: JobView) -> Iterator[Finding]:
     latest = max((since for since in job.live.stopped.values() if view.now - since >= grace), default=None)
     if latest is None or unheard_since(job, latest):
         return
-    found = tuple(sorted(s for s, since in job.live.stopped.items() if view.now - since >= grace))
+    found = _some(job, [s for s, since in job.live.stopped.items() if view.now - since >= grace])
     yield _finding(view, job, What.STOPPED, found, "stopped by itself", "exception")
+
+
+def _some(job: JobView, slots: list[int]) -> tuple[int, ...]:
+    """The first few of them, of as many nodes as can be: when thousands stop at once, more of them say nothing new."""
+    return tuple(sorted(sorted(slots, key=lambda slot: (slot % job.per_node, slot))[:MOST_NAMED]))
 
 
 def unheard_since(job: JobView, since: float) -> list[AgentView]:
     """Agents with members that have said nothing since a moment after `since`."""
-    elements = job.state.elements({**job.state.members, **job.state.joining})
-    views = [job.agents[element] for element in elements if element in job.agents]
-    return [view for view in views if view.alive and view.last_heard < since + WITNESS_SECONDS]
+    silent = [agent for agent in job.alive() if agent.last_heard < since + WITNESS_SECONDS]
+    inside = (job.state.members, job.state.joining)
+    return [agent for agent in silent if any(slot in those for slot in agent.slots for those in inside)]
 
 
 # ---------------------------------------------------------------- late
 def late_to_stop(view: View, job: JobView) -> Iterator[Finding]:
     """Survivors that did not stop in time: nobody who does not answer is waited for."""
     state = job.state
-    if state.phase is not Phase.BREAKING or view.now - state.since <= view.config.report_timeout:
+    if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
         return
     for slot in sorted(job.live.awaited):
         status, agent = job.status(slot), job.agent(slot)
         if slot in state.lost or slot in state.condemned or status is None or agent is None:
             continue
         limit = max(view.config.report_timeout, ITERATIONS_TO_STOP * status.iteration_seconds)
-        if view.now - max(agent.progress.get(slot, 0.0), state.since) > limit:
+        if min(view.now - agent.progress.get(slot, 0.0), job.waited(view.now)) > limit:
             yield _finding(view, job, What.LATE, (slot,), f"did not stop within {limit:g} s", "time-out")
 
 
@@ -78,9 +84,9 @@ def late_to_enter(view: View, job: JobView) -> str:
     """Why the time to enter the plan or the offer is over; empty while it is not."""
     state, limit = job.state, view.config.enter_timeout
     plan = state.offer or state.plan
-    if plan is None or not job.live.awaited or view.now - state.since < limit:
+    if plan is None or not job.live.awaited or job.waited(view.now) < limit:
         return ""
-    began = state.since
+    began = view.now - job.waited(view.now)
     if state.offer is not None:
         began, limit = _offer_taken(view, job, state, limit)
     if view.now - began < limit:

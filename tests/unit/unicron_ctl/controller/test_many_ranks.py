@@ -1,0 +1,103 @@
+"""What happens to many ranks at once, or for long: no loop over all of them, no list that grows for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.training import events
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.judge import failures
+from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.fold import ENDED_KEPT
+from unicron_ctl.controller.sense.progress import MOST_NAMED
+from unicron_ctl.protocol import wire
+
+LOST = wire.Fault(type="RuntimeError", text="Connection closed by peer", at=0.0)
+
+
+def stop_all(world: World, agents: list[FakeAgent]) -> None:
+    """Every rank stops by itself, one after the other, and nobody is dead."""
+    for agent in agents:
+        for slot in agent.slots:
+            world.now += 1e-4
+            generation = agent.ranks[slot].generation
+            values = {name: getattr(agent.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+            values |= {"state": "stopped", "broken": generation, "fault": LOST, "changed": world.now}
+            agent.ranks[slot] = wire.RankStatus(**values)
+    for agent in agents:
+        agent.status()
+
+
+def test_a_thousand_ranks_that_stop_at_once_regroup_and_few_are_named() -> None:
+    world = World()
+    agents = world.start_job(nodes=128, ranks=8)
+    stop_all(world, agents)
+    world.run(2.0)
+    job = world.job()
+    assert not job.set_aside and job.phase == "running" and job.generation == 2 and len(job.members) == 1024
+    assert 1 <= len(events(world, "failure_detected")) <= MOST_NAMED
+    world.check_replay()
+
+
+def test_one_jobs_broken_judge_does_not_keep_an_unfit_node_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(4)
+    world = World(slurm, max_isolated_job_share=1.0)
+    first, second = world.start_job("1", nodes=2), world.start_job("2", nodes=2)
+    world.run(1.0)
+    real = failures.JUDGES[What.NODE]
+
+    def broken(view: object, job: object, finding: object) -> object:
+        if job.state.job == "1":  # type: ignore[attr-defined]
+            raise ValueError("this judge is broken")
+        return real(view, job, finding)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(failures.JUDGES, What.NODE, broken)
+    line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+    event = wire.NodeEvent(
+        job="2", element=1, agent=second[1].agent, number=1, source="kernel", text=line, at=world.now, code="xid 79"
+    )
+    world.to_core(second[1], event)
+    world.run(2.0)
+    assert first and world.job("1").set_aside and not world.job("2").set_aside
+    assert slurm.node_states["n2"] == {"DOWN"}
+
+
+def test_a_stall_of_the_controller_ends_no_patience() -> None:
+    world = World(enter_timeout=5.0)
+    agents = world.start_job(nodes=2)
+    agents[1].obedient = False
+    agents[0].set(0, state="stopped", broken=1, fault=LOST)
+    world.run(1.0)
+    breaks = len(events(world, "break"))
+    world.now += 20.0  # the machine slept
+    for agent in agents:
+        agent.status()
+    world.core.tick(world.now)
+    world.deliver()
+    assert len(events(world, "break")) == breaks
+
+
+def test_jobs_that_ended_long_ago_are_forgotten() -> None:
+    world = World()
+    for number in range(ENDED_KEPT + 20):
+        (agent,) = world.start_job(str(number), nodes=1)
+        agent.set(0, state="finished")
+        world.run(0.1)
+        world.agents.remove(agent)
+    assert len([job for job in world.core.state.jobs.values() if job.ended]) == ENDED_KEPT
+    assert len(world.core.view.views) <= ENDED_KEPT and len(world.core.view.live.jobs) <= ENDED_KEPT
+    world.check_replay()
+
+
+def test_a_lost_log_does_not_begin_a_second_world_beside_the_living() -> None:
+    world = World()
+    agents = world.start_job(nodes=3)
+    world.iterate("1", 0)
+    world.log.clear()
+    world.restart()
+    for agent in agents:
+        agent.status()
+    agents[2].die(2)
+    agents[2].ranks[2] = wire.RankStatus(state="waiting", incarnation=1, micro_batches=8, changed=world.now + 1)
+    world.run(20.0)
+    assert world.job().phase == "forming" and world.job().generation == 0
