@@ -64,7 +64,8 @@ class Server:
     ) -> None:
         self.config, self.store = config, store
         self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
-        store.thin()
+        saved = store.snapshot()
+        store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
         self._thinned = state.last_event
         self._snapshot_at = self.now()
@@ -325,7 +326,9 @@ class Server:
 
     def _send_bytes(self, route: Route, data: bytes) -> None:
         try:
-            self._router.send_multipart([*route, data], zmq.NOBLOCK)
+            for part in route:  # what send_multipart does, without its checks of every part
+                self._router.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+            self._router.send(data, zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
