@@ -126,6 +126,8 @@ class Server:
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
             self.core.settle()
+            if self.core.pending:
+                self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 self.core.tick(now)
                 next_tick = now + TICK_SECONDS

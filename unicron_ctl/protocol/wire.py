@@ -68,7 +68,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     lived: float = 0.0
 
 
-class RankStatus(msgspec.Struct, kw_only=True, gc=False):
+class RankStatus(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One rank as its agent knows it.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running

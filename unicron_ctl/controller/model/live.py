@@ -244,18 +244,26 @@ class JobView:
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
             live.awaited = set(live.unfinished)
-            live.changed.update(s for s in state.members if (r := self.status(s)) is None or r.state != "running")
+            live.changed.update(self._members_but("running", -1))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             live.awaited = set(plan.members)
-            live.touched.update(live.agents)
-            for slot in (*plan.members, *state.members):
-                status = self.status(slot)
-                if status is None or status.state not in ("stopped", "waiting") or status.generation == plan.generation:
-                    live.changed.add(slot)
+            live.changed.update(self._members_but("stopped", plan.generation))
         else:
             live.awaited.clear()
             live.changed.update(state.members)
             live.touched.update(live.agents)
+
+    def _members_but(self, usual: str, generation: int) -> list[int]:
+        """Members and joiners that are not in the usual state any more, or are in that generation already."""
+        members, joining, agents = self.state.members, self.state.joining, self.live.agents
+        found = [
+            slot
+            for agent in agents.values()
+            for slot, rank in agent.ranks.items()
+            if (rank.state != usual or rank.generation == generation or not agent.alive)
+            and (slot in members or slot in joining)
+        ]
+        return found + [slot for slot in (*members, *joining) if slot // self.per_node not in agents]
 
     def notice(self, slot: int, now: float) -> None:
         """The slot's status or its agent changed."""
