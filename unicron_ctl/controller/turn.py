@@ -130,14 +130,17 @@ class Turns:
         return done
 
     def _revive(self, job: JobState, view: JobView) -> None:
-        desk = self._desk(job) if not job.over else None
-        for slot in sorted(desk.outsiders) if desk and desk.outsiders else ():
+        """Starts processes again that a plan went on without."""
+        if job.over:
+            return
+        desk = self._desk(job)
+        for slot in sorted(desk.outsiders):
             agent = view.agent(slot)
-            if desk and (agent is None or not agent.alive):
+            if agent is None or not agent.alive:
                 desk.outsiders.discard(slot)  # what comes in its place is looked at when it does
                 continue
             self._take(revive(self._view, view, slot))
-            if desk and not desk.is_outsider(view, slot):
+            if not desk.is_outsider(view, slot):
                 desk.outsiders.discard(slot)
 
     def _begin_phase(self, job: JobState, view: JobView) -> None:

@@ -134,7 +134,6 @@ class JobPeers:
     next_group: int = 0
     judged_at: float = -math.inf
     """When the present round began."""
-    rounds: int = 0
 
     @property
     def standing(self) -> list[Standing]:
@@ -167,7 +166,6 @@ def look(
         if peers.generation != job.plan.generation:  # this round's metrics are partly of the recovery
             _regroup(job, peers, out, now)
             return out
-        peers.rounds += 1
     if not peers.groups:
         return out
     index = peers.next_group
