@@ -39,7 +39,7 @@ class Layout:
 class Agent:
     """The agent of element `element`, with `ranks` ranks of a job with `total` ranks and as many micro-batches."""
 
-    __slots__ = ("assignment", "element", "layout", "name", "ranks", "shares", "status", "total", "welcomed")
+    __slots__ = ("assignment", "element", "layout", "name", "ranks", "shares", "status", "told", "total", "welcomed")
 
     def __init__(self, element: int, ranks: int, total: int) -> None:
         self.element, self.total = element, total
@@ -49,6 +49,7 @@ class Agent:
         }
         store = f"127.0.0.1:{20000 + element}"
         self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
+        self.told = 0  # reports of steps
         self.welcomed = False
         self.layout: Layout | None = None  # the newest plan
         self.assignment: dict[int, list[int]] = {}  # its micro-batches for the first iteration
@@ -103,6 +104,7 @@ class Agent:
         ]
         if not made:
             return None
+        self.told += 1
         message = wire.Steps(
             job=JOB,
             element=self.element,
@@ -112,6 +114,7 @@ class Agent:
             total=self.total,
             at=now,
             ranks=made,
+            number=self.told,
         )
         return wire.encode(message)
 

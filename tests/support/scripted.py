@@ -32,7 +32,7 @@ class ScriptedAgent:
         self.socket.connect(address)
         self.rank = wire.RankStatus(state="starting", micro_batches=4, train_iterations=50)
         self.heard: list[wire.Message] = []
-        self._number, self._beat = 0, 0.0
+        self._number, self._steps, self._beat = 0, 0, 0.0
 
     def close(self) -> None:
         self.socket.close()
@@ -75,6 +75,7 @@ class ScriptedAgent:
 
     def steps(self, generation: int, iteration: int, micro_batches: list[int], total: int = 4) -> None:
         """The rank's optimizer step."""
+        self._steps += 1
         step = wire.RankStep(slot=self.element, micro_batches=micro_batches, seconds=0.1, loss=1.0)
         self.send(
             wire.Steps(
@@ -86,6 +87,7 @@ class ScriptedAgent:
                 total=total,
                 at=time.time(),
                 ranks=[step],
+                number=self._steps,
             )
         )
 

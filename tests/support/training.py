@@ -34,6 +34,7 @@ def report(world: World, agent: FakeAgent, iteration: int, rank: wire.RankStep) 
             total=MICRO_BATCHES,
             at=world.now,
             ranks=[rank],
+            number=agent.next_step(),
         ),
     )
 

@@ -58,6 +58,7 @@ class FakeAgent:
         self.number = 0
         self.heard: list[wire.Message] = []
         self.offers: dict[int, wire.Plan] = {}
+        self.steps = 0
         world.agents.append(self)
 
     @property
@@ -196,8 +197,14 @@ class FakeAgent:
                 total=MICRO_BATCHES,
                 at=self.world.now,
                 ranks=[wire.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed)],
+                number=self.next_step(),
             ),
         )
+
+    def next_step(self) -> int:
+        """The number of its next report of a step."""
+        self.steps += 1
+        return self.steps
 
 
 class FakeSlurm:

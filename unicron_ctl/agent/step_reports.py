@@ -54,6 +54,7 @@ class StepReports:
         self._repeated: list[_Group] = []  # closed, since one of their ranks has reported the same iteration again
         self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last message ...
         self._told: set[int] = set()  # ... and the slots that have reported it
+        self._number = 0  # of the last message
 
     def add(self, message: Mapping[str, Any], now: float) -> None:
         """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
@@ -96,6 +97,7 @@ class StepReports:
         if self._last != (generation, iteration):
             self._last, self._told = (generation, iteration), set()
         self._told |= group.reports.keys()
+        self._number += 1
         return wire.Steps(
             job=self._job,
             element=self._element,
@@ -105,6 +107,7 @@ class StepReports:
             total=total,
             at=max(report.at for report in group.reports.values()),
             ranks=[_rank_step(group.reports[slot]) for slot in sorted(group.reports)],
+            number=self._number,
         )
 
 

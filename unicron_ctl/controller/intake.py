@@ -156,9 +156,10 @@ class Intake:
         job = self._view.state.jobs.get(message.job)
         if agent is None or job is None or job.over:
             return
+        whole, agent.steps = message.number == agent.steps + 1, message.number
         message.ranks = [rank for rank in message.ranks if rank.slot in agent.slots]
         if message.ranks:
-            self._take(self._desk(job).take_steps(self._view.job(job), message, self._view.now))
+            self._take(self._desk(job).take_steps(self._view.job(job), message, self._view.now, whole))
 
     def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         out = Outcome()

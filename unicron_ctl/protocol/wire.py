@@ -159,7 +159,10 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Steps(Message, tag="steps"):
-    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration."""
+    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
+
+    number: how many of these the agent has made with this one; what is left out in the receiver's count was lost.
+    """
 
     job: str
     element: int
@@ -169,6 +172,7 @@ class Steps(Message, tag="steps"):
     total: int
     at: float
     ranks: list[RankStep]
+    number: int = 0
 
 
 class Timing(Message, tag="timing"):

@@ -20,12 +20,15 @@ from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.protocol import wire
 
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
-AFTER_RESTART = 3  # iterations of which reports may have been lost with the controller before this one
 
 
 @dataclass
 class JobDesk:
-    """One job's. disturbed_until: the last iteration around which ranks were lost, so that reports may be missing."""
+    """One job's.
+
+    disturbed_until: the last iteration around which ranks were lost, so that reports may be missing.
+    unheard_until: the last iteration of which an agent's report was lost on its way, or with the controller before.
+    """
 
     ledger: JobLedger
     times: JobTimes
@@ -33,6 +36,7 @@ class JobDesk:
     peers: JobPeers = field(default_factory=JobPeers)
     told: Told = field(default_factory=Told)
     disturbed_until: int = -1
+    unheard_until: int = -1
     outsiders: set[int] = field(default_factory=set)
     """Slots whose process was left behind by a plan and may have to be started again."""
     look_at: float = 0.0
@@ -42,10 +46,7 @@ class JobDesk:
 
     @classmethod
     def begin(cls, job: JobState, config: ControllerConfig) -> JobDesk:
-        known = job.iteration >= 0
-        desk = cls(JobLedger(closed=job.iteration), JobTimes.fresh(config))
-        desk.disturbed_until = job.iteration + AFTER_RESTART if known else -1
-        return desk
+        return cls(JobLedger(closed=job.iteration), JobTimes.fresh(config))
 
     def phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""
@@ -72,10 +73,15 @@ class JobDesk:
         return status.state == "left" and slot not in job.state.members
 
     # ------------------------------------------------------------ steps
-    def take_steps(self, job: JobView, message: wire.Steps, now: float) -> Outcome:
-        """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it."""
+    def take_steps(self, job: JobView, message: wire.Steps, now: float, whole: bool = True) -> Outcome:
+        """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
+
+        whole: nothing was lost between its agent's report before and this one.
+        """
         out, state = Outcome(), job.state
-        bound = float("inf") if state.phase is Phase.BREAKING else self.disturbed_until
+        if not whole:
+            self.unheard_until = max(self.unheard_until, message.iteration)
+        bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
         self.times.take(message)
         accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound)
         for account in accounts:

@@ -56,8 +56,8 @@ class OpenIteration:
             else:
                 self.strangers.add(index)
 
-    def account(self, iteration: int, disturbed: bool) -> Account:
-        """The iteration's account. disturbed: ranks were lost around it, so that reports on it may be missing."""
+    def account(self, iteration: int, unsure: bool) -> Account:
+        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way."""
         missing = [index for index, count in enumerate(self.summed) if not count]
         problems = [
             f"micro-batch {index} is in {count} gradients" for index, count in enumerate(self.summed) if count > 1
@@ -68,7 +68,7 @@ class OpenIteration:
             if count > 1
         ]
         problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
-        if missing and not disturbed:
+        if missing and not unsure:
             problems.append(f"micro-batches {missing[:100]} are in nobody's gradient")
         return Account(
             iteration=iteration,
@@ -78,7 +78,7 @@ class OpenIteration:
             ranks=len(self.reporters),
             total=self.total,
             computed=self.times_computed,
-            unreported=missing if disturbed else [],
+            unreported=missing if unsure else [],
             problems=problems[:PROBLEMS_KEPT],
         )
 
@@ -93,6 +93,8 @@ class JobLedger:
     def add(self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool]) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
+        disturbed: whether reports on an iteration may be missing.
+
         members: who is in the job now (a set or the keys of a dict).
         """
         if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
@@ -106,7 +108,8 @@ class JobLedger:
         for iteration in sorted(self.open):
             if not self._complete(iteration, members, disturbed):
                 break
-            done.append(self.open.pop(iteration).account(iteration, disturbed(iteration)))
+            unsure = disturbed(iteration) or not self._later(iteration, members)
+            done.append(self.open.pop(iteration).account(iteration, unsure))
             self.closed = max(self.closed, iteration)
         return done
 
@@ -116,6 +119,10 @@ class JobLedger:
             return True
         if disturbed(iteration) and _all_in(members, entry):
             return True
+        return self._later(iteration, members)
+
+    def _later(self, iteration: int, members: Collection[int]) -> bool:
+        """All members have reported a later iteration, so that what they said of this one has come or was lost."""
         return any(later > iteration and _all_in(members, other) for later, other in self.open.items())
 
 

@@ -35,6 +35,8 @@ class AgentView:
     store: str = ""
     number: int = 0
     """Of the last status that was taken in."""
+    steps: int = 0
+    """Number of the last report of a step that was taken in."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     progress: dict[int, float] = field(default_factory=dict)
     """slot -> when its status last changed."""

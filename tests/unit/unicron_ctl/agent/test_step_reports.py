@@ -53,9 +53,18 @@ def test_an_iteration_of_all_running_ranks_is_one_message(steps):
             wire.RankStep(slot=4, micro_batches=[4], seconds=0.5, loss=2.0, computed=[4, 4]),
             wire.RankStep(slot=5, micro_batches=[5], seconds=0.5, loss=2.0, phases=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
         ],
+        number=1,
     )
     assert wire.decode(wire.encode(message)) == message
     assert steps.take(99.0, running(4, 5)) == [] and steps.wait(99.0) == float("inf"), "nothing is said twice"
+
+
+def test_messages_are_numbered_so_that_a_lost_one_shows(steps):
+    steps.add(report(4, 3), 10.0)
+    steps.add(report(4, 4), 10.1)
+    assert [message.number for message in steps.take(10.1, running(4))] == [1, 2]
+    steps.add(report(4, 5), 10.2)
+    assert [message.number for message in steps.take(10.2, running(4))] == [3]
 
 
 def test_only_ranks_of_the_same_generation_are_waited_for(steps):
