@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 
 SO_TIMESTAMPNS = 35  # socket(7); missing in Python's socket module
 ANCILLARY_BYTES = socket.CMSG_SPACE(16)
@@ -75,6 +76,7 @@ class Connection:
             raise Lost(error.strerror) from None
         if not data:
             raise Lost("the controller has closed the connection")
+        self.arrived = time.time()  # the kernel begins to stamp a little after it was asked to
         for level, kind, value in ancillary:
             if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
                 seconds, nanoseconds = _stamp.unpack(value)
