@@ -32,7 +32,7 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-_installed = False
+_MARK = "_unicron_cpu_adapter"  # on torch: this file may be imported under two names, `sbatch_templates.` and its own
 
 
 def install() -> bool:
@@ -42,18 +42,17 @@ def install() -> bool:
     harmless. Raises RuntimeError (one line) when megatron-core is absent or not the release that the patches were
     written for.
     """
-    global _installed
     import torch
 
     if torch.cuda.is_available():
         return False
-    if not _installed:
+    if not hasattr(torch, _MARK):
         _check_release()
         _patch_device(torch)
         _patch_factories(torch)
         _patch_tensor(torch)
         _patch_random(torch)
-        _installed = True
+        setattr(torch, _MARK, WRITTEN_FOR)
     return True
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from sbatch_templates import build_dataset, train_gpt
 from sbatch_templates.training_metrics import read_metrics
-from tests.support.processes import call
+from tests.support.processes import call, outside_slurm
+from tests.support.zygote import Script
 
 SCRIPT = Path(train_gpt.__file__)
-ROOT = SCRIPT.parent.parent
 ITERATIONS = 8
 SMALL = f"--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batches 6 --train-iterations {ITERATIONS}".split()
 # fp32: ranks add the same gradients in another order. Seen: 3e-8 in 12 iterations of the default model.
@@ -38,29 +38,23 @@ def train(ranks: int, *arguments: object) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    base = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON")}
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    processes = [
-        subprocess.Popen(command, env={**base, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        Script(SCRIPT, *arguments, environment=outside_slurm() | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * ranks, outputs
-    return outputs[0].splitlines()
+    ]
+    ended = [script.wait(60) for script in started]
+    assert [each.returncode for each in ended] == [0] * ranks, ended
+    return (ended[0].stdout + ended[0].stderr).splitlines()
 
 
 @pytest.fixture(scope="module")
 def reference(dataset, tmp_path_factory):
+    """In an interpreter of its own, as a user starts it; the other runs are forks (`tests.support.zygote`)."""
     prefix = tmp_path_factory.mktemp("reference") / "metrics"
-    log = train(1, "--data-path", dataset, "--metrics", prefix, *SMALL)
-    return log, read_metrics(prefix)
+    done = call(sys.executable, SCRIPT, "--data-path", dataset, "--metrics", prefix, *SMALL)
+    assert done.returncode == 0, done
+    return (done.stdout + done.stderr).splitlines(), read_metrics(prefix)
 
 
 def test_losses_fall_and_are_logged_as_megatron_does(reference):
@@ -116,7 +110,6 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(dataset, tmp_path):
     saves = tmp_path / "saves"
     two = ["--data-path", dataset, *SMALL, "--train-iterations", "2", "--warmup", "1", "--save", saves]
     train(1, *two)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     (tmp_path / "file").touch()
     changes = (
         (["--num-layers", "3"], "give the options that it was written with"),
@@ -126,8 +119,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(dataset, tmp_path):
     for change, says in changes:
         if not change:
             (saves / "iteration-00000002.pt").write_bytes(b"torn")
-        command = [sys.executable, str(SCRIPT), *map(str, two), *map(str, change)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        result = Script(SCRIPT, *two, *change, environment=outside_slurm()).wait(60)
         assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert result.stderr.splitlines()[-1].startswith("train_gpt: ")
 
@@ -170,9 +162,8 @@ def test_bad_input_is_one_clear_line_at_once(dataset, tmp_path, options, says):
 
 
 def test_a_vocabulary_that_is_too_small_is_one_clear_line(dataset):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), "--data-path", str(dataset), "--vocab-size=60", "--eod-token=0", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    options = ["--data-path", dataset, "--vocab-size=60", "--eod-token=0", *SMALL]
+    result = Script(SCRIPT, *options, environment=outside_slurm()).wait(60)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("train_gpt: the dataset holds token ")
     assert "Traceback" not in result.stderr

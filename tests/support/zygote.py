@@ -18,7 +18,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from detector.supervise import Child, _die_with_parent
@@ -36,7 +37,8 @@ class ForkedChild(Child):
 
         self.started = time.time()
         read, write = os.pipe()
-        self.pid = zygote().fork(environment, write)
+        script = environment.get("TINY_SCRIPT", str(SCRIPT))
+        self.pid = zygote().fork(environment, [script], [write])
         os.close(write)
         os.set_blocking(read, False)
         self.stderr, self.pidfd = read, os.pidfd_open(self.pid)
@@ -74,9 +76,10 @@ class Zygote:
         mine.settimeout(LIMIT)
         self._codes: dict[int, int] = {}
 
-    def fork(self, environment: Mapping[str, str], stderr: int) -> int:
-        """Start a rank; returns its pid."""
-        socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], [stderr])
+    def fork(self, environment: Mapping[str, str], command: Sequence[str], streams: Sequence[int]) -> int:
+        """Start a script with its arguments; returns its pid. streams: its standard error, or its output and that."""
+        request = {"environment": dict(environment), "command": list(command)}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
         while True:
             message = self._receive()
             if "pid" in message:
@@ -99,6 +102,34 @@ class Zygote:
         self._socket.close()
         self._process.kill()
         self._process.wait()
+
+
+class Script:
+    """A script that runs in a fork, for :class:`subprocess.Popen` of an interpreter of its own."""
+
+    def __init__(self, script: Path, *arguments: object, environment: Mapping[str, str]):
+        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        streams = [self._output.fileno(), self._errors.fileno()]
+        self.command = [str(word) for word in (script, *arguments)]
+        self.pid = zygote().fork(environment, self.command, streams)
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def wait(self, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+        """Its end. Raises subprocess.TimeoutExpired; then it is killed."""
+        try:
+            if not select.select([self._pidfd], [], [], limit)[0]:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self.command, limit)
+            code = zygote().exit_code(self.pid)
+            texts = []
+            for stream in (self._output, self._errors):
+                stream.seek(0)
+                texts.append(stream.read().decode())
+            return subprocess.CompletedProcess(self.command, code, *texts)
+        finally:
+            os.close(self._pidfd)
+            self._output.close()
+            self._errors.close()
 
 
 _zygote: Zygote | None = None
@@ -127,19 +158,21 @@ def _serve(line: socket.socket) -> None:
             os.read(read, 4096)
             _report_ends(line)
         if line in ready:
-            data, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 1)
+            data, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 2)
             if not data:
                 sys.exit(0)
+            request = json.loads(data)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _become(json.loads(data), descriptors[0])
+                _become(request, descriptors)
                 line.close()
                 os.close(read)
                 os.close(write)
                 return
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # in both: whoever comes first, a signal to the group finds it
             line.send(json.dumps({"pid": pid}).encode())
@@ -154,13 +187,16 @@ def _report_ends(line: socket.socket) -> None:
             line.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become(environment: dict[str, str], stderr: int) -> None:
+def _become(request: dict, streams: list[int]) -> None:
     _die_with_parent()
     os.setpgid(0, 0)
-    os.dup2(stderr, 2)
-    os.close(stderr)
+    for number, stream in zip((2, 1), reversed(streams), strict=False):
+        os.dup2(stream, number)
+        os.close(stream)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(request["environment"])
+    sys.argv = request["command"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as an interpreter does
 
 
 def _preload() -> None:
@@ -185,10 +221,15 @@ if __name__ == "__main__":
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     try:
-        runpy.run_path(os.environ.get("TINY_SCRIPT", str(SCRIPT)), run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:
         sys.excepthook(*sys.exc_info())  # it is the channel's: the agent hears of the error
         code = 1
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # to tear down an interpreter full of Megatron costs a second of each rank
