@@ -68,7 +68,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     lived: float = 0.0
 
 
-class RankStatus(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """One rank as its agent knows it.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
@@ -78,9 +78,11 @@ class RankStatus(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
     for which the process has neither computed nor read or written anything worth mentioning; 0 when unknown.
+    On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
     state: str
+    changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
     incarnation: int = 0
     generation: int = 0
     entering: int = 0
@@ -92,14 +94,13 @@ class RankStatus(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     train_iterations: int = 0
     flops_per_iteration: float = 0.0
     iteration_seconds: float = 0.0
-    loss: float | None = None
     pid: int = 0
-    exit: Exit | None = None
-    fault: Fault | None = None
-    changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
-    note: Fault | None = None  # what last went wrong and was put right without the controller
     process: str = ""
     idle: float = 0.0
+    loss: float | None = None
+    exit: Exit | None = None
+    fault: Fault | None = None
+    note: Fault | None = None  # what last went wrong and was put right without the controller
 
     @property
     def end(self) -> Exit | None:
