@@ -25,7 +25,7 @@ RANK_STATES = ("waiting", "entering", "running", "stopped", "left", "finished") 
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: |$)")
-_rank_fields = set(wire.RankStatus.__struct_fields__)
+_rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
 
 
 class Rank:
@@ -76,12 +76,13 @@ class Rank:
             self.status.fault = msgspec.convert(fields, wire.Fault)
             self.status.changed = time.time()
             return True
-        values: dict[str, Any] = msgspec.to_builtins(self.status, str_keys=False)
-        values |= {name: value for name, value in message.items() if name in _rank_fields and name not in AGENTS_OWN}
-        if message["kind"] != "rank" or values["state"] not in RANK_STATES:
-            raise ValueError(f"{message['kind']!r} with the state {values['state']!r}")
         before = self.status
-        self.status = msgspec.convert(values, wire.RankStatus)
+        state = message.get("state", before.state)
+        if message["kind"] != "rank" or state not in RANK_STATES:
+            raise ValueError(f"{message['kind']!r} with the state {state!r}")
+        told = message.keys() - AGENTS_OWN
+        values = [message[name] if name in told else getattr(before, name) for name in _rank_fields]
+        self.status = msgspec.convert(msgspec.to_builtins(values), wire.RankStatus)
         self.status.changed = time.time()
         return before.state != self.status.state or self.status.state not in QUIET_STATES
 
