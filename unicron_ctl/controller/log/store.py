@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -64,14 +65,8 @@ class Store:
         rows = [(e.id, e.time, e.job, e.generation, e.kind, records.encode(e.record)) for e in events]
         if not rows:
             return
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise _explained(self.path, error) from None
 
     def thin(self, after: int = 0) -> int:
         """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
@@ -79,14 +74,11 @@ class Store:
         """
         try:
             doomed = redundant(self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,)))
-            if doomed:
-                self._db.execute("BEGIN IMMEDIATE")
-                self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
-                self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
             raise _explained(self.path, error) from None
+        if doomed:
+            with self._transaction():
+                self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
         return len(doomed)
 
     def replay(self, after: int = 0) -> Iterator[Event]:
@@ -95,15 +87,9 @@ class Store:
 
     def save_snapshot(self, event: int, state: bytes) -> None:
         """The state after that event, in place of the one saved before: a start replays only what came later."""
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             self._db.execute("DELETE FROM snapshot")
             self._db.execute("INSERT INTO snapshot VALUES (?, ?)", (event, state))
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise _explained(self.path, error) from None
 
     def snapshot(self) -> tuple[int, bytes] | None:
         """(event, state) as saved last, unless the log has lost that event."""
@@ -125,6 +111,18 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All that is written within it, or nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _explained(self.path, error) from None
 
     def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
         try:
