@@ -196,8 +196,9 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
     """What the node's kernel, memory cgroup or links said last."""
     if known is None or not known.events:
         return None
-    keys = ("time", "source", "text", "code", "count", "cause", "severity", "action", "reason")
-    return {key: getattr(known.events[-1], key) for key in keys}
+    seen = known.events[-1]
+    keys = ("source", "text", "code", "count", "cause", "severity", "action", "reason")
+    return {"time": seen.time} | {key: getattr(seen.said, key) for key in keys}
 
 
 def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:

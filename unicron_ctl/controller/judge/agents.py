@@ -127,15 +127,16 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     """The node's own log says that it is not fit for work: its ranks of this job are given up."""
     out, state = Outcome(), job.state
     agent = job.agents.get(finding.element)
-    seen = next((e for e in view.state.node(finding.node).events if e.id == finding.seen), None)
+    seen = view.state.node(finding.node).event(finding.seen)
     if agent is None or seen is None:
         return out
-    verdict = Verdict(seen.cause, Severity.SEV1, ISOLATE, finding.evidence, seen.rule, seen.scope)
+    said = seen.said
+    verdict = Verdict(said.cause, Severity.SEV1, ISOLATE, finding.evidence, said.rule, said.scope)
     earlier = _just_died(state, finding.node, seen.time)
     if earlier is not None:  # one fault is judged once
-        reason = f'{earlier.reason}; {finding.node} said: "{seen.text}"'
+        reason = f'{earlier.reason}; {finding.node} said: "{said.text}"'
         amended = records.FailureVerdict(
-            failure=earlier.id, cause=seen.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
+            failure=earlier.id, cause=said.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
         )
         out.record(state, amended)
     slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
@@ -148,7 +149,7 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     number = view.state.last_event + 1 + len(out.records)
     may = isolation.put_out_of_service(view, state, agent, number, slots, finding.evidence, put)
     # Where it must not be done the log says why, and its ranks go on as long as they can.
-    lost = {s: f"is on a node that was put aside: {seen.cause}" for s in inside} if may else {}
+    lost = {s: f"is on a node that was put aside: {said.cause}" for s in inside} if may else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
     return out.merge([put])
 

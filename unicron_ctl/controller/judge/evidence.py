@@ -11,6 +11,7 @@ from detector.classify import Classifier
 from detector.escalation import ISOLATE, Policy
 from detector.memory_events import KILLED
 from detector.severity import REPORT, Severity, Verdict
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState, SeenEvent
 from unicron_ctl.controller.model.view import View
@@ -97,48 +98,48 @@ def others_with(cause: str, node: str, at: float, nodes: Mapping[str, NodeState]
     """Other nodes that reported the same cause about that time."""
     for name, known in nodes.items():
         if name != node and any(
-            seen.cause == cause and abs(seen.time - at) <= policy.shared_seconds for seen in known.events
+            seen.said.cause == cause and abs(seen.time - at) <= policy.shared_seconds for seen in known.events
         ):
             yield name
 
 
-def explains(seen: SeenEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
+def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
     """Whether an event can be why a process ended with this code. pids: of all ranks on the node: a line that names one
     of them explains that one only."""
-    if seen.action == REPORT and seen.scope in ("none", "network"):
+    if said.action == REPORT and said.scope in ("none", "network"):
         return False
-    if seen.pid is not None and seen.pid != pid and seen.pid in set(pids):
+    if said.pid is not None and said.pid != pid and said.pid in set(pids):
         return False
-    if seen.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
-        return seen.pid == pid if code in KILLED else own.rule == "dataloader-child"
-    if seen.cause == "exited_abnormally":  # the kernel's line about a crash
+    if said.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
+        return said.pid == pid if code in KILLED else own.rule == "dataloader-child"
+    if said.cause == "exited_abnormally":  # the kernel's line about a crash
         return code in CRASHED
     if code in KILLED:
-        return seen.pid == pid
-    return seen.scope in ("hardware", "unknown", "storage") and seen.cause != "task_hang"
+        return said.pid == pid
+    return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"
 
 
-def merged(own: Verdict, seen: SeenEvent, seconds: float, action: str | None = None) -> Verdict:
+def merged(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
     """The verdict on a process that ended, with what its node said about that time. The worse one leads; of two equals
     the node's where the process's own words only tell how it ended. action: in place of the event's own."""
     when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
-    reason = f'{own.reason}; {seen.node} said {when}: "{seen.text}"'
-    severity = Severity(seen.severity)
-    if severity is Severity.SEV1 and (action or seen.action) in (SHARED, REPORT):
+    reason = f'{own.reason}; {said.node} said {when}: "{said.text}"'
+    severity = Severity(said.severity)
+    if severity is Severity.SEV1 and (action or said.action) in (SHARED, REPORT):
         return replace(own, reason=reason)  # not this node's fault, or not to be acted upon
     vague = own.rule.startswith(ENDINGS) or own.rule in ("xid-default", "exit-default")
     if severity < own.severity or (severity == own.severity and vague):
         then = ISOLATE if severity is Severity.SEV1 else own.action
         if severity > Severity.SEV2:
             severity = own.severity
-        return Verdict(seen.cause, severity, then, f"{seen.reason}; {reason}", seen.rule, seen.scope)
+        return Verdict(said.cause, severity, then, f"{said.reason}; {reason}", said.rule, said.scope)
     return replace(own, reason=reason)
 
 
 def is_shared(view: View, seen: SeenEvent) -> bool:
     """Other nodes say the same: none of them is to blame."""
     policy = view.state.history.policy
-    return after_waiting(seen.cause, seen.node, seen.time, view.state.nodes, "", policy)[0] == SHARED
+    return after_waiting(seen.said.cause, seen.said.node, seen.time, view.state.nodes, "", policy)[0] == SHARED
 
 
 def pids_on(view: View, node: str) -> list[int]:
@@ -154,14 +155,14 @@ def with_node(view: View, node: str, code: int, at: float, pid: int, own: Verdic
         return own
     pids, best = pids_on(view, node), None
     for seen in known.events:
-        before = at - seen.at
-        if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(seen, code, pid, own, pids):
-            if best is None or (seen.severity, abs(before)) < (best.severity, abs(at - best.at)):
+        said, before = seen.said, at - seen.said.at
+        if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(said, code, pid, own, pids):
+            if best is None or (said.severity, abs(before)) < (best.said.severity, abs(at - best.said.at)):
                 best = seen
     if best is None:
         return own
-    shared = best.action == WAIT and is_shared(view, best)
-    return merged(own, best, at - best.at, SHARED if shared else None)
+    shared = best.said.action == WAIT and is_shared(view, best)
+    return merged(own, best.said, at - best.said.at, SHARED if shared else None)
 
 
 def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
@@ -175,13 +176,13 @@ def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
         flaps = [
             seen
             for seen in (known.events if known else ())
-            if seen.cause == "link_flapping" and view.now - seen.time <= LINK_SECONDS
+            if seen.said.cause == "link_flapping" and view.now - seen.time <= LINK_SECONDS
         ]
         found += flaps[-1:]
     if not found:
         return own
-    said = "; ".join(f'{seen.node} {view.now - seen.time:.0f} s before: "{seen.text}"' for seen in found)
-    mine = any(seen.node == node for seen in found)
+    said = "; ".join(f'{seen.said.node} {view.now - seen.time:.0f} s before: "{seen.said.text}"' for seen in found)
+    mine = any(seen.said.node == node for seen in found)
     return replace(own, reason=f"{own.reason}; {said}", cause="link_flapping" if mine else own.cause)
 
 

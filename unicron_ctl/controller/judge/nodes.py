@@ -63,7 +63,7 @@ class Talk:
 
 def waiting(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
     """Events that a controller before this one had not decided yet."""
-    return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.action == WAIT}
+    return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
 
 
 def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcome:
@@ -95,14 +95,14 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcom
     if action == WAIT:
         talk.waiting.add((agent.node, number))
     else:
-        _explain_late(view, _as_seen(record, number, view.now), out)
+        _explain_late(view, record, out)
     return out
 
 
 def settle(view: View, talk: Talk) -> Iterator[Outcome]:
     """Events that have waited long enough; each is to be taken in before the next is asked for."""
     for name, number in sorted(talk.waiting):
-        seen = next((each for each in view.state.node(name).events if each.id == number), None)
+        seen = view.state.node(name).event(number)
         if seen is None:
             talk.waiting.discard((name, number))
         elif view.now - seen.time >= HOLD_SECONDS and (out := _settle(view, seen)) is not None:
@@ -112,9 +112,9 @@ def settle(view: View, talk: Talk) -> Iterator[Outcome]:
 
 def _settle(view: View, seen: SeenEvent) -> Outcome | None:
     """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
-    out, node = Outcome(), seen.node
+    out, node = Outcome(), seen.said.node
     aside, policy = _out_of_service(view, node), view.state.history.policy
-    action, why = after_waiting(seen.cause, node, seen.time, view.state.nodes, aside, policy)
+    action, why = after_waiting(seen.said.cause, node, seen.time, view.state.nodes, aside, policy)
     jobs = [
         (job, agent)
         for agent in view.live.on_node(node)
@@ -126,7 +126,7 @@ def _settle(view: View, seen: SeenEvent) -> Outcome | None:
         action, why = REPORT, "only recorded: no job of ours runs there any more"
     elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
         action, why = REPORT, "only recorded: there is no Slurm here to put the node aside with"
-    verdict = f'{node}: {action}: "{seen.text}": {why}'
+    verdict = f'{node}: {action}: "{seen.said.text}": {why}'
     out.record(None, records.NodeVerdict(node=node, event=seen.id, action=action, reason=verdict))
     if action == ISOLATE:
         out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
@@ -135,7 +135,7 @@ def _settle(view: View, seen: SeenEvent) -> Outcome | None:
 
 def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
     """The node's ranks of one job are to be given up."""
-    said = f'{agent.node} is not fit for work: "{seen.text}" ({seen.cause})'
+    said = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
     inside = [s for s in agent.slots if (s in job.members or s in job.joining) and s not in job.lost]
     return Finding(
         What.NODE,
@@ -151,19 +151,14 @@ def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Find
     )
 
 
-def _as_seen(record: records.NodeEvent, number: int, now: float) -> SeenEvent:
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    return SeenEvent(id=number, time=now, **values)
-
-
 def _same_line(known: NodeState, message: NodeEvent) -> bool:
     """Another agent on the node has sent it: two jobs share the node."""
     text = one_line(message.text)[:TEXT_KEPT]
     return any(
-        seen.source == message.source
-        and seen.text == text
-        and abs(seen.at - message.at) < 2.0
-        and not seen.mark.startswith(f"{message.agent[:12]}:")
+        seen.said.source == message.source
+        and seen.said.text == text
+        and abs(seen.said.at - message.at) < 2.0
+        and not seen.said.mark.startswith(f"{message.agent[:12]}:")
         for seen in known.events
     )
 
@@ -175,27 +170,27 @@ def _out_of_service(view: View, node: str) -> str:
     return f"{node} is out of service already ({info.reason})" if info and not info.healthy else ""
 
 
-def _explain_late(view: View, seen: SeenEvent, out: Outcome) -> None:
+def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
     """The rank's end was quicker than the word of its node's kernel."""
     for job in view.state.jobs.values():
         for failure in job.failures:
-            if _may_explain(failure, seen, view.now):
+            if _may_explain(failure, said, view.now):
                 cause = view.classifier.table.causes.get(failure.cause)
                 scope = cause.scope if cause else "unknown"
                 rule = "exit-default" if scope == "unknown" else ""
                 own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
-                if explains(seen, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, seen.node)):
-                    full = merged(own, seen, failure.detected_at - seen.at)
+                if explains(said, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, said.node)):
+                    full = merged(own, said, failure.detected_at - said.at)
                     verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
                     out.record(job, verdict)
 
 
-def _may_explain(failure: Failure, seen: SeenEvent, now: float) -> bool:
+def _may_explain(failure: Failure, said: records.NodeEvent, now: float) -> bool:
     return (
-        failure.node == seen.node
+        failure.node == said.node
         and failure.kind == "rank"
         and failure.exit_code is not None
         and now - failure.detected_at <= AFTER_SECONDS
-        and failure.detected_at - seen.at <= BEFORE_SECONDS
-        and seen.text not in failure.reason
+        and failure.detected_at - said.at <= BEFORE_SECONDS
+        and said.text not in failure.reason
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
 
@@ -26,24 +28,11 @@ class HealthReport:
 
 @dataclass
 class SeenEvent:
-    """A node event as it is kept: what it said, what it means, and what is done about it (`action`)."""
+    """A node event as it is kept: its id, when it was recorded, and the record with what was done about it since."""
 
     id: int
     time: float
-    node: str
-    source: str
-    text: str
-    code: str
-    count: int
-    at: float
-    pid: int | None
-    mark: str
-    cause: str
-    severity: int
-    scope: str
-    rule: str
-    action: str
-    reason: str
+    said: records.NodeEvent
 
 
 @dataclass
@@ -71,6 +60,10 @@ class NodeState:
     """It came back without passing checks."""
     suspicion: str = ""
     suspected_at: float = 0.0
+
+    def event(self, number: int) -> SeenEvent | None:
+        """What it said under that number of the log, while it is remembered."""
+        return next((seen for seen in self.events if seen.id == number), None)
 
 
 # ---------------------------------------------------------------- fold rules
@@ -112,14 +105,10 @@ def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
 
 
 def said(node: NodeState, event: Event, record: records.NodeEvent) -> None:
-    node.events.append(SeenEvent(id=event.id, time=event.time, **{n: getattr(record, n) for n in _SAID}))
+    node.events.append(SeenEvent(event.id, event.time, record))
     node.heard.append(record.mark)
 
 
 def judged(node: NodeState, event: Event, record: records.NodeVerdict) -> None:
-    for seen in node.events:
-        if seen.id == record.event:
-            seen.action = record.action
-
-
-_SAID = [name for name in records.NodeEvent.__struct_fields__]
+    if (seen := node.event(record.event)) is not None:
+        seen.said = msgspec.structs.replace(seen.said, action=record.action)

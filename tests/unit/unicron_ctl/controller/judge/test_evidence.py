@@ -7,7 +7,7 @@ import pytest
 from detector.classify import default_classifier
 from detector.kernel_log import pid_in
 from unicron_ctl.controller.judge import evidence
-from unicron_ctl.controller.model.node import SeenEvent
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.sense.slurm import describe
 from unicron_ctl.slurm.client import ElementInfo
 
@@ -32,9 +32,7 @@ OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:900000
 def test_which_lines_explain_which_ends(text, code, pid, own_exit, expected):
     classifier = default_classifier()
     verdict = classifier.match(text, "kernel")
-    seen = SeenEvent(
-        id=1,
-        time=0.0,
+    said = records.NodeEvent(
         node="n1",
         source="kernel",
         text=text,
@@ -50,7 +48,7 @@ def test_which_lines_explain_which_ends(text, code, pid, own_exit, expected):
         action="report",
         reason="",
     )
-    assert evidence.explains(seen, code, pid, classifier.exit(*own_exit), [pid]) is expected
+    assert evidence.explains(said, code, pid, classifier.exit(*own_exit), [pid]) is expected
 
 
 @pytest.mark.parametrize(
