@@ -46,11 +46,6 @@ def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]
     return {slot: list(indices[place :: len(members)]) for place, slot in enumerate(members)}
 
 
-def share(indices: Sequence[int], members: Sequence[int], slot: int) -> list[int]:
-    """What :func:`deal` gives one of the members; nothing to somebody else."""
-    return list(indices[members.index(slot) :: len(members)]) if slot in members else []
-
-
 def decide(
     survivors: Mapping[int, RankStatus],
     total: int,

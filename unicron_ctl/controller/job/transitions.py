@@ -206,10 +206,9 @@ def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
     if plan is None or not job.state.lost:
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
-    shares = [
-        planned[slot] if slot in planned else resume.share(range(total), plan.members, slot) for slot in job.state.lost
-    ]
-    return [index for found in shares for index in found]
+    members, lost = plan.members, job.state.lost
+    usual = {slot: range(place, total, len(members)) for place, slot in enumerate(members) if slot in lost}
+    return [index for slot in lost for index in planned.get(slot, usual.get(slot, ()))]
 
 
 def _unusable(view: View, job: JobView, slot: int, why: str) -> Finding:
