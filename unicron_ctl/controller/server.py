@@ -12,13 +12,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import msgspec
 import zmq
 
 from detector.classify import Classifier
-from detector.escalation import Fault, History
+from detector.escalation import Fault, History, Policy
 from unicron_ctl.config import Config
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
@@ -26,7 +26,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, JobState, SlotState
+from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, Identity, JobState, SlotState
 from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
@@ -39,7 +39,8 @@ from unicron_ctl.slurm.client import SlurmClient
 log = logging.getLogger("unicron.controller")
 SAVED = (  # what a snapshot holds
     *(ClusterState, Mark, Pin, PlanReport, JobState, Failure, SlotState, AgentRecord, Decided, Ending),
-    *(NodeState, SeenEvent, HealthReport, History, Fault),
+    *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
+    *(Identity, wire.Plan, wire.Settings, records.NodeEvent),
 )
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
@@ -50,10 +51,18 @@ COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
-STATE_FORMAT = {
-    kind.__name__: [f.name for f in fields(kind)] for kind in SAVED
-}  # a snapshot of other fields is not read
 Route = tuple[bytes, ...]
+
+
+def _fields(kind: type) -> list[str]:
+    """The names of a dataclass's, a struct's or a named tuple's fields, in their order: pickles go by it."""
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind)]
+    return list(getattr(kind, "__struct_fields__", None) or kind._fields)  # type: ignore[attr-defined]
+
+
+# A snapshot of other fields is not read; of other limits of the escalation neither, for they are part of the state.
+STATE_FORMAT = {kind.__name__: _fields(kind) for kind in SAVED} | {"limits": [repr(Policy())]}
 
 
 class Server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import pickle
 import sqlite3
 from collections.abc import Callable
@@ -16,10 +18,13 @@ from unicron_ctl.controller import core as core_module
 from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.job.machine import Action
 from unicron_ctl.controller.judge import failures
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.finding import What
-from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.server import freeze, read_state
+from unicron_ctl.controller.model.fold import fold, replay
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.server import SAVED, STATE_FORMAT, freeze, read_state
 from unicron_ctl.protocol import wire
 
 BROKEN = "this decider is broken"
@@ -187,6 +192,35 @@ def test_a_snapshot_and_a_whole_replay_give_the_same_state(tmp_path: Path) -> No
     assert read_state(store) == world.core.state
     store._db.execute("DELETE FROM snapshot")
     assert read_state(store) == world.core.state
+
+
+class Classes(pickle.Unpickler):
+    """Notes which classes a pickle is made of."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.met: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if isinstance(found, type) and not issubclass(found, enum.Enum) and module.startswith(("unicron", "detector")):
+            self.met.add(found)
+        return found
+
+
+def test_the_fields_of_all_that_a_snapshot_holds_are_compared(tmp_path: Path) -> None:
+    """A struct pickles by position: of another release, with a field more, it would be read as something else."""
+    world = disturbed()
+    state = world.core.state
+    said = records.NodeEvent(
+        node="n1", source="kernel", text="x", code="", count=1, at=0.0, pid=None, mark="a:1", cause="x", severity=3,
+        scope="none", rule="r", action="report",
+    )  # fmt: skip
+    fold(state, Event(state.last_event + 1, world.now, "", 0, said))
+    reader = Classes(freeze(state))
+    assert reader.load()[1] == state
+    assert {records.NodeEvent, wire.Plan, JobState} <= reader.met <= set(SAVED)
+    assert STATE_FORMAT["Plan"] == list(wire.Plan.__struct_fields__)
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "other fields", "another event", "no state"])
