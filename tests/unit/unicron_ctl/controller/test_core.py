@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller.job import machine
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import Phase
@@ -322,63 +321,6 @@ def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
     assert world.job().phase == "ended" and world.job().ended.code == 0
     world.run(0.1)
     assert messages(world, wire.End)[-1].code == 0
-
-
-def test_the_ledger_is_checked():
-    world = World()
-    agents = world.start_job(nodes=2)
-    world.iterate("1", 0)
-    assert world.job().iteration == 0 and world.job().ledger_violations == 0
-    agents[0].step(0, 1, [0, 2, 4, 6])
-    agents[1].step(1, 1, [1, 3, 5, 6])
-    world.iterate("1", 2)
-    assert world.job().ledger_violations == 1
-    agents[0].step(0, 3, [0, 2, 4, 6], computed=[0, 0, 2, 4, 6])
-    agents[1].step(1, 3, [1, 3, 5, 7])
-    assert world.job().ledger_violations == 2
-
-
-def test_a_report_that_was_lost_on_its_way_is_no_violation():
-    world = World()
-    agents = world.start_job(nodes=2)
-    world.iterate("1", 0)
-    agents[0].step(0, 1, [0, 2, 4, 6])
-    agents[1].next_step()  # its report of iteration 1 never comes
-    world.iterate("1", 2)
-    assert world.job().ledger_violations == 0 and world.job().iteration == 2
-    steps = [event.record for event in world.log if isinstance(event.record, records.Step)]
-    assert [step.unreported for step in steps] == [[], [1, 3, 5, 7], []]
-
-
-def test_reports_that_were_lost_with_the_controller_are_no_violation():
-    """However many iterations the ranks went on without one."""
-    world = World()
-    agents = world.start_job(nodes=2)
-    world.iterate("1", 0)
-    world.restart()
-    for agent in agents:
-        agent.register()
-        agent.status()
-        agent.steps += 40
-    agents[0].step(0, 41, [0, 2, 4, 6])
-    agents[1].step(1, 42, [1, 3, 5, 7])
-    world.iterate("1", 43)
-    assert world.job().ledger_violations == 0
-    agents[0].step(0, 44, [0, 2, 4, 6])
-    agents[1].step(1, 44, [1, 3, 5])
-    world.iterate("1", 45)
-    assert world.job().ledger_violations == 1, "what is missing although all was heard is one"
-
-
-def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
-    world = World()
-    agents = world.start_job(nodes=2)
-    world.iterate("1", 0)
-    for iteration in range(1, 12):
-        agents[0].step(0, iteration, [0, 2, 4, 6])
-    agents[1].steps += 10
-    agents[1].step(1, 11, [1, 3, 5, 7])
-    assert world.job().ledger_violations == 0
 
 
 def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tests.support.world import World
 from unicron_ctl.controller.job.ledger import JobLedger
+from unicron_ctl.controller.log import records
 from unicron_ctl.protocol.wire import RankStep, Steps
 
 
@@ -43,3 +45,60 @@ def test_gaps_doubles_and_strangers_are_violations():
     text = "; ".join(problem for account in accounts for problem in account.problems)
     assert "micro-batch 1 is in 2 gradients" in text and "computed 2 times" in text and "9 does not exist" in text
     assert "micro-batches [2, 3] are in nobody's gradient" in text
+
+
+def test_the_ledger_is_checked():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    assert world.job().iteration == 0 and world.job().ledger_violations == 0
+    agents[0].step(0, 1, [0, 2, 4, 6])
+    agents[1].step(1, 1, [1, 3, 5, 6])
+    world.iterate("1", 2)
+    assert world.job().ledger_violations == 1
+    agents[0].step(0, 3, [0, 2, 4, 6], computed=[0, 0, 2, 4, 6])
+    agents[1].step(1, 3, [1, 3, 5, 7])
+    assert world.job().ledger_violations == 2
+
+
+def test_a_report_that_was_lost_on_its_way_is_no_violation():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    agents[0].step(0, 1, [0, 2, 4, 6])
+    agents[1].next_step()  # its report of iteration 1 never comes
+    world.iterate("1", 2)
+    assert world.job().ledger_violations == 0 and world.job().iteration == 2
+    steps = [event.record for event in world.log if isinstance(event.record, records.Step)]
+    assert [step.unreported for step in steps] == [[], [1, 3, 5, 7], []]
+
+
+def test_reports_that_were_lost_with_the_controller_are_no_violation():
+    """However many iterations the ranks went on without one."""
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    world.restart()
+    for agent in agents:
+        agent.register()
+        agent.status()
+        agent.steps += 40
+    agents[0].step(0, 41, [0, 2, 4, 6])
+    agents[1].step(1, 42, [1, 3, 5, 7])
+    world.iterate("1", 43)
+    assert world.job().ledger_violations == 0
+    agents[0].step(0, 44, [0, 2, 4, 6])
+    agents[1].step(1, 44, [1, 3, 5])
+    world.iterate("1", 45)
+    assert world.job().ledger_violations == 1, "what is missing although all was heard is one"
+
+
+def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    for iteration in range(1, 12):
+        agents[0].step(0, iteration, [0, 2, 4, 6])
+    agents[1].steps += 10
+    agents[1].step(1, 11, [1, 3, 5, 7])
+    assert world.job().ledger_violations == 0
