@@ -93,9 +93,8 @@ class JobLedger:
     def add(self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool]) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
-        disturbed: whether reports on an iteration may be missing.
-
-        members: who is in the job now (a set or the keys of a dict).
+        members: who is in the job now (a set or the keys of a dict). disturbed: whether reports on an iteration may be
+        missing.
         """
         if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
             return []
@@ -108,8 +107,8 @@ class JobLedger:
         for iteration in sorted(self.open):
             if not self._complete(iteration, members, disturbed):
                 break
-            unsure = disturbed(iteration) or not self._later(iteration, members)
-            done.append(self.open.pop(iteration).account(iteration, unsure))
+            heard = _all_in(members, self.open[iteration]) or self._later(iteration, members)
+            done.append(self.open.pop(iteration).account(iteration, unsure=disturbed(iteration) or not heard))
             self.closed = max(self.closed, iteration)
         return done
 

@@ -47,6 +47,14 @@ def test_gaps_doubles_and_strangers_are_violations():
     assert "micro-batches [2, 3] are in nobody's gradient" in text
 
 
+def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doubled():
+    ledger = JobLedger()
+    ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: False)
+    (account,) = ledger.add(step(1, 0, [1, 2]), {0, 1}, lambda i: False)
+    assert "micro-batch 2 is in 2 gradients" in account.problems
+    assert "micro-batches [3] are in nobody's gradient" in account.problems and account.unreported == []
+
+
 def test_the_ledger_is_checked():
     world = World()
     agents = world.start_job(nodes=2)
