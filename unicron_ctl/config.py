@@ -50,8 +50,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Between two messages of an agent that has no news."""
     lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
     """Heartbeat periods without a message after which a node counts as lost."""
-    hint_grace: Seconds = 0.3
-    """For an agent whose end Slurm reported to prove that it lives."""
+    state_wait_seconds: Annotated[float, Range(10.0, 30 * DAY)] = 600.0
+    """For a silent node, of which nobody can say that it is dead, to come back: its ranks may hold the only state."""
     restart_grace: Seconds = 5.0
     """For agents to come back after the controller was restarted."""
     repeat_seconds: Seconds = 0.5
@@ -65,7 +65,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     slurm_timeout: Seconds = 10.0
     """For one command to Slurm."""
     probe_timeout: Seconds = 0.5
-    """For slurmd to accept a connection when its node's agent is lost: did the node die, or the agent alone?"""
+    """For a silent agent, or its node's slurmd, to accept a connection of the controller."""
 
     # ---- generations
     forming_settle_seconds: Seconds = 5.0

@@ -95,6 +95,12 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("controller", "FRESH_PERIODS", 2.5, "periods of metrics_seconds after which a sample is too old"),
     Limit("controller", "EVIDENCE_SECONDS", 600.0, "for which an anomaly that is over still counts as evidence"),
+    Limit("controller", "ASK_PERIODS", 1.3, "heartbeat periods of silence after which other agents are asked"),
+    Limit(
+        "controller", "ANSWER_SECONDS", 1.5, "for an agent that is asked about another one; then a further one is asked"
+    ),
+    Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
+    Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
@@ -117,6 +123,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "agent", "WITHOUT_CONTROLLER_SECONDS", 60.0, "that a finished element waits for others without the controller"
     ),
+    Limit("agent", "REACH_SECONDS", 0.7, "for a silent node's address to answer, tried by several connections"),
     Limit("agent", "STOP_SECONDS", 1.0, "between SIGTERM and SIGKILL of a rank after a loss"),
     Limit("agent", "PLANNED_SECONDS", 8.0, "the same in restart mode when nobody is lost: time to save something"),
     Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
@@ -209,6 +216,8 @@ RULES: tuple[Rule, ...] = (
     Rule("hang_outside_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a rank's checkpoint"),
     Rule("first_iteration_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a late rank"),
     # ---- among what is fixed
+    Rule("agent.REACH_SECONDS", "controller.ANSWER_SECONDS", "a witness has tried by then"),
+    Rule("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),
     Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
     Rule(
         "protocol.TIME_LIMIT + protocol.TIME_LIMIT",

@@ -17,6 +17,7 @@ from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
 MICRO_BATCHES = 8
@@ -55,6 +56,8 @@ class FakeAgent:
             for slot in self.slots
         }
         self.obedient, self.silent = True, False
+        self.cut = False  # it lives, and is silent only to the controller
+        self.killed = False  # its node lives, and says so
         self.number = 0
         self.heard: list[wire.Message] = []
         self.offers: dict[int, wire.Plan] = {}
@@ -76,6 +79,7 @@ class FakeAgent:
                 address="127.0.0.1",
                 slots=self.slots,
                 settings=self.settings,
+                door=f"{self.node}:{self.agent}",
             ),
         )
 
@@ -116,6 +120,10 @@ class FakeAgent:
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.status()
+        if isinstance(message, wire.Reach) and not self.silent:
+            words = [str(self.world.answer(self.node, target)) for target in message.targets]
+            job, element, agent, number = self.job, self.element, self.agent, message.number
+            self.world.to_core(self, wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
         if not self.obedient or self.silent:
             return
         match message:
@@ -249,7 +257,7 @@ class FakeSlurm:
 
     def nodes(self) -> list[NodeInfo]:
         return [
-            NodeInfo(n, frozenset(s), self.reasons.get(n, ""), "127.0.0.1", 1, self.starts[n], 1)
+            NodeInfo(n, frozenset(s), self.reasons.get(n, ""), n, "slurmd", self.starts[n], 1)
             for n, s in self.node_states.items()
         ]
 
@@ -326,6 +334,8 @@ class World:
         self.log: list[Event] = []
         self.sent: list[tuple[str, wire.Message]] = []
         self.dead_nodes: set[str] = set()
+        self.cuts: set[frozenset[str]] = set()
+        """Pairs of nodes that cannot reach each other; "" is the controller's."""
         self._busy = False
 
     def restart(self, classifier: Classifier | None = None) -> None:
@@ -386,7 +396,9 @@ class World:
         core = self.core
         match request:
             case Probe():
-                core.on_probe(request, request.node not in self.dead_nodes)
+                for place, target in enumerate(request.targets):
+                    if target:
+                        core.on_probe(request, place, self.answer("", target))
             case Poll():
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)
@@ -403,6 +415,21 @@ class World:
                         core.on_action(action, "")
                 core.on_actions_done()
         self.deliver()
+
+    def answer(self, witness: str, target: str) -> Reach:
+        """What a node, or the controller (""), finds at "node:agent" (a door) or "node:slurmd"."""
+        if not target:
+            return Reach.UNKNOWN
+        node, _, port = target.partition(":")
+        if node in self.dead_nodes or frozenset((witness, node)) in self.cuts:
+            return Reach.SILENT
+        if port == "slurmd":
+            return Reach.REACHED
+        agent = next((agent for agent in self.agents if agent.agent == port), None)
+        if agent is not None and (agent.cut or not agent.silent):
+            return Reach.REACHED
+        gone = agent is None or agent.killed or self.slurm is not None
+        return Reach.REFUSED if gone else Reach.SILENT  # without Slurm a silent agent is a lost node
 
     def run(self, seconds: float, heartbeats: bool = True) -> None:
         """Time passes; living agents send their heartbeats."""

@@ -34,6 +34,7 @@ from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
+from unicron_ctl.agent.witness import Witness
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.munge import make_credential
@@ -69,7 +70,10 @@ class Agent:
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
-        self._trials = Trials(place.job, self._controller, address, self.ranks, self._tell, self._send, self._complain)
+        self._witness = Witness()
+        self._trials = Trials(
+            place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._complain
+        )
         self._identities: dict[int, bytes] = {}
         self._vitals, self._sampling = Vitals(), Sampling(self._folder)
         self._steps = StepReports(place.job, place.element, self.identity)
@@ -92,6 +96,7 @@ class Agent:
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
         self._watch(self._signals.fileno(), "signal", 0)
+        self._watch(self._witness.fileno(), "witness", 0)
         self._node: node_watch.NodeWatch | None = None
 
     # ------------------------------------------------------------ life
@@ -129,6 +134,7 @@ class Agent:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
+        self._witness.close()
         if self._node is not None:
             self._node.close()
 
@@ -140,6 +146,7 @@ class Agent:
         now = time.monotonic()
         self._send_steps(now)
         self._send_metrics(now)
+        self._witness.door.answer()
         if self._trials.due() or now - self._last_status >= self._status_period():
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
@@ -218,6 +225,8 @@ class Agent:
             self._on_signal(self._signals.read())
         elif what == "node":
             self._send_node_events()
+        elif what == "witness":
+            self._testify()
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -331,6 +340,7 @@ class Agent:
                 slots=self.place.slots,
                 settings=self.place.settings,
                 step=self.place.step,
+                door=f"{self.place.address}:{self._witness.door.port}",
                 credential=make_credential(),
             )
         )
@@ -353,6 +363,11 @@ class Agent:
                 ranks={slot: rank.status for slot, rank in self.ranks.items()},
             )
         )
+
+    def _testify(self) -> None:
+        job, element, agent = self.place.job, self.place.element, self.identity
+        for number, words in self._witness.take():
+            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
 
     def _send_steps(self, now: float, leaving: bool = False) -> None:
         running = {} if leaving else {slot: rank.status.generation for slot, rank in self.ranks.items() if rank.running}
@@ -399,6 +414,8 @@ class Agent:
                 self._on_welcome(message)
             case wire.Ping():
                 self._send_status()
+            case wire.Reach():
+                self._witness.ask(message.number, message.targets)
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break():

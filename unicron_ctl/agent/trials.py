@@ -15,6 +15,7 @@ from detector import blackhole, inject
 from detector.cage import Cage, CageError
 from unicron_ctl.agent.ranks import Rank
 from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Door
 
 
 class Trials:
@@ -25,12 +26,13 @@ class Trials:
         job: str,
         controller: Any,
         address: str,
+        door: Door,
         ranks: Mapping[int, Rank],
         tell: Callable[[int, wire.Message], None],
         send: Callable[[wire.Message], None],
         say: Callable[[str], None],
     ) -> None:
-        self._job, self._controller, self._address, self._ranks = job, controller, address, ranks
+        self._job, self._controller, self._address, self._door, self._ranks = job, controller, address, door, ranks
         self._tell, self._send, self._say = tell, send, say
         self._until = 0.0
         self._hole: set[int] | None = None
@@ -69,6 +71,7 @@ class Trials:
         if not self._until or time.monotonic() < self._until:
             return False
         self._until = 0.0
+        self._door.open()
         if self._hole is None:
             self._controller.connect(self._address)
         else:
@@ -89,6 +92,7 @@ class Trials:
         for slot in self._ranks:
             self._tell(slot, order)
         self._until = time.monotonic() + seconds
+        self._door.shut()
         if name == "lost-network":
             self._controller.disconnect(self._address)
         else:

@@ -38,10 +38,11 @@ from unicron_ctl.controller.model.requests import Action, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import inputs, replan
-from unicron_ctl.controller.sense import iterations, leases, overdue, peers
+from unicron_ctl.controller.sense import iterations, overdue, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 log = logging.getLogger("unicron.controller")
@@ -199,8 +200,6 @@ class Core:
             for job, generation, record in reconcile.intent(self.view, request).records:
                 self.append(job, generation, record)
             self.slurm.busy = self.slurm.busy or not request.urgent
-        elif isinstance(request, Probe):
-            self.view.slurm.probing.add(request.node)
         self.requests.append(request)
 
     def _phase_changed(self, name: str, record: Record) -> None:
@@ -262,6 +261,7 @@ class Core:
     def receive(self, route: Route, message: wire.Message, now: float) -> None:
         """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent."""
         self._notice_time(now)
+        self._heard_again()
         name: str = getattr(message, "job", "")
         try:
             self.intake.receive(route, message)
@@ -299,7 +299,9 @@ class Core:
         self._notice_time(now)
         self.last_tick = now
         self._contained("", "what nodes said", self._settle_node_events)
-        self._contained("", "leases", self._leases)
+        self._contained("", "silent agents", self._silence)
+        if self.view.alone:
+            return
         for job in list(self.state.jobs.values()):
             if not job.over:
                 self._contained(job.job, "a tick", self._tick, job)
@@ -320,26 +322,40 @@ class Core:
         if late <= STALL_SECONDS:
             return
         self.last_tick = now
-        self.view.live.shift(late)
-        for desk in self.desks.values():
-            desk.watch.shift(late)
-        self.view.started_at += late
+        self._excuse(late)
 
-    def _leases(self) -> None:
-        for agent, finding in list(leases.expired(self.view)):
-            agent.expired = True
-            self.view.live.silenced(agent)
-            live = self.view.live.jobs[agent.job]
-            live.changed.update(agent.slots)
-            live.ready.discard(agent.element)
-            self._contained(agent.job, "a silent agent", self.judge, finding)
+    def _excuse(self, seconds: float) -> None:
+        """Nobody was late in these seconds but this process, or its network."""
+        self.view.live.shift(seconds)
+        for desk in self.desks.values():
+            desk.watch.shift(seconds)
+        self.view.started_at += seconds
+
+    def _heard_again(self) -> None:
+        """Somebody is heard after nobody was."""
+        since = self.view.inquiries.alone_since
+        if since is not None:
+            self.take(silence.heard_again(self.view))
+            self._excuse(self.now - since)
+
+    def _silence(self) -> None:
+        outcome = silence.look(self.view)
+        for finding in outcome.findings:
+            self._fell_silent(finding)
+        self.take(outcome)
+
+    def _fell_silent(self, finding: Finding) -> None:
+        """An agent that is judged: nobody waits for its next word."""
+        agent, live = self.view.live.agent(finding.job, finding.element), self.view.live.jobs.get(finding.job)
+        if agent is None or live is None:
+            return
+        agent.expired = True
+        self.view.live.silenced(agent)
+        live.changed.update(agent.slots)
+        live.ready.discard(agent.element)
 
     def _tick(self, job: JobState) -> None:
         view, desk = self.view.job(job), self.desk(job)
-        if self.now >= desk.look_at:
-            desk.look_at = self.now + PACE * len(job.agents)
-            for finding in list(leases.missing(self.view, job)):
-                self.judge(finding)
         if not self.config.observe:
             for finding in list(overdue.look(self.view, self.clocks, job)):
                 self.judge(finding)
@@ -352,14 +368,9 @@ class Core:
         self.turns.advance(job)
 
     # ------------------------------------------------------------ results of slow work
-    def on_probe(self, probe: Probe, answers: bool) -> None:
-        """The node's slurmd answered, or not."""
-        self.view.slurm.probing.discard(probe.node)
-        self._contained(probe.job, "a probe", self._probed, probe, answers)
-        self.settle()
-
-    def _probed(self, probe: Probe, answers: bool) -> None:
-        self.take(judge_agents.probed(self.view, probe, answers))
+    def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
+        """What came of trying one of the addresses; the next tick judges."""
+        silence.probed(self.view.inquiries, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""
@@ -377,7 +388,8 @@ class Core:
         listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
         for job in reconcile.managed(self.view):
             self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
-        self._contained("", "planning", self._plan, listing)
+        if not self.view.alone:
+            self._contained("", "planning", self._plan, listing)
         self.settle()
 
     def _slurm_said(self, listing: Listing, job: JobState) -> None:

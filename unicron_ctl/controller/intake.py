@@ -11,7 +11,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense import members, silence
 from unicron_ctl.protocol import wire
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
@@ -44,6 +44,9 @@ class Intake:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._desk(job).peers.take(agent, message, self._view.now)
+            case wire.Reached():
+                if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
+                    silence.answered(self._view.inquiries, agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
                     self._take(judge_nodes.take(self._view, agent, message, self._talk))
@@ -87,7 +90,7 @@ class Intake:
         if agent is None:
             slots = list(message.slots)
             agent = AgentView(message.job, message.element, message.agent, message.node, route, slots, now)
-            agent.last_registered = now
+            agent.last_registered, agent.door = now, message.door
             live.add(agent)
             live.jobs[message.job].last_arrival = now
         agent.route, agent.expired = route, False
@@ -158,6 +161,8 @@ class Intake:
             return
         whole, agent.steps = message.number == agent.steps + 1, message.number
         message.ranks = [rank for rank in message.ranks if rank.slot in agent.slots]
+        if job.plan is not None and message.generation == job.plan.generation:
+            self._view.job(job).live.stepped.take(message.iteration, self._view.now)
         if message.ranks:
             self._take(self._desk(job).take_steps(self._view.job(job), message, self._view.now, whole))
 
@@ -198,7 +203,7 @@ class Intake:
         return self.suspect(agent)
 
     def suspect(self, agent: AgentView) -> Outcome:
-        """Slurm says that the agent has ended: it is asked, and has `hint_grace` to answer."""
+        """Somebody says that the agent has ended: it is asked, and so are others (`sense.silence`)."""
         out = Outcome()
         if agent.alive and agent.suspect_since is None:
             self._view.live.suspect(agent, self._view.now)

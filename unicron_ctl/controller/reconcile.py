@@ -99,7 +99,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
         )
         for job in jobs
     ]
-    waiting = state.out_of_service | view.slurm.probing
+    waiting = state.out_of_service | {inquiry.node for inquiry in view.inquiries.open.values()}
     found = place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now)
     _allot(view, jobs, found, out)
     for name, element in found.unpinned:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.model.requests import Action, Poll, Probe, Run
+from unicron_ctl.reach import reach
 from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
 Result = Callable[[], None]
@@ -53,10 +53,9 @@ class Worker:
     def submit(self, request: Poll | Run | Probe, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
         if isinstance(request, Probe):
-            self.call(
-                lambda: connects(request.address, request.port, self._probe_timeout),
-                lambda answer: core.on_probe(request, bool(answer)),
-            )
+            for place, target in enumerate(request.targets):
+                if target:
+                    self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
         else:
             self._todo.put((request, core))
 
@@ -154,12 +153,3 @@ def perform(client: SlurmClient, action: Action) -> None:
             client.cancel(action.job, action.element)
         case other:
             raise ValueError(f"no such action: {other}")
-
-
-def connects(address: str, port: int, timeout: float) -> bool:
-    """Whether something accepts TCP connections there within `timeout` seconds."""
-    try:
-        with socket.create_connection((address, port), timeout):
-            return True
-    except (OSError, UnicodeError):  # UnicodeError: of a name that is none
-        return False

@@ -124,6 +124,7 @@ class Register(Message, tag="register"):
     settings: Settings
     credential: str = ""
     step: int = 0  # of Slurm: the number of the srun in its batch script
+    door: str = ""  # host:port at which other agents can see that this one lives
 
 
 class Status(Message, tag="status"):
@@ -183,6 +184,16 @@ class Timing(Message, tag="timing"):
     slot: int
     generation: int
     seconds: dict[str, float]
+
+
+class Reached(Message, tag="reached"):
+    """The answer to :class:`Reach`: one word of :class:`unicron_ctl.reach.Reach` for each address, in their order."""
+
+    job: str
+    element: int
+    agent: str
+    number: int
+    words: list[str]
 
 
 class InjectRefused(Message, tag="inject_refused"):
@@ -252,6 +263,13 @@ class Welcome(Message, tag="welcome"):
 
 class Ping(Message, tag="ping"):
     """Say at once that you live: an agent answers with its status."""
+
+
+class Reach(Message, tag="reach"):
+    """Another node is silent: say whether these addresses ("host:port") answer you. Empty ones are not tried."""
+
+    number: int
+    targets: list[str]
 
 
 class Refused(Message, tag="refused"):
@@ -379,8 +397,8 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Ask
-ToAgent = Welcome | Ping | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
+ToController = Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Ask
+ToAgent = Welcome | Ping | Reach | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)

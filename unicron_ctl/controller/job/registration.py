@@ -61,6 +61,7 @@ def join(job: JobState, message: wire.Register) -> Outcome:
             node=message.node,
             address=message.address,
             slots=list(message.slots),
+            door=message.door,
         )
         out.record(job, record, 0)
     elif known.gone:

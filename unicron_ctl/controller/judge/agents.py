@@ -3,105 +3,77 @@
 from __future__ import annotations
 
 from detector import escalation
-from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision
+from detector.escalation import ISOLATE, RESTART, Decision
 from detector.severity import Severity, Verdict
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, isolate, start
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.job import Failure, JobState, Phase
+from unicron_ctl.controller.model.finding import Finding, What
+from unicron_ctl.controller.model.job import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.model.live import JobView
-from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense.members import given_up, taken_away
 from unicron_ctl.controller.sense.slurm import Said, describe
 
 
-def silent(view: View, job: JobView, finding: Finding) -> Outcome:
-    out, state, element = Outcome(), job.state, finding.element
+def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Two kinds of evidence say that the node is gone."""
+    out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
-    if agent is None:
+    if agent is None or _quiet(view, job, agent, element, out):
         return out
+    verdict = view.classifier.cause("lost_connection", finding.evidence)
+    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by})", verdict.cause)
+    number = view.state.last_event + 1
+    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="silent"))
+    lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
+    out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
+    text = f"{isolation.REASON}: lost heartbeat of {state.job}_{element}"
+    isolation.set_down(view, state, element, agent.node, number, text, out)
+    return out
+
+
+def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
+    """The node answers for it: the agent is gone, and its ranks with it."""
+    out, state, element = Outcome(hurry=True), job.state, finding.element
+    agent = state.agents.get(element)
+    if agent is None or _quiet(view, job, agent, element, out):
+        return out
+    live = view.live.agent(state.job, element)
+    task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
+    saw = f" (Slurm saw its task end: {task.reason})" if task else ""
+    verdict = task or view.classifier.cause("exited_abnormally", finding.evidence)
+    said = f"only the agent on {agent.node} died{saw}, its node answers: its element is started again in place"
+    decision = Decision(Severity.SEV2, RESTART, said, verdict.cause)
+    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="agent died"))
+    return out
+
+
+def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outcome) -> str:
+    """Why its end is no failure; that it is gone is put on record."""
+    state = job.state
     quiet = "taken away" if taken_away(state, element) else "put aside" if given_up(view, state, agent) else ""
     if not quiet and state.phase is not Phase.BREAKING and all(job.finished(slot) for slot in agent.slots):
         quiet = "finished"
     if quiet:
         out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=quiet))
-        return out
-    verdict = view.classifier.cause("lost_connection", finding.evidence)
-    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by})", verdict.cause)
+    return quiet
+
+
+def _gone(
+    job: JobView, agent: AgentRecord, finding: Finding, verdict: Verdict, decision: Decision, why: str
+) -> records.FailureDetected:
+    """The failure of a whole element: its ranks are left out."""
+    state = job.state
     inside = inside_of(state, agent.slots)
-    why = f"has not been heard of: {agent.node} is silent"
-    if finding.by.startswith("lease after"):
-        why = "did not come back after the controller was restarted"
-    number = view.state.last_event + 1
-    out.record(
-        state,
-        failure_of(
-            job,
-            "node",
-            inside or agent.slots,
-            finding,
-            verdict,
-            decision,
-            leave_out={s: why for s in inside if not job.finished(s) or state.phase is Phase.BREAKING},
-        ),
-    )
-    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="silent"))
-    _probe(view, state, element, number, out)
-    return out
-
-
-def _probe(view: View, job: JobState, element: int, failure: int, out: Outcome) -> None:
-    """A node is silent: does its slurmd answer?"""
-    agent = job.agents[element]
-    info = view.slurm.node(agent.node)
-    if not view.slurm.used or info is None:
-        what = "Slurm has not shown this node" if view.slurm.used else "runs without Slurm"
-        out.record(job, records.FailureAction(failure=failure, text=f"not confirmed: {what}"))
-        return
-    out.requests.append(Probe(job.job, element, agent.agent, agent.node, info.address, info.port, failure))
-
-
-def probed(view: View, probe: Probe, answers: bool) -> Outcome:
-    """The node's slurmd answered the connect, or not."""
-    out, state = Outcome(hurry=True), view.state.jobs.get(probe.job)
-    if state is None or state.over:
-        return out
-    agent = view.live.agent(probe.job, probe.element)
-    if agent is not None and agent.agent == probe.agent and agent.alive:
-        back = f"{probe.node} was silent and speaks again: its ranks start anew and rejoin"
-        verdict = records.FailureVerdict(
-            failure=probe.failure, severity=int(Severity.SEV3), action=REATTEMPT, reason=back
-        )
-        out.record(state, verdict)
-    elif answers:
-        task = evidence.task_end(view.classifier, agent.task_status if agent is not None else None)
-        saw = f" (Slurm saw its task end: {task.reason})" if task else ""
-        said = f"slurmd on {probe.node} answers: only the agent died{saw}; its element is started again in place"
-        out.record(
-            state,
-            records.FailureVerdict(
-                failure=probe.failure,
-                severity=int(Severity.SEV2),
-                cause=task.cause if task else "exited_abnormally",
-                action=RESTART,
-                reason=said,
-            ),
-        )
-        out.record(state, records.AgentGone(element=probe.element, agent=probe.agent, reason="agent died"))
-    else:
-        silent = f"slurmd on {probe.node} does not answer"
-        out.record(state, records.NodeLost(node=probe.node, element=probe.element, reason=silent))
-        lost = f"{probe.node} is lost: no heartbeat, and its slurmd does not answer"
-        out.record(
-            state,
-            records.FailureVerdict(failure=probe.failure, severity=int(Severity.SEV1), action=ISOLATE, reason=lost),
-        )
-        text = f"{isolation.REASON}: lost heartbeat of {probe.job}_{probe.element}"
-        isolation.set_down(view, state, probe.element, probe.node, probe.failure, text, out)
-    return out
+    kind = "node" if finding.what is What.NODE_LOST else "agent"
+    breaking = state.phase is Phase.BREAKING
+    lost = {slot: why for slot in inside if breaking or not job.finished(slot)}
+    reason = f"{decision.reason}: {finding.evidence}"
+    return failure_of(job, kind, inside or agent.slots, finding, verdict, decision, leave_out=lost, reason=reason)
 
 
 def left(view: View, job: JobView, finding: Finding) -> Outcome:

@@ -119,6 +119,7 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     node: str
     address: str
     slots: list[int]
+    door: str = ""
 
 
 class AgentGone(Record, frozen=True, tag="agent_gone"):
@@ -447,6 +448,23 @@ class Replanned(Record, frozen=True, tag="replanned"):
     trigger: str
     spares: int
     looked_up: bool
+
+
+class Silence(Record, frozen=True, tag="silence"):
+    """An agent is silent, and why its node is not taken for lost."""
+
+    element: int
+    node: str
+
+
+class Alone(Record, frozen=True, tag="alone"):
+    """No agent is heard: the controller suspects itself."""
+
+
+class HeardAgain(Record, frozen=True, tag="heard_again"):
+    """... and that is over; seconds: how long it lasted."""
+
+    seconds: float
 
 
 class NodeLost(Record, frozen=True, tag="node_lost"):

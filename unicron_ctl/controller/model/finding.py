@@ -18,7 +18,8 @@ class What(enum.StrEnum):
 
     EXIT = "exit"  # a process ended, or is about to by an exception that nothing catches
     WANTED_END = "wanted end"  # ... and that was wanted
-    SILENT = "silent"  # an agent was not heard of for a lease
+    NODE_LOST = "node lost"  # an agent was not heard of for a lease, and somebody else says that its node is gone
+    AGENT_DIED = "agent died"  # ... and its node says that it is gone
     LEFT = "left"  # an agent says that it ends
     REPLACED = "replaced"  # a member's process or agent is another one by now
     BROKEN = "broken"  # a stopped rank names its own fault

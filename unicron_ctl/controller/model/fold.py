@@ -208,7 +208,9 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
         job.superseded[old.agent] = None
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
-    job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, list(record.slots))
+    job.agents[record.element] = AgentRecord(
+        record.agent, record.node, record.address, list(record.slots), door=record.door
+    )
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         for slot in record.slots:

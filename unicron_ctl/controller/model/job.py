@@ -64,6 +64,8 @@ class AgentRecord:
     address: str
     slots: list[int]
     gone: str = ""
+    door: str = ""
+    """host:port at which others see that it lives."""
 
 
 @dataclass

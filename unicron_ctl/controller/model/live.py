@@ -32,6 +32,8 @@ class AgentView:
     route: Route
     slots: list[int]
     last_heard: float
+    door: str = ""
+    """host:port at which others see that it lives."""
     store: str = ""
     number: int = 0
     """Of the last status that was taken in."""
@@ -94,6 +96,20 @@ class AgentView:
 
 
 @dataclass
+class Stepped:
+    """The newest iteration that a member reported as ended, when that was heard, and when the one before it was: the
+    newest began after that, with all members."""
+
+    iteration: int = -1
+    at: float = 0.0
+    before: float = 0.0
+
+    def take(self, iteration: int, now: float) -> None:
+        if iteration > self.iteration:
+            self.iteration, self.at, self.before = iteration, now, self.at
+
+
+@dataclass
 class LiveJob:
     """One job's agents and what has to be looked at."""
 
@@ -116,6 +132,8 @@ class LiveJob:
     """Elements in which a process is to be ended or started."""
     stalled: float = 0.0
     """Seconds of the present phase in which this process stood still."""
+    stepped: Stepped = field(default_factory=Stepped)
+    """Of the present phase."""
     last_arrival: float = 0.0
     """When an agent registered last."""
     stopped: dict[int, float] = field(default_factory=dict)
@@ -241,7 +259,7 @@ class JobView:
         the phase begins with."""
         live, state, phase = self.live, self.state, self.state.phase
         live.stopped.clear()
-        live.stalled = 0.0
+        live.stalled, live.stepped = 0.0, Stepped()
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

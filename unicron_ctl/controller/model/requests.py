@@ -45,12 +45,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the node's slurmd whether it is there: a TCP connect."""
+    """Try to reach the silent agent's door and its node's slurmd ("host:port", empty when unknown) from here. number:
+    of the round of questions."""
 
     job: str
     element: int
-    agent: str
     node: str
-    address: str
-    port: int
-    failure: int
+    targets: tuple[str, str]
+    number: int

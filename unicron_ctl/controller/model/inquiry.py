@@ -1,0 +1,89 @@
+"""What is asked about silent agents, and what was answered. Lost with the process: the next controller asks again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unicron_ctl.reach import Reach
+
+Key = tuple[str, int]
+"""Job and element."""
+OWN = ("", -1)
+"""The key of this controller itself, as a witness."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one witness says of the agent's door and of the node's slurmd."""
+
+    witness: str
+    door: Reach
+    slurmd: Reach
+
+    def __str__(self) -> str:
+        slurmd = f", slurmd {self.slurmd}" if self.slurmd is not Reach.UNKNOWN else ""
+        return f"{self.witness}: agent {self.door}{slurmd}"
+
+    @property
+    def no_evidence(self) -> bool:
+        """Nothing was tried there, or the witness has trouble of its own."""
+        return self.door is Reach.UNKNOWN and self.slurmd is Reach.UNKNOWN
+
+    @property
+    def unreachable(self) -> bool:
+        """Neither answers; a node without a known slurmd is judged by its agent alone."""
+        words = {self.door, self.slurmd} - {Reach.UNKNOWN}
+        return words == {Reach.SILENT}
+
+
+@dataclass
+class Inquiry:
+    """One silent agent. Times in seconds on the controller's clock.
+
+    since: its last sign of life. number: of the round of questions; an answer to an earlier one no longer counts.
+    asked: witness -> when, in this round. words: witness -> what it said in this round.
+    """
+
+    job: str
+    element: int
+    agent: str
+    node: str
+    since: float
+    targets: tuple[str, str]
+    number: int = 0
+    begun: float = 0.0
+    asked: dict[Key, float] = field(default_factory=dict)
+    words: dict[Key, Word] = field(default_factory=dict)
+    said: str = ""
+    """What was last put on record of it."""
+
+    def witnessed(self) -> list[Word]:
+        """What other agents say, without those who could not try."""
+        return [word for key, word in self.words.items() if key != OWN and not word.no_evidence]
+
+
+@dataclass
+class Inquiries:
+    """All of them."""
+
+    open: dict[Key, Inquiry] = field(default_factory=dict)
+    rounds: dict[int, Key] = field(default_factory=dict)
+    """Number of a round -> whom it is about."""
+    last: int = 0
+    look_at: float = 0.0
+    """When to look for agents that have not come back."""
+    alone_since: float | None = None
+    """Since when nobody at all is heard: the trouble is this controller's own."""
+
+    def close(self, key: Key) -> None:
+        """The agent was heard of, or is judged."""
+        if (inquiry := self.open.pop(key, None)) is not None:
+            self.rounds.pop(inquiry.number, None)
+
+    def begin_round(self, inquiry: Inquiry, now: float) -> None:
+        """New questions: what was said before is old."""
+        self.rounds.pop(inquiry.number, None)
+        self.last += 1
+        inquiry.number, inquiry.begun = self.last, now
+        inquiry.asked, inquiry.words = {}, {}
+        self.rounds[self.last] = inquiry.job, inquiry.element

@@ -1,0 +1,301 @@
+"""Silence: agents that have not been heard of. It is not death.
+
+A silent agent leads to questions at once, to other agents and to this controller's own sockets: does its door answer,
+does its node's slurmd? Its node counts as lost on two independent kinds of evidence: the lease, and either witnesses
+who cannot reach it, or Slurm. What goes wrong on the witness's side (names, descriptors) says nothing.
+
+- Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died.
+- Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
+- When nobody at all is heard, the trouble is this controller's own, and nobody is judged.
+- Those that cannot be heard may go on without this controller once they are a majority (docs/design/generations.md):
+  it never leaves out more than half of a generation on the word of witnesses.
+
+Living agents stand in the order of their last word (`Live.leases`), so a tick looks at those only whose time is over.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import replace
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.inquiry import OWN, Inquiries, Inquiry, Key, Word
+from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.live import AgentView
+from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
+
+ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
+WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
+ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
+ROUND_SECONDS = 2.0  # between two rounds of questions about the same agent
+MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
+GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states in which Slurm itself holds a node for dead
+
+
+def look(view: View) -> Outcome:
+    """Opens inquiries, asks, and reports what they came to. Called at every tick."""
+    out = Outcome()
+    inquiries = view.inquiries
+    _alone(view, out)
+    for key, inquiry in list(_silent(view)):
+        inquiries.open[key] = inquiry
+    for key, inquiry in list(inquiries.open.items()):
+        if not _still_silent(view, inquiry):
+            inquiries.close(key)
+            continue
+        if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
+            inquiries.begin_round(inquiry, view.now)
+        _ask(view, inquiry, out)
+        finding = verdict(view, inquiry)
+        if finding is not None:
+            out.findings.append(finding)
+            inquiries.close(key)
+        else:
+            _say(view, inquiry, out)
+    return out
+
+
+# ---------------------------------------------------------------- who is silent
+def _ask_after(view: View) -> float:
+    return min(view.config.lease, view.config.heartbeat_period * ASK_PERIODS)
+
+
+def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
+    """Agents whose next word is late, those of which Slurm or its plugin says that they ended, and those that the log
+    knows and that have not spoken to this controller since its start."""
+    late, inquiries = _ask_after(view), view.inquiries
+    for key in view.live.leases:
+        agent = view.live.agent(*key)
+        if agent is None or view.now - agent.last_heard <= late:
+            break  # all others have spoken later than this one
+        if key not in inquiries.open and view.now - sign_of_life(view, agent) > late:
+            yield key, _inquiry(view, agent)
+    for key in view.live.suspects:
+        agent = view.live.agent(*key)
+        if agent is not None and agent.alive and key not in inquiries.open:
+            yield key, _inquiry(view, agent)
+    if view.now - view.started_at > view.config.restart_grace and view.now >= inquiries.look_at:
+        inquiries.look_at = view.now + MISSING_SECONDS
+        for job in view.state.jobs.values():
+            yield from _missing(view, job)
+
+
+def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
+    live = view.job(job)
+    for element, record in job.agents.items() if not job.over else ():
+        key = job.job, element
+        if element in live.agents or key in view.inquiries.open or (record.gone and not _needed_again(job, record)):
+            continue
+        targets = record.door, _slurmd(view, record.node)
+        yield key, Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
+
+
+def _needed_again(job: JobState, record: AgentRecord) -> bool:
+    """Restart mode: a world that breaks needs those once more that had ended well."""
+    again = job.restart_mode and job.phase is Phase.BREAKING and record.gone == "finished"
+    return again and any(s in job.members and s not in job.lost and s not in job.condemned for s in record.slots)
+
+
+def _inquiry(view: View, agent: AgentView) -> Inquiry:
+    since, targets = sign_of_life(view, agent), (agent.door, _slurmd(view, agent.node))
+    return Inquiry(agent.job, agent.element, agent.agent, agent.node, since, targets)
+
+
+def _slurmd(view: View, node: str) -> str:
+    info = view.slurm.node(node)
+    return f"{info.address}:{info.port}" if info is not None else ""
+
+
+def sign_of_life(view: View, agent: AgentView) -> float:
+    """When the agent, or a collective that needs its ranks, last showed that it lives."""
+    job = view.state.jobs.get(agent.job)
+    if job is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
+        return agent.last_heard
+    inside = any(slot in job.members and slot not in job.condemned for slot in agent.slots)
+    return max(agent.last_heard, view.job(job).live.stepped.before) if inside else agent.last_heard
+
+
+def _still_silent(view: View, inquiry: Inquiry) -> bool:
+    agent, job = view.live.agent(inquiry.job, inquiry.element), view.state.jobs.get(inquiry.job)
+    record = job.agents.get(inquiry.element) if job is not None and not job.over else None
+    if record is None or record.agent != inquiry.agent:
+        return False
+    if agent is None:
+        return True
+    return agent.agent == inquiry.agent and agent.alive and sign_of_life(view, agent) <= inquiry.since
+
+
+# ---------------------------------------------------------------- nobody at all
+def _alone(view: View, out: Outcome) -> None:
+    """Nobody is heard: the controller's own network, or its host, is the likelier cause by far."""
+    inquiries = view.inquiries
+    newest = next(reversed(view.live.leases), None)
+    agent = view.live.agent(*newest) if newest is not None else None
+    if agent is not None:
+        heard, many = agent.last_heard, len(view.live.leases) > 1
+    else:
+        known = sum(
+            not record.gone for job in view.state.jobs.values() if not job.over for record in job.agents.values()
+        )
+        heard, many = view.started_at + view.config.restart_grace, known > 1
+    alone = many and view.now - heard > view.config.lease
+    if alone and inquiries.alone_since is None:
+        inquiries.alone_since = heard
+        said = "no agent at all is heard: this controller's own network is the likely cause. Nobody is judged, and "
+        out.record(None, records.Alone(reason=f"{said}nothing is sent, until somebody is heard"))
+    elif not many:
+        inquiries.alone_since = None  # those that were not heard have ended by Slurm's word
+
+
+def heard_again(view: View) -> Outcome:
+    """Somebody speaks after nobody did."""
+    out, inquiries = Outcome(), view.inquiries
+    seconds = view.now - (inquiries.alone_since or view.now)
+    inquiries.alone_since = None
+    out.record(None, records.HeardAgain(seconds=seconds, reason=f"agents are heard again after {seconds:.1f} s"))
+    return out
+
+
+# ---------------------------------------------------------------- questions and answers
+def _ask(view: View, inquiry: Inquiry, out: Outcome) -> None:
+    if OWN not in inquiry.asked:
+        inquiry.asked[OWN] = view.now
+        out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, inquiry.targets, inquiry.number))
+    waiting = [key for key, at in inquiry.asked.items() if key not in inquiry.words]
+    useful = len(inquiry.witnessed()) + sum(
+        1 for key in waiting if key != OWN and view.now - inquiry.asked[key] < ANSWER_SECONDS
+    )
+    for agent in _witnesses(view, inquiry):
+        if useful >= WITNESSES:
+            break
+        useful += 1
+        inquiry.asked[agent.job, agent.element] = view.now
+        out.send(agent, wire.Reach(number=inquiry.number, targets=list(inquiry.targets)))
+
+
+def _witnesses(view: View, inquiry: Inquiry) -> Iterator[AgentView]:
+    """Living agents on other nodes that have not been asked: those of the same job first, then those heard last."""
+    own = view.job(view.state.jobs[inquiry.job]).agents
+    for element in _around(inquiry.element, sorted(own)):
+        if _may_witness(view, inquiry, own[element]):
+            yield own[element]
+    for key in reversed(view.live.leases):
+        other = view.live.agent(*key)
+        if other is None or view.now - other.last_heard > _ask_after(view):
+            return
+        if other.job != inquiry.job and _may_witness(view, inquiry, other):
+            yield other
+
+
+def _around(element: int, all_of_them: list[int]) -> list[int]:
+    """Those after it first: not all questions of a rack's loss go to the same two agents."""
+    place = bisect.bisect_right(all_of_them, element)
+    return all_of_them[place:] + all_of_them[:place]
+
+
+def _may_witness(view: View, inquiry: Inquiry, agent: AgentView) -> bool:
+    key = agent.job, agent.element
+    here = agent.alive and view.now - agent.last_heard <= _ask_after(view)
+    return here and agent.node != inquiry.node and key not in inquiry.asked and key not in view.inquiries.open
+
+
+def answered(inquiries: Inquiries, agent: AgentView, message: wire.Reached) -> None:
+    """A witness's answer; one that nobody asked for, or asks for no more, says nothing."""
+    key = agent.job, agent.element
+    inquiry = _of_round(inquiries, message.number, key)
+    if inquiry is not None and len(message.words) == len(inquiry.targets):
+        door, slurmd = (Reach(word) if word in set(Reach) else Reach.UNKNOWN for word in message.words)
+        inquiry.words[key] = Word(f"{agent.job}_{agent.element} on {agent.node}", door, slurmd)
+
+
+def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None) -> None:
+    """What this controller's own sockets say of one of the addresses; None: the try itself failed."""
+    inquiry = _of_round(inquiries, probe.number, OWN)
+    if inquiry is not None:
+        known = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
+        answer = answer or Reach.UNKNOWN
+        inquiry.words[OWN] = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
+
+
+def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None:
+    inquiry = inquiries.open.get(inquiries.rounds.get(number, OWN))
+    return inquiry if inquiry is not None and witness in inquiry.asked else None
+
+
+# ---------------------------------------------------------------- what it comes to
+def verdict(view: View, inquiry: Inquiry) -> Finding | None:
+    """Whether the agent died, or its node is lost; None while that is not known."""
+    words = list(inquiry.words.values())
+    refused = [word for word in words if word.door is Reach.REFUSED]
+    if refused:
+        return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
+    silent = view.now - inquiry.since
+    if silent <= view.config.lease or any(word.door is Reach.REACHED for word in words):
+        return None
+    if slurm := _slurm_says(view, inquiry.node):
+        return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"lease and Slurm ({slurm})", words)
+    witnessed = inquiry.witnessed()
+    if witnessed and len(witnessed) >= _needed(view, inquiry) and _may_go_on(view, inquiry):
+        if all(word.unreachable for word in witnessed):
+            return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", witnessed)
+        if all(word.door is Reach.SILENT for word in witnessed):
+            return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "lease and witnesses", witnessed)
+    if silent > view.config.state_wait_seconds and not view.alone:
+        return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words)
+    return None
+
+
+def _needed(view: View, inquiry: Inquiry) -> int:
+    """How many witnesses must agree: WITNESSES where there are so many."""
+    asked = sum(1 for key in inquiry.asked if key != OWN)
+    there = asked if asked >= WITNESSES else asked + sum(1 for _ in _witnesses(view, inquiry))
+    return max(1, min(WITNESSES, there))
+
+
+def _may_go_on(view: View, inquiry: Inquiry) -> bool:
+    """At least half of the job's last generation is heard, so the others are no majority that goes on by itself."""
+    job = view.state.jobs[inquiry.job]
+    if not job.members:
+        return True
+    elements = job.elements(job.members)
+    agents = view.job(job).agents
+    heard = [e for e in elements if (job.job, e) not in view.inquiries.open and e in agents and agents[e].alive]
+    return 2 * len(heard) >= len(elements)
+
+
+def _slurm_says(view: View, node: str) -> str:
+    """Slurm itself holds the node for dead, and not only because this host's network is out of order: it hears
+    others."""
+    info, seen = view.slurm.node(node), view.slurm.seen
+    if info is None or seen is None or view.unfit(node):
+        return ""
+    bad = info.states & GONE
+    others = any(other.healthy for other in seen.nodes if other.name != node)
+    return "+".join(sorted(bad)) if bad and others else ""
+
+
+def _finding(view: View, inquiry: Inquiry, what: What, source: Source, by: str, words: list[Word]) -> Finding:
+    answers = "; ".join(str(word) for word in words)
+    said = f"no message from {inquiry.node} for {view.now - inquiry.since:.2f} s" + (f" ({answers})" if answers else "")
+    return Finding(what, inquiry.job, (), view.now, source, said, element=inquiry.element, node=inquiry.node, by=by)
+
+
+def _say(view: View, inquiry: Inquiry, out: Outcome) -> None:
+    """Puts on record, once, what keeps a silent agent from being judged."""
+    if view.now - inquiry.since <= view.config.lease:
+        return
+    reached = [word for word in inquiry.words.values() if word.door is Reach.REACHED]
+    said = "it lives: others reach it" if reached else ""
+    if not said and inquiry.witnessed() and view.now - inquiry.begun > ANSWER_SECONDS / 2:
+        said = "more of its job is silent than is heard: they may go on by themselves"
+    if said and said != inquiry.said:
+        inquiry.said = said
+        answers = "; ".join(map(str, reached or inquiry.witnessed()))
+        reason = f"no message from {inquiry.job}_{inquiry.element} on {inquiry.node}, which is not taken for lost"
+        record = records.Silence(element=inquiry.element, node=inquiry.node, reason=f"{reason}: {said} ({answers})")
+        out.record(view.state.jobs[inquiry.job], record)

@@ -1,0 +1,135 @@
+"""Whether something answers at an address: what a witness can say of a silent node.
+
+A lost packet must not look like a dead node, so several connections are tried, one after the other without waiting
+for the first: with 30 % loss, seven of them all fail once in a hundred times, and two witnesses are asked at two ports
+each. What goes wrong on this side says nothing of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Iterable
+
+AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
+NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # nobody there, or no way there
+QUEUE = 256  # connections that wait to be accepted at a door
+
+FILL = 4  # connections that fill the shortest queue there is
+
+
+class Reach(enum.StrEnum):
+    """What came of it."""
+
+    REACHED = "reached"
+    REFUSED = "refused"  # the host lives, and nobody listens there: it said so itself
+    SILENT = "silent"  # no answer at all
+    UNKNOWN = "unknown"  # not tried, or something was wrong on this side: a name, descriptors, its own network
+
+
+def reach(address: str, seconds: float) -> Reach:
+    """Tries to connect to "host:port" for at most `seconds` (resolving a name not counted). Raises nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError, OverflowError, UnicodeError):
+        return Reach.UNKNOWN
+    family, kind, protocol, _, target = found[0]
+    opened: list[socket.socket] = []
+    try:
+        with selectors.DefaultSelector() as waiting:
+            return _race(waiting, opened, (family, kind, protocol), target, seconds)
+    except OSError:
+        return Reach.UNKNOWN
+    finally:
+        for one in opened:
+            with contextlib.suppress(OSError):
+                one.close()
+
+
+def _race(
+    waiting: selectors.BaseSelector,
+    opened: list[socket.socket],
+    kind: tuple[int, int, int],
+    target: tuple[object, ...],
+    seconds: float,
+) -> Reach:
+    """The first word of several connections."""
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        one = socket.socket(*kind)
+        opened.append(one)
+        one.setblocking(False)
+        code = one.connect_ex(target)
+        if code == errno.EINPROGRESS:
+            waiting.register(one, selectors.EVENT_WRITE)
+        elif (word := _word(code)) is not Reach.SILENT:
+            return word
+        for key, _ in waiting.select(min(AGAIN_SECONDS, end - now)):
+            ready = key.fileobj
+            assert isinstance(ready, socket.socket)
+            waiting.unregister(ready)
+            word = _word(ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            if word is not Reach.SILENT:
+                return word
+    return Reach.SILENT
+
+
+def _word(code: int) -> Reach:
+    if code == 0:
+        return Reach.REACHED
+    if code in (errno.ECONNREFUSED, errno.ECONNRESET):
+        return Reach.REFUSED
+    return Reach.SILENT if code in NO_ANSWER else Reach.UNKNOWN
+
+
+class Door:
+    """A port at which whoever asks can see that this process's node lives and the process, too: the kernel answers
+    for a process that is stopped for a while. Raises OSError when there is no port."""
+
+    def __init__(self, host: str = "") -> None:
+        self._socket = socket.create_server((host, 0), backlog=QUEUE)
+        self._socket.setblocking(False)
+        self._filled: list[socket.socket] = []
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def answer(self) -> None:
+        """Lets everybody go who has come. The kernel has answered them already, so now and then is enough."""
+        if self._filled:
+            return
+        with contextlib.suppress(OSError):
+            while True:
+                self._socket.accept()[0].close()
+
+    def shut(self) -> None:
+        """From now on nobody gets an answer, as if the node had lost its network (for fault injection)."""
+        self.answer()
+        self._socket.listen(0)
+        for _ in range(FILL):  # a full queue is silent
+            one = socket.socket()
+            one.setblocking(False)
+            self._filled.append(one)
+            one.connect_ex(("127.0.0.1", self.port))
+
+    def open(self) -> None:
+        """Whoever asks gets an answer again."""
+        _close(self._filled)
+        self._filled = []
+        self._socket.listen(QUEUE)
+        self.answer()
+
+    def close(self) -> None:
+        _close([*self._filled, self._socket])
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        with contextlib.suppress(OSError):
+            one.close()
