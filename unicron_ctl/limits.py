@@ -101,6 +101,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
     Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
+    Limit("controller", "SAY_SECONDS", 1.0, "of a Break, before it is said that the job waits for its last state"),
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),

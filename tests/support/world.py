@@ -60,6 +60,7 @@ class FakeAgent:
         self.killed = False  # its node lives, and says so
         self.number = 0
         self.heard: list[wire.Message] = []
+        self.held: dict[int, wire.PlanShare] = {}
         self.offers: dict[int, wire.Plan] = {}
         self.steps = 0
         world.agents.append(self)
@@ -116,6 +117,7 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, wire.PlanShare):
+            self.held[wire.whole(message).generation] = message
             message = wire.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
@@ -142,6 +144,11 @@ class FakeAgent:
             case wire.Plan():
                 for slot in self.slots:
                     self._plan(slot, message)
+            case wire.Recall():
+                if (share := self.held.get(message.generation)) is not None:
+                    self.world.to_core(
+                        self, wire.Held(job=self.job, element=self.element, agent=self.agent, share=share)
+                    )
             case wire.StartRank():
                 if self.ranks[message.slot].incarnation < message.incarnation:
                     self.ranks[message.slot] = wire.RankStatus(

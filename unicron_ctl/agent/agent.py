@@ -44,6 +44,7 @@ DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 PERIODS = (0.01, 60.0)  # heartbeat periods that make sense, in seconds
 PROGRESS_PERIODS = (0.05, 60.0)  # the same for news of mere progress
+PLANS_HELD = 4  # the ranks are in one of the last
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
@@ -89,6 +90,7 @@ class Agent:
         self._over = False  # the controller says that the job is trained to its end
         self._stop_seconds = STOP_SECONDS
         self._complaints: Counter[str] = Counter()
+        self._held: dict[int, wire.PlanShare] = {}  # generation -> its plan, for a controller that has lost its log
         self._lost_steps = False  # some, and it was said
         self._poller = zmq.Poller()
         for socket in (self._controller, self._channel):
@@ -421,7 +423,15 @@ class Agent:
             case wire.Break():
                 self._to_ranks(message)
             case wire.PlanShare():
-                self._to_ranks(wire.whole(message))
+                plan = wire.whole(message)
+                self._held[plan.generation] = message
+                while len(self._held) > PLANS_HELD:
+                    del self._held[min(self._held)]
+                self._to_ranks(plan)
+            case wire.Recall():
+                if (share := self._held.get(message.generation)) is not None:
+                    job, element = self.place.job, self.place.element
+                    self._send(wire.Held(job=job, element=element, agent=self.identity, share=share))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:

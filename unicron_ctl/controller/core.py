@@ -21,6 +21,7 @@ from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
 from unicron_ctl.controller.intake import Intake
+from unicron_ctl.controller.job import adoption
 from unicron_ctl.controller.job import events as job_events
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import mode_of
@@ -52,6 +53,8 @@ COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
+    records.Adopted,
+    records.Reinstated,
     records.Offer,
     records.Entered,
     records.Reform,
@@ -356,6 +359,9 @@ class Core:
 
     def _tick(self, job: JobState) -> None:
         view, desk = self.view.job(job), self.desk(job)
+        if view.live.ahead:
+            self.turns.advance(job)
+            return
         if not self.config.observe:
             for finding in list(overdue.look(self.view, self.clocks, job)):
                 self.judge(finding)
@@ -366,6 +372,7 @@ class Core:
             waiting = job_events.waiting_elements(self.view, view)
             self.take(mode_of(job).look(self.view, view, waiting, desk.told))
         self.turns.advance(job)
+        self.take(adoption.say_awaited(self.view, view, desk))
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:

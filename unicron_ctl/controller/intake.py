@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import registration
+from unicron_ctl.controller.job import adoption, registration
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
@@ -47,6 +47,9 @@ class Intake:
             case wire.Reached():
                 if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
                     silence.answered(self._view.inquiries, agent, message)
+            case wire.Held():
+                if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
+                    adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
                     self._take(judge_nodes.take(self._view, agent, message, self._talk))
@@ -130,12 +133,16 @@ class Intake:
             back = Outcome()
             back.record(job, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
             self._take(back)
+            self._take(adoption.reinstate(view, agent))
+            agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
             changed = list(agent.slots)
         if message.leaving:
             self._view.live.silenced(agent)
             changed = list(agent.slots)
             if (left := members.leaving(self._view, view, agent)) is not None:
                 self._take(Outcome(findings=[left]))
+        if agent.newest > job.generation:
+            view.live.ahead.add(agent.element)
         if changed or was_expired:
             view.live.changed.update(changed)
             view.notice_agent(agent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import events, machine, transitions
+from unicron_ctl.controller.job import adoption, events, machine, transitions
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.job.orders import Letter, due, later
@@ -51,6 +51,10 @@ class Turns:
     def advance(self, job: JobState) -> None:
         """Sense, judge, decide, act."""
         view = self._view.job(job)
+        if not job.over and view.live.ahead and (generation := adoption.ahead(view)):
+            self._take(adoption.look(self._view, view, generation))
+            if view.live.ahead:
+                return  # nothing is decided of what is not known
         if not job.over:
             self._sense(job, view)
             for _ in range(EVENTS_PER_TURN):

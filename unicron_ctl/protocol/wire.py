@@ -196,6 +196,15 @@ class Reached(Message, tag="reached"):
     words: list[str]
 
 
+class Held(Message, tag="held"):
+    """The answer to :class:`Recall`: the plan as the agent was told it."""
+
+    job: str
+    element: int
+    agent: str
+    share: PlanShare
+
+
 class InjectRefused(Message, tag="inject_refused"):
     """A fault that was ordered and cannot be injected here."""
 
@@ -270,6 +279,12 @@ class Reach(Message, tag="reach"):
 
     number: int
     targets: list[str]
+
+
+class Recall(Message, tag="recall"):
+    """The controller does not know the generation that your ranks are in: say what its plan was."""
+
+    generation: int
 
 
 class Refused(Message, tag="refused"):
@@ -397,8 +412,10 @@ class Answer(Message, tag="answer"):
     data: Any = None
 
 
-ToController = Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Ask
-ToAgent = Welcome | Ping | Reach | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
+ToController = (
+    Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Held | Ask
+)
+ToAgent = Welcome | Ping | Reach | Recall | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)

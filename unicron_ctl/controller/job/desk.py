@@ -40,6 +40,8 @@ class JobDesk:
     outsiders: set[int] = field(default_factory=set)
     """Slots whose process was left behind by a plan and may have to be started again."""
     look_at: float = 0.0
+    state_awaited: int = -1
+    """The generation of which it was said that its state is awaited."""
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
     counted: tuple[dict[int, Identity], int] = field(default_factory=lambda: ({}, 0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from unicron_ctl.controller.job.adoption import may_come_back
 from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
@@ -66,8 +67,6 @@ def _ready(view: View, job: JobView) -> Happening | None:
     mode, expected = mode_of(state), view.expected(state)
     if len(whole) < mode.least(state):
         return None
-    if _unknown_generation(job):
-        return None
     slots = tuple(sorted(slot for element in whole for slot in job.agents[element].slots))
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= state.settings.max_nodes or none_else:
@@ -79,13 +78,6 @@ def _ready(view: View, job: JobView) -> Happening | None:
         said = f"{len(whole)} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, slots)
     return None
-
-
-def _unknown_generation(job: JobView) -> bool:
-    """Ranks of the job train in a generation that this log knows nothing of: it was lost. Those who wait must not begin
-    another one beside them."""
-    known = job.state.generation
-    return any(rank.generation > known for agent in job.alive() for rank in agent.ranks.values())
 
 
 def _hopeless(view: View, job: JobView) -> Happening | None:
@@ -175,8 +167,12 @@ def _reported(view: View, job: JobView) -> Happening | None:
     if job.live.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):
-        return Happening(Event.NOBODY, "no member is left that has the training state")
-    return mode_of(job.state).stopped(view, job)
+        happening: Happening | None = Happening(Event.NOBODY, "no member is left that has the training state")
+    else:
+        happening = mode_of(job.state).stopped(view, job)
+    if happening is not None and happening.event is Event.NOBODY and may_come_back(view, job):
+        return None
+    return happening
 
 
 _Look = Callable[[View, JobView], Happening | None]

@@ -268,6 +268,26 @@ class PlanMade(Record, frozen=True, tag="plan"):
     redistributed: int = 0
 
 
+class Adopted(Record, frozen=True, tag="adopted"):
+    """A generation that the log did not hold, as its agents show it. whole: all of its members run in it."""
+
+    plan: Plan
+    crews: list[Crew]
+    whole: bool
+
+
+class Reinstated(Record, frozen=True, tag="reinstated"):
+    """Members that were taken for lost and have come back in time."""
+
+    slots: list[int]
+
+
+class StateAwaited(Record, frozen=True, tag="state_awaited"):
+    """The job is not formed anew yet: these lost members may hold its training state."""
+
+    slots: list[int]
+
+
 class Offer(Record, frozen=True, tag="offer"):
     """A generation that begins at an iteration boundary; crews: of the joiners."""
 

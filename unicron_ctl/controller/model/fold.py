@@ -352,6 +352,21 @@ def _plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     _phase(job, event, Phase.ENTERING)
 
 
+def _adopted(job: JobState, event: Event, record: records.Adopted) -> None:
+    job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
+    job.members = _identities(record.crews)
+    job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
+    job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
+    job.regroup = "" if record.whole else record.reason
+    _phase(job, event, Phase.RUNNING)
+
+
+def _reinstated(job: JobState, event: Event, record: records.Reinstated) -> None:
+    for slot in record.slots:
+        job.lost.pop(slot, None)
+        job.banished.pop(slot, None)
+
+
 def _offer(job: JobState, event: Event, record: records.Offer) -> None:
     job.offer = record.plan
     job.generation = max(job.generation, record.plan.generation)
@@ -440,6 +455,8 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.LeaveOut: _leave_out,
     records.Break: _break,
     records.PlanMade: _plan,
+    records.Adopted: _adopted,
+    records.Reinstated: _reinstated,
     records.Offer: _offer,
     records.Entered: _entered,
     records.Reform: _reform,

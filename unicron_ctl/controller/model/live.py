@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.protocol.wire import RankStatus, Status
+from unicron_ctl.protocol.wire import Plan, RankStatus, Status
 
 AT_REST = ("stopped", "waiting")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -53,6 +53,8 @@ class AgentView:
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
+    newest: int = 0
+    """The highest generation that one of its ranks is in, or enters."""
     before: dict[int, RankStatus] = field(default_factory=dict)
     """slot -> the last word of the process that was in it before the present one."""
     waits: bool = False
@@ -77,6 +79,7 @@ class AgentView:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
+        newest = self.newest
         for slot in self.slots:
             rank = status.ranks.get(slot)
             if rank is None:
@@ -85,13 +88,14 @@ class AgentView:
             if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
                 self.progress[slot] = now
                 changed.append(slot)
+                newest = max(newest, rank.generation, rank.entering)
                 fresh = fresh or announced.get(slot) != rank.incarnation
                 if old is not None and old.incarnation != rank.incarnation:
                     self.before[slot] = old
             if rank.state == "waiting":
                 waits = True
             known[slot] = rank
-        self.waits, self.fresh = waits, fresh
+        self.waits, self.fresh, self.newest = waits, fresh, newest
         return changed
 
 
@@ -136,6 +140,10 @@ class LiveJob:
     """Of the present phase."""
     last_arrival: float = 0.0
     """When an agent registered last."""
+    ahead: set[int] = field(default_factory=set)
+    """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    held: Plan | None = None
+    """What such an agent says that its plan was."""
     stopped: dict[int, float] = field(default_factory=dict)
     """Members that stopped without a Break, and when that was heard."""
 

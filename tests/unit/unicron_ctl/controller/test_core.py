@@ -288,12 +288,15 @@ def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     agents[1].silent = agents[1].cut = True
     world.core.hint(hint, world.now)
     world.deliver()
-    world.run(1.0, heartbeats=False)
+    world.run(1.0)
     assert not messages(world, wire.Break), "a datagram shortens no lease"
-    agents[1].cut, agents[1].killed = False, True
+    agents[1].silent = False
+    agents[1].status()
+    world.run(0.1)
+    agents[1].silent, agents[1].cut, agents[1].killed = True, False, True
     world.core.hint(hint, world.now)
     world.deliver()
-    world.run(0.4, heartbeats=False)
+    world.run(0.2)
     assert messages(world, wire.Break)[0].lost == [1], "its node says that nobody listens there"
 
 

@@ -100,4 +100,6 @@ def test_a_lost_log_does_not_begin_a_second_world_beside_the_living() -> None:
     agents[2].die(2)
     agents[2].ranks[2] = wire.RankStatus(state="waiting", incarnation=1, micro_batches=8, changed=world.now + 1)
     world.run(20.0)
-    assert world.job().phase == "forming" and world.job().generation == 0
+    kinds = world.kinds()
+    assert "adopted" in kinds and "reform" not in kinds and agents[0].ranks[0].iteration == 1
+    assert sorted(world.job().members) == [0, 1] and world.job().offer.joiners == [2]

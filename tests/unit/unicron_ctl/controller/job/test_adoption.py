@@ -1,0 +1,151 @@
+"""A controller with an old or empty log takes over what its agents show, and no training state is thrown away."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.protocol import wire
+
+
+def train(world: World, agents: list[FakeAgent], iterations: range) -> None:
+    for iteration in iterations:
+        for agent in agents:
+            for slot in agent.slots:
+                if agent.ranks[slot].state == "running":
+                    agent.set(slot, iteration=iteration + 1, done=[])
+        world.run(0.2)
+
+
+def forget(world: World, records: int | None) -> None:
+    """The controller is gone with the last records of its log, or with all of them."""
+    del world.log[len(world.log) - records if records else 0 :]
+    world.restart()
+
+
+@pytest.mark.parametrize("records", [None, 1, 2, 3, 5, 8])
+def test_a_generation_that_the_log_does_not_hold_goes_on(records):
+    world = World()
+    agents = world.start_job(nodes=4)
+    train(world, agents, range(3))
+    agents[3].die(3)
+    world.run(3.0)
+    assert world.job().plan.generation == 2
+    forget(world, records)
+    world.run(10.0)
+    job = world.job()
+    assert job.phase in ("running", "offering") and sorted(job.members)[:3] == [0, 1, 2]
+    assert all(agents[slot].ranks[slot].iteration == 3 for slot in range(3)), "nothing is done again"
+    assert not any(event.kind == "reform" for event in world.log)
+    assert not any(slot in failure.slots for failure in job.failures for slot in (0, 1, 2))
+    world.check_replay()
+
+
+def test_the_emptied_controller_waits_for_agents_that_have_not_registered():
+    world = World()
+    agents = world.start_job(nodes=3)
+    train(world, agents, range(2))
+    agents[2].silent = agents[2].cut = True
+    forget(world, None)
+    world.run(20.0)
+    assert not world.job().members and not [m for _, m in world.sent if isinstance(m, wire.Break)]
+    agents[2].silent = agents[2].cut = False
+    world.run(3.0)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+
+
+def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
+    world = World(FakeSlurm(4))
+    world.slurm.submit("1", 3)
+    agents = world.start_job(nodes=3)
+    train(world, agents, range(2))
+    agents[2].silent = True
+    world.slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldAdmin")
+    forget(world, None)
+    world.run(6.0)
+    assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
+    assert agents[0].ranks[0].iteration == 2
+
+
+def test_ranks_that_were_told_a_plan_and_not_all_of_them_are_regrouped():
+    world = World()
+    agents = world.start_job(nodes=4)
+    train(world, agents, range(2))
+    agents[1].obedient = agents[2].obedient = False  # they never hear of the next plan
+    agents[3].die(3)
+    for agent in agents[1:3]:
+        agent.set(agent.slots[0], state="stopped", broken=1)
+    world.run(0.2)
+    assert world.job().plan.generation == 2
+    forget(world, None)
+    agents[1].obedient = agents[2].obedient = True
+    for agent in agents:
+        agent.register()
+    world.run(5.0)
+    assert sorted(world.job().members)[:3] == [0, 1, 2] and world.job().phase in ("running", "offering")
+    assert not any(event.kind == "reform" for event in world.log)
+
+
+def test_a_job_is_not_formed_anew_while_its_state_may_live_and_its_rank_is_a_member_again():
+    world = World(state_wait_seconds=60.0)
+    agents = world.start_job(nodes=2)
+    train(world, agents, range(5))
+    world.dead_nodes.add(agents[1].node)
+    agents[1].silent = True
+    agents[0].obedient = False  # its survivor does not get to stop
+    world.run(2.5)
+    assert world.job().phase == "breaking" and list(world.job().lost) == [1]
+    agents[0].die(0)  # ... and dies: nobody else has the state
+    world.run(20.0)
+    assert world.job().phase == "breaking" and any(event.kind == "state_awaited" for event in world.log)
+    world.dead_nodes.clear()
+    agents[1].silent = False
+    world.run(3.0)
+    assert any(event.kind == "reinstated" for event in world.log)
+    assert 1 in world.job().members and agents[1].ranks[1].iteration == 5
+    world.check_replay()
+
+
+def test_the_wait_for_the_last_state_is_bounded():
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=2)
+    train(world, agents, range(5))
+    agents[1].silent = True
+    agents[0].obedient = False
+    world.run(2.5)
+    agents[0].die(0)
+    world.run(40.0)
+    assert any(event.kind == "reform" for event in world.log)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 50))
+def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int):
+    """A power cut at a random moment of recoveries; agents may be slow to hear."""
+    chance = random.Random(seed)
+    world = World()
+    agents = world.start_job(nodes=4, ranks=2)
+    train(world, agents, range(2))
+    for _ in range(chance.randint(1, 3)):
+        agent = chance.choice(agents)
+        agent.die(chance.choice(agent.slots))
+        world.run(chance.uniform(0.0, 0.4))
+        for other in agents:
+            other.take_offer()
+    forget(world, min(records, len(world.log)))
+    for _ in range(8):
+        world.run(2.0)
+        for agent in agents:
+            for slot in agent.slots:
+                if agent.ranks[slot].state == "starting":
+                    agent.set(slot, state="waiting")
+            agent.take_offer()
+    job = world.job()
+    assert job.phase in ("running", "offering") and not any(event.kind == "reform" for event in world.log)
+    assert max(agent.ranks[slot].iteration for agent in agents for slot in agent.slots) >= 2
+    assert len(job.members) == 8, f"{sorted(job.members)} of 8 are in"
+    world.check_replay()

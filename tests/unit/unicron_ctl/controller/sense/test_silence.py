@@ -1,0 +1,185 @@
+"""Silence is not death: what it takes to lose a node, and what is no evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.world import FakeSlurm, World
+from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
+
+
+def on_slurm(nodes: int, count: int, **settings) -> World:
+    world = World(FakeSlurm(nodes), **settings)
+    world.slurm.submit("1", count)
+    world.start_job(nodes=count)
+    world.run(2.0)
+    return world
+
+
+def head_cut(world: World) -> None:
+    for agent in world.agents:
+        agent.silent = agent.cut = True
+
+
+def heal(world: World) -> None:
+    for agent in world.agents:
+        agent.silent = agent.cut = False
+
+
+def taken(world: World) -> list[tuple]:
+    return [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold", "hold")]
+
+
+@pytest.mark.parametrize("seconds", [3, 15, 60])
+@pytest.mark.parametrize("slurm_too", [False, True])
+def test_a_silence_of_the_head_node_harms_nobody(seconds, slurm_too):
+    world = on_slurm(5, 4)
+    before = dict(world.job().members)
+    head_cut(world)
+    if slurm_too:  # slurmctld hears nobody either
+        for states in world.slurm.node_states.values():
+            states.add("NOT_RESPONDING")
+    for _ in range(seconds):
+        world.run(1.0)
+    assert world.core.view.alone
+    for states in world.slurm.node_states.values():
+        states.discard("NOT_RESPONDING")
+    heal(world)
+    world.run(5.0)
+    assert not world.core.view.alone and not taken(world)
+    assert world.job().members == before and world.job().phase == "running" and not world.job().failures
+    assert [kind for kind in ("alone", "heard_again") if any(e.kind == kind for e in world.log)] == [
+        "alone",
+        "heard_again",
+    ]
+    world.check_replay()
+
+
+def test_a_restart_while_nobody_can_reach_the_controller_harms_nobody():
+    world = on_slurm(5, 4)
+    before = dict(world.job().members)
+    head_cut(world)
+    world.run(5.0)
+    world.restart()
+    world.run(30.0)
+    assert not taken(world) and world.job().members == before
+    heal(world)
+    world.run(5.0)
+    assert not taken(world) and world.job().members == before and world.job().phase == "running"
+
+
+def test_a_node_lost_during_the_heads_silence_is_healed_after_it():
+    world = on_slurm(5, 4)
+    head_cut(world)
+    world.run(10.0)
+    lost = world.agents[2]
+    world.dead_nodes.add(lost.node)
+    lost.cut = False
+    for agent in world.agents:
+        if agent is not lost:
+            agent.silent = agent.cut = False
+    healed = world.now
+    while 2 in world.job().members and world.now < healed + 5.0:
+        world.run(0.1)
+    assert 2 not in world.job().members and world.job().failures[-1].node == lost.node
+    assert len(world.job().failures) == 1
+
+
+def test_an_agent_that_others_reach_is_not_lost():
+    world = on_slurm(5, 4)
+    world.agents[1].silent = world.agents[1].cut = True
+    world.run(60.0)
+    assert not world.job().failures and not taken(world)
+    assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
+
+
+def test_two_witnesses_must_agree_where_there_are_so_many():
+    world = on_slurm(5, 4)
+    silent = world.agents[1]
+    silent.silent = silent.cut = True
+    world.cuts.add(frozenset((world.agents[2].node, silent.node)))  # one peer cannot reach it, the others can
+    world.run(20.0)
+    assert not world.job().failures
+
+
+def test_a_witness_with_trouble_of_its_own_says_nothing(monkeypatch):
+    world = on_slurm(5, 4)
+    world.agents[1].silent = True
+    world.dead_nodes.add(world.agents[1].node)
+    monkeypatch.setattr(world, "answer", lambda witness, target: Reach.UNKNOWN)  # no descriptors, no names
+    world.run(20.0)
+    assert not world.job().failures
+    world.slurm.node_states[world.agents[1].node] = {"DOWN", "NOT_RESPONDING"}
+    world.run(3.0)
+    assert world.job().failures[-1].kind == "node" and "Slurm" in world.job().failures[-1].reason
+
+
+def test_the_last_node_of_a_job_is_lost_when_slurm_says_so_and_not_before():
+    world = on_slurm(3, 1)
+    world.agents[0].silent = True
+    world.dead_nodes.add(world.agents[0].node)
+    world.run(30.0)
+    assert not world.job().failures
+    world.slurm.node_states[world.agents[0].node] = {"IDLE", "NOT_RESPONDING"}
+    world.run(3.0)
+    assert world.job().failures[-1].kind == "node"
+
+
+def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
+    """They may be a majority that goes on without this controller."""
+    world = on_slurm(8, 5)
+    for agent in world.agents[:3]:
+        agent.silent = agent.cut = True
+        world.cuts |= {frozenset((agent.node, other.node)) for other in world.agents[3:]}
+        world.cuts.add(frozenset(("", agent.node)))
+    world.run(30.0)
+    assert not world.job().failures and not taken(world)
+    for agent in world.agents[:3]:
+        world.slurm.node_states[agent.node] = {"DOWN", "NOT_RESPONDING"}
+    world.run(3.0)
+    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+
+
+def test_half_of_a_job_is_left_out():
+    world = on_slurm(8, 4)
+    for agent in world.agents[:2]:
+        agent.silent = True
+        world.dead_nodes.add(agent.node)
+    world.run(4.0)
+    assert sorted(world.job().members) == [2, 3]
+
+
+def test_ranks_that_step_together_are_alive_whatever_the_lease_says():
+    world = on_slurm(5, 4)
+    silent = world.agents[1]
+    silent.silent = True
+    world.dead_nodes.add(silent.node)  # whatever witnesses say
+    for iteration in range(40):
+        for agent in world.agents:
+            if agent is not silent:
+                agent.step(agent.slots[0], iteration, [])
+        world.run(0.5)
+    assert not world.job().failures
+    world.run(3.0)
+    assert world.job().failures[-1].node == silent.node
+
+
+def test_a_node_that_nobody_can_say_anything_of_is_given_up_after_a_bound():
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=3)
+    agents[0].silent = agents[1].silent = True
+    world.run(25.0)
+    assert not world.job().failures
+    world.run(10.0)
+    assert sorted(failure.slots for failure in world.job().failures) == [[0], [1]]
+
+
+def test_a_whole_racks_loss_asks_different_witnesses():
+    world = on_slurm(20, 16)
+    for agent in world.agents[:6]:
+        agent.silent = True
+        world.dead_nodes.add(agent.node)
+    world.run(4.0)
+    asked = {name for name, message in world.sent if isinstance(message, wire.Reach)}
+    assert len(asked) >= 2 and len(world.job().failures) == 6
