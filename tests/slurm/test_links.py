@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.links import NEEDS_ROOT
 from tests.support.processes import LIMIT, ROOT, unicronctl, wait_for
 from unicron_ctl.localslurm import LocalCluster, network
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")]
+pytestmark = [pytest.mark.slurm, NEEDS_ROOT]
 SLURMD = 6818
 PYTHON = sys.executable
 
