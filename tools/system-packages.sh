@@ -22,6 +22,8 @@ if [ "$what" = all ]; then
     has slurmd || need slurmd
     has squeue || need slurm-client
     has munged || need munge
+    has ip || need iproute2    # ip and nft: for the local cluster with links
+    has nft || need nftables
     has make || need make
     has gcc || need gcc libc6-dev
     header slurm/spank.h || need libslurm-dev

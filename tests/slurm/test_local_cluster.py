@@ -68,8 +68,8 @@ CRASHING_UP = """
 import os, signal, sys
 from unicron_ctl.localslurm import LocalCluster
 launch, left = LocalCluster._launch, [int(sys.argv[2])]
-def launch_or_die(self, name, command):
-    pid = launch(self, name, command)
+def launch_or_die(self, name, command, host):
+    pid = launch(self, name, command, host)
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -31,9 +31,11 @@ T = TypeVar("T")
 class Controller:
     """A unicrond whose configuration, state and log lie in a folder of its own.
 
-    settings: lines of [controller], in place of those of the same names in `CALM`. environment: instead of the one
+    settings: lines of [controller], in place of those of the same names in `usual`. environment: instead of the one
     outside Slurm.
     """
+
+    usual = CALM
 
     def __init__(self, folder: Path, settings: str = "", environment: Mapping[str, str] | None = None):
         self.folder = folder
@@ -53,7 +55,7 @@ class Controller:
     def configure(self, settings: str) -> None:
         """Write its configuration; a running one reads it at SIGHUP."""
         given = {line.split("=")[0].strip() for line in settings.splitlines()}
-        kept = [line for line in CALM.splitlines() if line.split("=")[0].strip() not in given]
+        kept = [line for line in self.usual.splitlines() if line.split("=")[0].strip() not in given]
         self.config.write_text("\n".join(["[controller]", *kept, settings]))
 
     def start(self) -> None:

@@ -273,9 +273,8 @@ def main() -> None:
     for result in session:
         point("outside")
         with (OUT / f"losses.{SLOT}").open("a") as file:
-            file.write(
-                json.dumps({"iteration": result.iteration, "loss": result.loss, "generation": result.generation}) + "\n"
-            )
+            step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation}
+            file.write(json.dumps(step | {"time": time.time()}) + "\n")
 
 
 if __name__ == "__main__":

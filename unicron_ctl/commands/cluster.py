@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
 
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.localslurm.layout import default_state_dir
+from unicron_ctl.localslurm.links import share_of
 
 _state_dir = click.option(
     "--state-dir",
@@ -30,6 +32,7 @@ def command() -> None:
 @click.option("--auth", type=click.Choice(["munge", "none"]), default="munge", show_default=True)
 @click.option("--plugstack", "plugstack_lines", multiple=True, metavar="LINE", help="A line of plugstack.conf.")
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
+@click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @_state_dir
 def up(
     nodes: int,
@@ -37,10 +40,11 @@ def up(
     auth: str,
     plugstack_lines: tuple[str, ...],
     config_lines: tuple[str, ...],
+    links: bool,
     state_dir: Path,
 ) -> None:
     """Start the cluster, or what is missing of it."""
-    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines)
+    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links)
     cluster.up()
     click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
 
@@ -63,11 +67,81 @@ def status(as_json: bool, state_dir: Path) -> None:
         click.echo(json.dumps(state, indent=1))
         return
     click.echo(f"cluster  {state['state']}  in {state['state_dir']}  port {state['port']}  auth {state['auth']}")
+    if state["links"]:
+        click.echo(f"network  {state['links']['network']}  {_wrong(state['links']) or 'all links are whole'}")
     click.echo(f"{'node':8} {'slurmd':>8} {'tasks':>6}  state")
     for node in state["nodes"]:
         said = "+".join(node["states"]) or "unknown"
         why = f"  ({node['reason']})" if node["reason"] else ""
         click.echo(f"{node['name']:8} {node['slurmd'] or '-':>8} {node['tasks']:>6}  {said}{why}")
+
+
+def _wrong(links: dict) -> str:
+    """What is wrong with the links, in words."""
+    parts = [f"{host} without power" for host in links["off"]]
+    parts += [f"{host} cut off" for host in links["cut"]]
+    parts += [f"{a} and {b} cut apart" for a, b in links["apart"]]
+    parts += [f"{host} loses {100 * share:.4g}%" for host, share in links["loss"].items()]
+    return ", ".join(parts)
+
+
+def _hosts(word: str) -> list[str]:
+    """n1,n2 or head -> the hosts."""
+    return [host for host in word.split(",") if host]
+
+
+_one_or_two = click.argument("hosts", nargs=-1, metavar="[HOSTS [HOSTS]]", callback=lambda _c, _p, words: _sides(words))
+
+
+def _sides(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    if len(words) > 2:
+        raise click.UsageError("name one or two groups of hosts; those of a group with a comma between: n1,n2")
+    first, second = (*map(_hosts, words), [], [])[:2]
+    return first, second
+
+
+@command.command()
+@_one_or_two
+@_state_dir
+def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
+    """Drop all packets to and from HOSTS (nodes or head, n1,n2), or, with two groups, all between the two.
+
+    Nobody is told: no connection is closed, and the links' carriers stay.
+    """
+    if not hosts[0]:
+        raise click.UsageError("name a node, or head")
+    LocalCluster.load(state_dir).links.cut(*hosts)
+    click.echo(f"{','.join(hosts[0])} {'and ' + ','.join(hosts[1]) + ' are cut apart' if hosts[1] else 'cut off'}")
+
+
+@command.command()
+@_one_or_two
+@_state_dir
+def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
+    """Mend all links, or those of HOSTS, or those between two groups. What has no power stays off."""
+    LocalCluster.load(state_dir).links.heal(*hosts)
+    click.echo("healed")
+
+
+@command.command()
+@click.argument("hosts", callback=lambda _c, _p, word: _hosts(word))
+@click.argument("share", callback=lambda _c, _p, word: share_of(word))
+@_state_dir
+def loss(hosts: list[str], share: float, state_dir: Path) -> None:
+    """Lose SHARE (10%) of the packets to and from each of HOSTS, at random; 0% ends it."""
+    LocalCluster.load(state_dir).links.loss(hosts, share)
+    click.echo(f"{','.join(hosts)} loses {100 * share:.4g}% of all packets")
+
+
+@command.command(context_settings={"ignore_unknown_options": True})
+@click.argument("host")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
+@_state_dir
+def run(host: str, words: tuple[str, ...], state_dir: Path) -> None:
+    """Run COMMAND on a node or on head, in its network and under its name; the exit status is the command's."""
+    cluster = LocalCluster.load(state_dir)
+    command_line = [*cluster.enter(host), *words]
+    os.execvpe(command_line[0], command_line, os.environ | cluster.env())
 
 
 @command.command("power-off")

@@ -19,6 +19,11 @@ PACKAGE_OF = {
     "sinfo": "slurm-client",
     "squeue": "slurm-client",
     "munged": "munge",
+    "ip": "iproute2",
+    "nft": "nftables",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "hostname": "hostname",
 }
 
 

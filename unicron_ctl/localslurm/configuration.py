@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from unicron_ctl.localslurm.layout import Layout, Spec
+from unicron_ctl.localslurm.network import HEAD, Network
 
 CPUS_PER_NODE = 4
 MEMORY_MB = 2000
 
 
 def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tuple[int, int]) -> str:
-    """slurm.conf for `version` of Slurm, the release as (year, month)."""
+    """slurm.conf for `version` of Slurm, the release as (year, month). `hostname` is this machine's; a cluster with
+    links has names of its own."""
     auth_info = ["cred_expire=5"]  # a requeued job waits this long before it may start again; the default is 120 s
     if spec.auth == "munge":
         auth_info.insert(0, f"socket={layout.munge_socket}")
     gres = f" Gres=gpu:{spec.gpus_per_node}" if spec.gpus_per_node else ""
     lines = [
         "ClusterName=unicron",
-        f"SlurmctldHost={hostname}(127.0.0.1)",
+        f"SlurmctldHost={_head(spec, hostname)}",
         f"SlurmctldPort={spec.ports[0]}",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",
@@ -64,12 +66,24 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         f"NodeName=DEFAULT CPUs={CPUS_PER_NODE} Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} "
         f"ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN{gres}",
         *(
-            f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={port}"
+            f"NodeName={name} {_place(spec, name, hostname)} Port={port}"
             for name, port in zip(spec.node_names, spec.ports[1:], strict=True)
         ),
         f"PartitionName=main Nodes=n[1-{spec.nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]
     return "\n".join(line for line in lines if line) + "\n"
+
+
+def _head(spec: Spec, hostname: str) -> str:
+    """The host of slurmctld and its address."""
+    return f"{HEAD}({Network.address(spec.network, HEAD)})" if spec.links else f"{hostname}(127.0.0.1)"
+
+
+def _place(spec: Spec, node: str, hostname: str) -> str:
+    """How slurmctld reaches a node's slurmd. A node with a namespace of its own is called by its own name there."""
+    if spec.links:
+        return f"NodeAddr={Network.address(spec.network, node)}"
+    return f"NodeHostname={hostname} NodeAddr=127.0.0.1"
 
 
 def gres_conf(layout: Layout, spec: Spec) -> str:

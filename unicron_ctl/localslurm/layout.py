@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.localslurm.network import Network
 from unicron_ctl.localslurm.processes import Marks
 
 STATE_FILE = "cluster.json"
@@ -18,7 +19,8 @@ STATE_FILE = "cluster.json"
 
 @dataclass(frozen=True)
 class Spec:
-    """What the user asked for, and the ports that were free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s."""
+    """What the user asked for, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s; with links, the
+    network, for example 198.18.4.0/23."""
 
     nodes: int
     gpus_per_node: int
@@ -26,6 +28,8 @@ class Spec:
     plugstack_lines: tuple[str, ...] = ()
     config_lines: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
+    links: bool = False
+    network: str = ""
 
     def check(self) -> None:
         """Raises UserError (wrong use) for values that no cluster can have."""
@@ -41,8 +45,9 @@ class Spec:
         return tuple(f"n{i}" for i in range(1, self.nodes + 1))
 
     def same_wish(self, other: Spec) -> bool:
-        """True when both ask for the same cluster, whatever ports it got."""
-        return asdict(self) | {"ports": ()} == asdict(other) | {"ports": ()}
+        """True when both ask for the same cluster, whatever it got for it."""
+        got: dict[str, object] = {"ports": (), "network": ""}
+        return asdict(self) | got == asdict(other) | got
 
 
 class Layout:
@@ -61,8 +66,8 @@ class Layout:
                 "name a state folder without special characters",
                 WRONG_USE,
             )
-        digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]
-        self.short_dir = Path("/tmp") / f"unicron-{digest}"
+        self.digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]
+        self.short_dir = Path("/tmp") / f"unicron-{self.digest}"
         self.etc_dir = self.state_dir / "etc"
         self.slurm_conf = self.etc_dir / "slurm.conf"
         self.log_dir = self.state_dir / "log"
@@ -73,10 +78,11 @@ class Layout:
         self.munge_socket = self.munge_dir / "socket"
         self.state_file = self.state_dir / STATE_FILE
         self.lock_file = self.state_dir / "lock"
+        self.network = Network(self.digest, self.short_dir)
 
     @property
     def marks(self) -> Marks:
-        return Marks(str(self.slurm_conf), str(self.munge_socket), str(self.log_dir))
+        return Marks(str(self.slurm_conf), str(self.munge_socket), str(self.log_dir), self.network.prefix)
 
     def make_short_dir(self) -> None:
         """Makes the folder for sockets. Raises UserError when somebody else put something in its place."""

@@ -16,8 +16,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.localslurm import binaries, configuration, ports, processes
+from unicron_ctl.localslurm import binaries, configuration, network, ports, processes
 from unicron_ctl.localslurm.layout import Layout, Spec
+from unicron_ctl.localslurm.links import Links, check_host
+from unicron_ctl.localslurm.network import HEAD, OUTSIDE, Network
 from unicron_ctl.localslurm.processes import Process
 from unicron_ctl.slurm.client import NodeInfo, SlurmError
 from unicron_ctl.slurm.command_line import CommandLineClient
@@ -25,13 +27,16 @@ from unicron_ctl.slurm.command_line import CommandLineClient
 _START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
 _KILL_LIMIT = 10.0
 _ATTEMPTS = 3
+_SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
 
 
 class LocalCluster:
     """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
 
-    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes). Jobs and their history live
-    as long as the cluster is up. Methods raise UserError, one line, for whatever people can mend.
+    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes). With `links`, which needs
+    root, each node and the head are in a network namespace of their own, and `links` cuts and mends what is between
+    them. Jobs and their history live as long as the cluster is up. Methods raise UserError, one line, for whatever
+    people can mend.
     """
 
     def __init__(
@@ -42,9 +47,10 @@ class LocalCluster:
         plugstack_lines: Sequence[str] = (),
         auth: str = "munge",
         config_lines: Sequence[str] = (),
+        links: bool = False,
     ) -> None:
         self.layout = Layout(state_dir)
-        self.spec = Spec(nodes, gpus_per_node, auth, tuple(plugstack_lines), tuple(config_lines))
+        self.spec = Spec(nodes, gpus_per_node, auth, tuple(plugstack_lines), tuple(config_lines), links=links)
         self.spec.check()
 
     @classmethod
@@ -53,7 +59,7 @@ class LocalCluster:
         spec = Layout(state_dir).load()
         if spec is None:
             raise UserError(f"no cluster in {state_dir}; start one with: unicronctl cluster up")
-        cluster = cls(state_dir, spec.nodes, spec.gpus_per_node, spec.plugstack_lines, spec.auth, spec.config_lines)
+        cluster = cls(state_dir)
         cluster.spec = spec
         return cluster
 
@@ -67,6 +73,32 @@ class LocalCluster:
     def client(self, timeout: float = 10.0) -> CommandLineClient:
         """A Slurm client for this cluster."""
         return CommandLineClient(env=self.env(), timeout=timeout)
+
+    # --- links -------------------------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> Links:
+        """What can be cut and mended. Raises UserError (wrong use) for a cluster without links."""
+        self._check_links()
+        return Links(self.layout.network, self.spec.node_names)
+
+    def address(self, host: str) -> str:
+        """The IPv4 address of a node or of `head`. Raises UserError (wrong use) for a cluster without links."""
+        self._check_links()
+        check_host(host, self.spec.node_names)
+        return Network.address(self.spec.network, host)
+
+    def enter(self, host: str) -> list[str]:
+        """What to put before a command so that it runs on a node or on `head`. Raises UserError (wrong use)."""
+        self._check_links()
+        check_host(host, self.spec.node_names)
+        return self.layout.network.enter(host)
+
+    def _check_links(self) -> None:
+        if not self.spec.links:
+            raise UserError("this cluster has no links; start one with: unicronctl cluster up --links", WRONG_USE)
+        if not self.layout.network.complete(self.spec.node_names):
+            raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
 
     # --- up and down -------------------------------------------------------------------------------------------------
 
@@ -83,6 +115,7 @@ class LocalCluster:
                 )
             heads = {process.kind for process in running}
             whole = "slurmctld" in heads and ("munged" in heads or self.spec.auth == "none")
+            whole = whole and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
             if whole and saved is not None and self.layout.slurm_conf.exists():
                 self.spec = saved
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
@@ -93,7 +126,8 @@ class LocalCluster:
 
     def down(self) -> None:
         """Ends every process of the cluster and of its jobs at once and removes its sockets. The logs stay."""
-        if not self.layout.state_dir.is_dir() and not self.layout.short_dir.is_dir():
+        layout = self.layout
+        if not (layout.state_dir.is_dir() or layout.short_dir.is_dir() or layout.network.present()):
             return
         with self._lock():
             self._clear()
@@ -105,13 +139,19 @@ class LocalCluster:
             raise UserError(f"the cluster in {self.layout.state_dir} is not yours; run this as its user") from None
         except TimeoutError as error:
             raise UserError(f"the cluster in {self.layout.state_dir} cannot be ended: {error}") from None
+        self.layout.network.remove()
         shutil.rmtree(self.layout.short_dir, ignore_errors=True)
 
     # --- single nodes ------------------------------------------------------------------------------------------------
 
     def power_off(self, node: str) -> list[Process]:
-        """Kills all that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims."""
+        """Kills all that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims.
+
+        With links the node is cut off first, so that no end of a connection is heard.
+        """
         self._check_node(node)
+        if self.spec.links:
+            self.links.power([node], on=False)
         return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
 
     def power_on(self, node: str) -> None:
@@ -154,6 +194,7 @@ class LocalCluster:
             "slurm_conf": str(self.layout.slurm_conf),
             "auth": self.spec.auth,
             "port": self.spec.ports[0] if self.spec.ports else None,
+            "links": self._links_status(),
             "slurmctld": heads.get("slurmctld"),
             "munged": heads.get("munged"),
             "nodes": [
@@ -169,14 +210,29 @@ class LocalCluster:
             ],
         }
 
+    def _links_status(self) -> dict[str, object] | None:
+        """Addresses, and what is wrong; None without links, or while they are down."""
+        if not self.spec.links or not self.layout.network.complete(self.spec.node_names):
+            return None
+        hosts = (HEAD, *self.spec.node_names, OUTSIDE)
+        addresses = {host: Network.address(self.spec.network, host) for host in hosts}
+        return {"network": self.spec.network, "addresses": addresses, **dataclasses.asdict(self.links.faults())}
+
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _programs(self) -> dict[str, str]:
         wanted = ["slurmctld", "slurmd", "scontrol", "sinfo", "squeue"]
+        if self.spec.links:
+            if os.getuid():
+                raise UserError("links of their own need root; leave --links away, or run this as root")
+            wanted += ["ip", "nft", "nsenter", "unshare", "hostname"]
         return binaries.locate(wanted + (["munged"] if self.spec.auth == "munge" else []))
 
     def _start_fresh(self, programs: dict[str, str]) -> None:
         """Starts everything from nothing; again with other ports when somebody took one of them in between."""
+        if self.spec.links:
+            for folder in network.abandoned():
+                LocalCluster(folder)._clear()
         for attempt in range(1, _ATTEMPTS + 1):
             self._clear()
             try:
@@ -188,7 +244,7 @@ class LocalCluster:
                 return
             except BaseException:
                 self._clear()
-                if attempt == _ATTEMPTS or all(map(ports.is_free, self.spec.ports)):
+                if attempt == _ATTEMPTS or self.spec.links or all(map(ports.is_free, self.spec.ports)):
                     raise
 
     def _write_files(self, programs: dict[str, str], seed: str) -> None:
@@ -199,9 +255,15 @@ class LocalCluster:
             folder.mkdir(parents=True, exist_ok=True)
         for name in self.spec.node_names:
             (layout.spool_dir / name).mkdir(exist_ok=True)
-        chosen = ports.choose(self.spec.nodes + 1, seed)
-        self.spec = dataclasses.replace(self.spec, ports=chosen)
+        if self.spec.links:
+            taken = layout.network.register(layout.state_dir)
+            chosen = _SLURM_PORTS[:1] + _SLURM_PORTS[1:] * self.spec.nodes
+            self.spec = dataclasses.replace(self.spec, ports=chosen, network=taken)
+        else:
+            self.spec = dataclasses.replace(self.spec, ports=ports.choose(self.spec.nodes + 1, seed))
         layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
+        if self.spec.links:
+            layout.network.make(self.spec.network, self.spec.node_names)
         for path in configuration.gpu_files(layout, self.spec):
             Path(path).touch()
         hostname = socket.gethostname().split(".")[0]
@@ -219,11 +281,11 @@ class LocalCluster:
         key.write_bytes(os.urandom(128))
         options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
-        pid = self._launch("munged", command)
+        pid = self._launch("munged", command, HEAD)
         self._wait("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
 
     def _start_controller(self, program: str) -> None:
-        pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)])
+        pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
         self._wait("slurmctld", pid, self._answers, _START_LIMIT)
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
@@ -231,6 +293,8 @@ class LocalCluster:
         if rebooted:
             # Slurm compares times in whole seconds and takes a reboot within one for no reboot.
             time.sleep(1.0 - time.time() % 1.0)
+        if self.spec.links:
+            self.links.power(names, on=True)
         began = float(int(time.time()))  # Slurm tells start times in whole seconds
         pids = {}
         for name in names:
@@ -239,14 +303,16 @@ class LocalCluster:
                 shutil.rmtree(self.layout.spool_dir / name, ignore_errors=True)
                 (self.layout.spool_dir / name).mkdir()
             command = [programs["slurmd"], "-D", "-f", str(self.layout.slurm_conf), "-N", name]
-            pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []))
+            pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []), name)
         deadline = time.monotonic() + _START_LIMIT
         for name, pid in pids.items():
             ready = functools.partial(self._registered, name, began)
             self._wait(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
 
-    def _launch(self, name: str, command: list[str]) -> int:
+    def _launch(self, name: str, command: list[str], host: str) -> int:
         """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
+        if self.spec.links:
+            command = self.enter(host) + command
         # The daemons run in the foreground of a background shell job: the id is known before anything can fail, and
         # init, not a long-living caller, collects what is left of them. No stream is inherited: a reader would hang.
         script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'

@@ -3,11 +3,13 @@
 Nothing relies on remembered process ids, which the kernel uses again: every process is recognised by what it *is* at
 the moment of the signal. A daemon has the cluster's own path in its command line; a slurmstepd, whose command line and
 environment Slurm overwrites with a title, holds a file of the cluster open; a task has SLURM_CONF and SLURMD_NODENAME
-in its environment or descends from a stepd. The signal goes through a pidfd that is opened before the check.
+in its environment or descends from a stepd; and where a cluster has links, whatever is in one of its network
+namespaces. The signal goes through a pidfd that is opened before the check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -15,10 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from unicron_ctl.localslurm.network import MOUNTS
+
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd or task; the first two have no node."""
+    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd or task; the first two have no node. With
+    links there are others on the head: tasks of the node `head`."""
 
     pid: int
     kind: str
@@ -28,11 +33,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Marks:
-    """What the processes of one cluster show: its slurm.conf, its munge socket and its folder of logs."""
+    """What the processes of one cluster show: its slurm.conf, its munge socket, its folder of logs, and what the names
+    of its network namespaces begin with."""
 
     slurm_conf: str
     munge_socket: str
     log_dir: str
+    namespaces: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,33 @@ def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str |
     return None
 
 
+def _namespaces(marks: Marks) -> dict[str, str]:
+    """What processes in a host's network namespace show: NET:[INODE] by the kernel, or the way in -> the host."""
+    found: dict[str, str] = {}
+    try:
+        names = [name for name in os.listdir(MOUNTS) if marks.namespaces and name.startswith(marks.namespaces)]
+    except OSError:
+        return found
+    for name in names:
+        host, path = name.removeprefix(marks.namespaces), MOUNTS / name
+        found[f"--net={path}"] = host
+        with contextlib.suppress(OSError):
+            found[f"net:[{path.stat().st_ino}]"] = host
+    return found
+
+
+def _inhabitant(pid: int, namespaces: dict[str, str]) -> tuple[str, str | None] | None:
+    """For whatever else is in a namespace of the cluster, or on its way into one."""
+    if not namespaces:
+        return None
+    try:
+        host = namespaces.get(os.readlink(f"/proc/{pid}/ns/net"))
+    except OSError:
+        return None
+    host = host or next((namespaces[word] for word in _words(pid, "cmdline") if word in namespaces), None)
+    return ("task", host) if host else None
+
+
 def find(marks: Marks) -> list[Process]:
     """All living processes of the cluster, tasks after the daemons that they descend from."""
     stats: dict[int, _Stat] = {}
@@ -117,8 +151,9 @@ def find(marks: Marks) -> list[Process]:
             stats[int(entry)] = stat
     found: dict[int, Process] = {}
     me = os.getpid()
+    namespaces = _namespaces(marks)
     for pid, stat in stats.items():
-        identity = None if pid == me else _identify(pid, marks)
+        identity = None if pid == me else _identify(pid, marks) or _inhabitant(pid, namespaces)
         if identity is not None:
             found[pid] = Process(pid, *identity, started=stat.started)
     children: dict[int, list[int]] = {}

@@ -43,6 +43,13 @@ def test_slurm_conf_without_gpus_and_munge_and_for_a_later_release(tmp_path: Pat
     assert not any("Gres" in line or "SwitchType" in line for line in lines)
 
 
+def test_with_links_each_host_has_its_name_and_address(tmp_path: Path) -> None:
+    spec = Spec(nodes=256, gpus_per_node=1, auth="munge", ports=(1, *[2] * 256), links=True, network="198.18.4.0/23")
+    lines = _conf(Layout(tmp_path), spec)
+    assert "SlurmctldHost=head(198.18.4.1)" in lines
+    assert {"NodeName=n1 NodeAddr=198.18.4.11 Port=2", "NodeName=n256 NodeAddr=198.18.5.10 Port=2"} <= set(lines)
+
+
 def test_socket_paths_are_short_however_deep_the_state_folder_is(tmp_path: Path) -> None:
     layout = Layout(tmp_path.joinpath(*["x" * 40] * 8))
     assert len(f"{layout.spool_dir}/n256/n256_4294967295.4294967291") < 80
@@ -63,6 +70,19 @@ def test_impossible_clusters_are_wrong_use(tmp_path: Path, options: dict, text: 
     with pytest.raises(UserError, match=text) as raised:
         LocalCluster(tmp_path, **options)
     assert raised.value.exit_code == 2
+
+
+def test_links_need_root_and_a_cluster_that_was_started_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    with pytest.raises(UserError, match="need root; leave --links away") as raised:
+        LocalCluster(tmp_path, links=True).up()
+    assert raised.value.exit_code == 1
+    for use in (lambda cluster: cluster.links, lambda cluster: cluster.enter("n1")):
+        with pytest.raises(UserError, match="no links; start one with: unicronctl cluster up --links") as raised:
+            use(LocalCluster(tmp_path))
+        assert raised.value.exit_code == 2
 
 
 def test_a_path_that_slurm_conf_cannot_hold_is_wrong_use() -> None:
