@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from unicron_ctl.errors import UserError
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 2.0
 
+LASTING = (
+    records.JobRegistered,
+    records.Break,
+    records.PlanMade,
+    records.Offer,
+    records.Adopted,
+    records.JobEnded,
+    records.SlurmAction,
+)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
     id INTEGER PRIMARY KEY,
@@ -43,9 +52,6 @@ class Store:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
-            # NORMAL: a crash of the process loses nothing, one of the machine at most the last moments, and never
-            # the file.
-            self._db.execute("PRAGMA synchronous=NORMAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA_VERSION):
                 raise StoreError(
@@ -60,12 +66,17 @@ class Store:
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
 
-    def append(self, events: Iterable[Event]) -> None:
-        """Stores the events in one transaction: all of them or none."""
+    def append(self, events: Sequence[Event]) -> None:
+        """Stores the events in one transaction: all of them or none.
+
+        A crash of this process loses nothing. One of the machine loses at most the last moments, and never the file;
+        nothing of what agents or Slurm were told (LASTING): that is on the disk before it is sent.
+        """
         rows = [(e.id, e.time, e.job, e.generation, e.kind, records.encode(e.record)) for e in events]
         if not rows:
             return
-        with self._transaction():
+        lasting = any(isinstance(event.record, LASTING) for event in events)
+        with self._transaction(lasting):
             self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def thin(self, after: int = 0) -> int:
@@ -113,9 +124,10 @@ class Store:
         self._db.close()
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All that is written within it, or nothing."""
+    def _transaction(self, lasting: bool = False) -> Iterator[None]:
+        """All that is written within it, or nothing. lasting: it is on the disk when this returns."""
         try:
+            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             yield
             self._db.execute("COMMIT")
