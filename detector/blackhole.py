@@ -22,12 +22,10 @@ SLOW, UNLIMITED = 1000, 0xFFFFFFFF  # bytes per second
 def dig(pace: bool = True) -> set[int]:
     """Cuts every TCP socket of this process off; returns their inodes, for :func:`fill`. pace: hold back what leaves,
     too (not for a process that keeps silent by itself: the kernel makes up for the delay long afterwards)."""
-    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
-    drop_all = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
     done = set()
     for inode, view in _sockets():
         with view, contextlib.suppress(OSError):
-            view.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
+            deafen(view)
             done.add(inode)
             if pace:
                 view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
@@ -39,8 +37,20 @@ def fill(inodes: set[int]) -> None:
     for inode, view in _sockets():
         with view, contextlib.suppress(OSError):
             if inode in inodes:
-                view.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+                hear(view)
                 view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", UNLIMITED))
+
+
+def deafen(one: socket.socket) -> None:
+    """Nothing reaches this socket any more; one that listens no longer answers. Raises OSError."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+    drop_all = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
+
+
+def hear(one: socket.socket) -> None:
+    """What is sent to this socket reaches it again. Raises OSError for one that was not deaf."""
+    one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def _sockets() -> list[tuple[int, socket.socket]]:

@@ -13,13 +13,12 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+
+from detector import blackhole
 
 AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # nobody there, or no way there
 QUEUE = 256  # connections that wait to be accepted at a door
-
-FILL = 4  # connections that fill the shortest queue there is
 
 
 class Reach(enum.StrEnum):
@@ -94,7 +93,6 @@ class Door:
     def __init__(self, host: str = "") -> None:
         self._socket = socket.create_server((host, 0), backlog=QUEUE)
         self._socket.setblocking(False)
-        self._filled: list[socket.socket] = []
 
     @property
     def port(self) -> int:
@@ -102,34 +100,18 @@ class Door:
 
     def answer(self) -> None:
         """Lets everybody go who has come. The kernel has answered them already, so now and then is enough."""
-        if self._filled:
-            return
         with contextlib.suppress(OSError):
             while True:
                 self._socket.accept()[0].close()
 
     def shut(self) -> None:
         """From now on nobody gets an answer, as if the node had lost its network (for fault injection)."""
-        self.answer()
-        self._socket.listen(0)
-        for _ in range(FILL):  # a full queue is silent
-            one = socket.socket()
-            one.setblocking(False)
-            self._filled.append(one)
-            one.connect_ex(("127.0.0.1", self.port))
+        blackhole.deafen(self._socket)
 
     def open(self) -> None:
         """Whoever asks gets an answer again."""
-        _close(self._filled)
-        self._filled = []
-        self._socket.listen(QUEUE)
-        self.answer()
+        with contextlib.suppress(OSError):  # it was not shut
+            blackhole.hear(self._socket)
 
     def close(self) -> None:
-        _close([*self._filled, self._socket])
-
-
-def _close(sockets: Iterable[socket.socket]) -> None:
-    for one in sockets:
-        with contextlib.suppress(OSError):
-            one.close()
+        self._socket.close()

@@ -21,6 +21,7 @@ import pytest
 from tests.support.processes import ROOT, unicronctl, wait_for
 from unicron_ctl.errors import UserError
 from unicron_ctl.localslurm import LocalCluster, binaries, ports
+from unicron_ctl.reach import Reach, reach
 
 pytestmark = pytest.mark.slurm
 
@@ -195,7 +196,10 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     took = time.monotonic() - began
     assert set(pids) <= {victim.pid for victim in victims} and all(victim.node == "n2" for victim in victims)
     assert {"slurmd", "stepd", "task"} == {victim.kind for victim in victims}
-    assert not [process for process in cluster.processes() if process.node == "n2"]
+    left = {process.kind for process in cluster.processes() if process.node == "n2"}
+    assert left == {"tombstone"}, "its ports are silent, as those of a machine without power"
+    port = next(node.port for node in client.nodes() if node.name == "n2")
+    wait_for(lambda: reach(f"127.0.0.1:{port}", 0.3) is Reach.SILENT, "slurmd's port is silent")
     assert [p for p in cluster.processes() if p.kind == "slurmd"] == others
     assert took < 2.0
     client.down("n2", "unicron[node_problem]: no heartbeat")

@@ -11,12 +11,13 @@ import pwd
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.localslurm import binaries, configuration, network, ports, processes
+from unicron_ctl.localslurm import binaries, configuration, network, ports, processes, tombstone
 from unicron_ctl.localslurm.layout import Layout, Spec
 from unicron_ctl.localslurm.links import Links, check_host
 from unicron_ctl.localslurm.network import HEAD, OUTSIDE, Network
@@ -150,9 +151,16 @@ class LocalCluster:
         With links the node is cut off first, so that no end of a connection is heard.
         """
         self._check_node(node)
+        here = [process for process in self.processes() if process.node == node]
         if self.spec.links:
             self.links.power([node], on=False)
-        return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+            return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+        silent = tombstone.ports_of(process.pid for process in here if process.kind != "tombstone")
+        killed = processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+        if silent:
+            command = [sys.executable, tombstone.__file__, str(self.layout.slurm_conf), node, *map(str, silent)]
+            self._launch(f"tombstone-{node}", command, node)
+        return killed
 
     def power_on(self, node: str) -> None:
         """Starts the slurmd of a node again and waits until it has registered. A node that was set down stays down."""
@@ -162,6 +170,8 @@ class LocalCluster:
             if not any(process.kind == "slurmctld" for process in running):
                 raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
             if node not in _slurmds(running):
+                stones = [p for p in running if p.kind == "tombstone" and p.node == node]
+                processes.kill_all(lambda: [p for p in stones if processes.is_alive(p.pid)], _KILL_LIMIT)
                 self._start_nodes(self._programs(), [node], rebooted={node})
 
     def _check_node(self, node: str) -> None:

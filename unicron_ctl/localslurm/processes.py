@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from unicron_ctl.localslurm import tombstone
 from unicron_ctl.localslurm.network import MOUNTS
+
+TOMBSTONE = tombstone.__file__
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd or task; the first two have no node. With
+    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd, task or tombstone (of a node that was
+    switched off); the first two have no node. With
     links there are others on the head: tasks of the node `head`."""
 
     pid: int
@@ -92,6 +96,8 @@ def _identify(pid: int, marks: Marks) -> tuple[str, str | None] | None:
     """(kind, node) when the process shows by itself that it belongs to the cluster."""
     command_line = _words(pid, "cmdline")
     program = _program(pid, command_line)
+    if TOMBSTONE in command_line and marks.slurm_conf in command_line:
+        return "tombstone", command_line[command_line.index(marks.slurm_conf) + 1]
     if program == "munged":
         return ("munged", None) if f"--socket={marks.munge_socket}" in command_line else None
     if program in ("slurmctld", "slurmd") and marks.slurm_conf in command_line:
@@ -168,7 +174,7 @@ def find(marks: Marks) -> list[Process]:
                 kind = parent.kind if parent.kind in ("slurmctld", "slurmd", "munged") else "task"
                 found[pid] = Process(pid, kind, parent.node, stats[pid].started)
                 queue.append(found[pid])
-    order = ("slurmd", "stepd", "task", "slurmctld", "munged")
+    order = ("slurmd", "stepd", "task", "tombstone", "slurmctld", "munged")
     return sorted(found.values(), key=lambda process: (order.index(process.kind), process.pid))
 
 

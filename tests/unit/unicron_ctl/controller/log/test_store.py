@@ -74,7 +74,7 @@ def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) ->
     store = Store(tmp_path / "events.sqlite")
     broken, entered = records.Break(number=1, lost=[]), records.Entered(members=2)
     story = [entered, *[STEP] * 100, broken, *[STEP] * 5, None, *[STEP] * 5]
-    store.append(event(number, record, "1" if record else "2") for number, record in enumerate(story, 1))
+    store.append([event(number, record, "1" if record else "2") for number, record in enumerate(story, 1)])
     assert store.thin() == 100 - KEPT_FIRST - KEPT_LAST
     left = [event.id for event in store.replay()]
     assert left[:4] == [1, 2, 3, 92] and left[-12:] == list(range(102, 114)), "of a short run, or the last ones: all"
