@@ -102,6 +102,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
     Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
     Limit("controller", "SAY_SECONDS", 1.0, "of a Break, before it is said that the job waits for its last state"),
+    Limit("controller", "SURVEY_SECONDS", 1.5, "for a job's agents to say whether they reach each other"),
+    Limit("controller", "ENTER_SECONDS", 2.5, "of entering a generation, after which they are asked that"),
+    Limit("controller", "PARTED_SECONDS", 5.0, "between two looks whether a node that was left out is reached again"),
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
@@ -218,6 +221,7 @@ RULES: tuple[Rule, ...] = (
     Rule("first_iteration_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a late rank"),
     # ---- among what is fixed
     Rule("agent.REACH_SECONDS", "controller.ANSWER_SECONDS", "a witness has tried by then"),
+    Rule("agent.REACH_SECONDS", "controller.SURVEY_SECONDS", "all have tried by then"),
     Rule("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),
     Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
     Rule(

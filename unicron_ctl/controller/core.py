@@ -39,7 +39,7 @@ from unicron_ctl.controller.model.requests import Action, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import inputs, replan
-from unicron_ctl.controller.sense import iterations, overdue, peers, silence
+from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import wire
@@ -182,6 +182,8 @@ class Core:
         if job is None or job.over or self.state.last_event < number:
             return
         self._dirty.add(finding.job)
+        if finding.what in (What.HANG, What.COLLECTIVE):
+            self.take(parting.begin(self.view, self.view.job(job)))
         if finding.what is What.HANG and not finding.seen:
             iterations.suspected(self.desk(job).watch, finding, number)
 
@@ -366,6 +368,7 @@ class Core:
             for finding in list(overdue.look(self.view, self.clocks, job)):
                 self.judge(finding)
         self.take(iterations.look(self.view, view, desk.times, desk.watch))
+        self.take(parting.look(self.view, view))
         period = self.config.metrics_seconds
         self.take(peers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
         if job.restart_mode:

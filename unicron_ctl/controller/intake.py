@@ -11,7 +11,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members, silence
+from unicron_ctl.controller.sense import members, parting, silence
 from unicron_ctl.protocol import wire
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
@@ -47,6 +47,7 @@ class Intake:
             case wire.Reached():
                 if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
                     silence.answered(self._view.inquiries, agent, message)
+                    parting.answered(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.Held():
                 if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)

@@ -117,6 +117,8 @@ def newcomers(view: View, job: JobView) -> dict[int, list[int]]:
 
 def _may_work(view: View, job: JobView, element: int) -> bool:
     allotted, agent = job.state.allotted, job.agents.get(element)
+    if element in job.state.parted:
+        return False
     return (allotted is None or element in allotted) and (agent is None or not view.unfit(agent.node))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from detector import escalation
-from detector.escalation import ISOLATE, RESTART, Decision
+from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision
 from detector.severity import Severity, Verdict
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, isolate, start
@@ -74,6 +74,23 @@ def _gone(
     lost = {slot: why for slot in inside if breaking or not job.finished(slot)}
     reason = f"{decision.reason}: {finding.evidence}"
     return failure_of(job, kind, inside or agent.slots, finding, verdict, decision, leave_out=lost, reason=reason)
+
+
+def parted(view: View, job: JobView, finding: Finding) -> Outcome:
+    """A network that lets some of the job's nodes not reach each other: one is left out, for this job, and no node is
+    blamed."""
+    out, state = Outcome(), job.state
+    if finding.element in state.parted:
+        return out
+    verdict = view.classifier.cause("other_network_error", finding.evidence)
+    decision = Decision(Severity.SEV3, REATTEMPT, f"{verdict.reason}: {finding.evidence}", verdict.cause)
+    slots = inside_of(state, finding.slots)
+    why = f"is on {finding.node}, which not all others reach"
+    lost = dict.fromkeys(slots, why)
+    record = failure_of(job, "network", slots or list(finding.slots), finding, verdict, decision, leave_out=lost)
+    out.record(state, record)
+    out.record(state, records.Parted(element=finding.element, reason=finding.evidence))
+    return out
 
 
 def left(view: View, job: JobView, finding: Finding) -> Outcome:

@@ -20,6 +20,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
     What.BROKEN: ranks.broken,
     What.STOPPED: ranks.stopped,
     What.LATE: ranks.lost,
+    What.PARTED: agents.parted,
     What.UNUSABLE: ranks.lost,
     What.HANG: ranks.hang,
     What.COLLECTIVE: ranks.collective,

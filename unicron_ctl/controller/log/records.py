@@ -183,9 +183,9 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
     """What the judge made of a finding; `id` of the event is the failure's number.
 
-    kind_of_failure: rank | node | agent | hang | exception | transfer | action. source: who said it. leave_out: slots
-    that the job has to go on without. regroup: a new generation is needed although nobody is lost. noted: the time of
-    a note.
+    kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: who said it.
+    leave_out: slots that the job has to go on without. regroup: a new generation is needed although nobody is lost.
+    noted: the time of a note.
     """
 
     kind_of_failure: str
@@ -286,6 +286,18 @@ class StateAwaited(Record, frozen=True, tag="state_awaited"):
     """The job is not formed anew yet: these lost members may hold its training state."""
 
     slots: list[int]
+
+
+class Parted(Record, frozen=True, tag="parted"):
+    """An element that takes no part: it and others of the job do not reach each other."""
+
+    element: int
+
+
+class Rejoined(Record, frozen=True, tag="rejoined"):
+    """... and they do again."""
+
+    element: int
 
 
 class Offer(Record, frozen=True, tag="offer"):

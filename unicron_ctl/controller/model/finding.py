@@ -24,6 +24,7 @@ class What(enum.StrEnum):
     REPLACED = "replaced"  # a member's process or agent is another one by now
     BROKEN = "broken"  # a stopped rank names its own fault
     STOPPED = "stopped"  # members stopped by themselves although nobody is gone
+    PARTED = "parted"  # a node and others of its job do not reach each other
     LATE = "late"  # a survivor did not stop, or a member did not enter, in time
     UNUSABLE = "unusable"  # a survivor's report cannot be worked with
     HANG = "hang"  # others wait for this rank

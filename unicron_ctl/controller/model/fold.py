@@ -213,6 +213,7 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
     )
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
+        job.parted.pop(record.element, None)  # it may be another node
         for slot in record.slots:
             job.slots[slot] = SlotState(quick_deaths=job.slot(slot).quick_deaths)
 
@@ -361,6 +362,15 @@ def _adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     _phase(job, event, Phase.RUNNING)
 
 
+def _parted(job: JobState, event: Event, record: records.Parted) -> None:
+    agent = job.agents.get(record.element)
+    job.parted[record.element] = agent.agent if agent else ""
+
+
+def _rejoined(job: JobState, event: Event, record: records.Rejoined) -> None:
+    job.parted.pop(record.element, None)
+
+
 def _reinstated(job: JobState, event: Event, record: records.Reinstated) -> None:
     for slot in record.slots:
         job.lost.pop(slot, None)
@@ -457,6 +467,8 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.PlanMade: _plan,
     records.Adopted: _adopted,
     records.Reinstated: _reinstated,
+    records.Parted: _parted,
+    records.Rejoined: _rejoined,
     records.Offer: _offer,
     records.Entered: _entered,
     records.Reform: _reform,

@@ -149,6 +149,8 @@ class JobState:
     """Members that a failure says must be left out, with the reason; the next Break names them."""
     regroup: str = ""
     """Why a new generation is needed although nobody is lost."""
+    parted: dict[int, str] = field(default_factory=dict)
+    """Elements that take no part because they and others do not reach each other, with the agent that is there."""
     fatal: tuple[int, str] | None = None
     """A failure ends the job: exit code and reason."""
     banished: dict[int, Identity] = field(default_factory=dict)

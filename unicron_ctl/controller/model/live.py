@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
+from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.protocol.wire import Plan, RankStatus, Status
 
 AT_REST = ("stopped", "waiting")
@@ -144,6 +145,8 @@ class LiveJob:
     """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
     held: Plan | None = None
     """What such an agent says that its plan was."""
+    survey: Survey = field(default_factory=Survey)
+    """Who of its agents reaches whom."""
     stopped: dict[int, float] = field(default_factory=dict)
     """Members that stopped without a Break, and when that was heard."""
 

@@ -169,7 +169,7 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
         watch.since, watch.overdue, watch.look_at, watch.said = view.now, None, 0.0, False
         return out
     if watch.suspects:
-        if not watch.asked or view.now >= watch.act_at:
+        if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
             _confirm(view, job, watch, out)
         return out
     waited = view.now - watch.since

@@ -52,7 +52,12 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
     node: where the fault was. unfit: nodes that must get no work.
     """
     known, element = job.state, job.state.element(slot)
-    if known.over or (known.allotted is not None and element not in known.allotted) or element in known.leaving:
+    if (
+        known.over
+        or element in known.parted
+        or (known.allotted is not None and element not in known.allotted)
+        or element in known.leaving
+    ):
         return ""
     record, agent = known.agents.get(element), job.agents.get(element)
     if record is None:

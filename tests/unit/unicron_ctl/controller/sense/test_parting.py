@@ -1,0 +1,102 @@
+"""Nodes that reach the controller and not each other."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.world import FakeSlurm, World
+from unicron_ctl.controller.sense.parting import leave_out
+
+
+def on_slurm(count: int) -> World:
+    world = World(FakeSlurm(count + 1))
+    world.slurm.submit("1", count)
+    for agent in world.start_job(nodes=count):
+        agent.set(agent.slots[0], phase="reducing")
+    world.run(1.0)
+    return world
+
+
+def cut(world: World, *pairs: tuple[int, int]) -> None:
+    world.cuts |= {frozenset((world.agents[a].node, world.agents[b].node)) for a, b in pairs}
+
+
+def hang(world: World) -> None:
+    """Its ranks cannot get into a generation: everybody waits in the collective that builds it."""
+    for agent in world.agents:
+        agent.obedient = False
+        agent.die(agent.slots[0]) if agent.element == len(world.agents) - 1 else None
+    world.run(0.5)
+    for agent in world.agents[:-1]:
+        agent.set(agent.slots[0], state="stopped", broken=world.job().broken)
+    world.run(0.3)
+    for agent in world.agents[:-1]:
+        agent.set(agent.slots[0], state="entering", entering=world.job().generation)
+
+
+def test_one_of_two_nodes_that_do_not_reach_each_other_is_left_out_and_nobody_is_blamed():
+    world = on_slurm(5)
+    cut(world, (0, 1))
+    hang(world)
+    world.run(6.0)
+    parted = [failure for failure in world.job().failures if failure.kind == "network"]
+    assert [failure.slots for failure in parted] == [[1]] and list(world.job().parted) == [1]
+    assert "n1" in parted[0].reason and "n2" in parted[0].reason
+    for agent in world.agents:
+        agent.obedient = True
+        agent.set(agent.slots[0], state="stopped", broken=world.job().broken) if agent.element in (0, 2, 3) else None
+    world.run(3.0)
+    assert {0, 2, 3} <= set(world.job().members) and 1 not in world.job().members
+    taken = [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold")]
+    assert not taken and not world.core.state.history.states.get(("1", 1))
+    world.check_replay()
+
+
+def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
+    world = on_slurm(4)
+    cut(world, (0, 1))
+    hang(world)
+    world.run(6.0)
+    assert list(world.job().parted) == [1]
+    world.run(12.0)
+    assert list(world.job().parted) == [1], "it is asked again, and still cut off"
+    world.cuts.clear()
+    world.run(7.0)
+    assert not world.job().parted
+    world.check_replay()
+
+
+def test_whole_links_and_lost_packets_part_nobody(monkeypatch):
+    world = on_slurm(4)
+    whole, lost = world.answer, iter([True, False] * 500)
+    monkeypatch.setattr(world, "answer", lambda a, b: whole(a, b))
+    hang(world)
+    world.run(6.0)
+    assert not world.job().parted
+    cut(world, (0, 1))
+    answers = world.answer
+
+    def lossy(witness: str, target: str):
+        """Every first round finds a cut that the second does not confirm."""
+        return answers(witness, target) if next(lost) else whole("", target)
+
+    world.cuts.clear()
+    monkeypatch.setattr(world, "answer", lossy)
+    world.run(20.0)
+    assert not world.job().parted
+
+
+def test_of_two_halves_the_larger_goes_on():
+    assert leave_out({(a, b) for a in range(3) for b in (3, 4)}) == {3, 4}
+    assert leave_out({(0, 1)}) == {1}
+    assert leave_out({(2, other) for other in (0, 1, 3)}) == {2}
+    assert leave_out(set()) == set()
+
+
+@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda pair: pair[0] != pair[1])))
+def test_those_who_are_left_reach_each_other(pairs):
+    gone = leave_out(pairs)
+    assert not any((a, b) in pairs or (b, a) in pairs for a, b in combinations(set(range(7)) - gone, 2))

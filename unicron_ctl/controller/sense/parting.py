@@ -1,0 +1,153 @@
+"""Nodes that reach this controller and not each other: their collectives can never end, whoever tries again.
+
+When a job hangs, or does not get into a generation, all of its agents are asked whether they reach the others. What
+two rounds find cut decides who is left out: the fewest nodes without which all others reach each other, so of two
+halves the larger one goes on. No node is blamed, and those that were left out come back when they are reached again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
+
+SURVEY_SECONDS = 1.5  # for the answers; who has not answered by then says nothing
+ENTER_SECONDS = 2.5  # of entering, after which it is asked whether the members reach each other
+PARTED_SECONDS = 5.0  # between two looks whether nodes that were left out are reached again
+MOST_ASKED = 64  # others that one agent is asked about: in a large job those next to it
+
+
+def begin(view: View, job: JobView) -> Outcome:
+    """Asks all agents of the job whether they reach the others, unless that is being asked."""
+    out, survey = Outcome(), job.live.survey
+    if not survey.open or survey.returning is not None:
+        survey.before = survey.returning = None
+        _ask(view, job, _round(job), out)
+    return out
+
+
+def look(view: View, job: JobView) -> Outcome:
+    """What the answers say; asks again where that has to be confirmed. Called at every tick."""
+    out, survey, state = Outcome(), job.live.survey, job.state
+    if survey.open:
+        if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
+            survey.number = 0
+            _conclude(view, job, out)
+    elif state.phase is Phase.ENTERING and survey.generation != state.generation and job.live.awaited:
+        if job.waited(view.now) > ENTER_SECONDS:
+            survey.generation = state.generation
+            out.merge([begin(view, job)])
+    elif state.parted and view.now >= survey.again:
+        survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
+        there = [element for element in state.elements(state.members) or job.agents if element not in state.parted]
+        _ask(view, job, dict.fromkeys(state.parted, there), out)
+        if not survey.open:
+            _rejoin(job, state.parted, out)  # there is nobody else
+    return out
+
+
+def _conclude(view: View, job: JobView, out: Outcome) -> None:
+    survey = job.live.survey
+    if survey.returning is not None:
+        _rejoin(job, survey.returning - {witness for witness, _ in survey.cut}, out)
+        survey.returning = None
+    elif survey.before is not None:
+        _judge(view, job, survey.cut & survey.before, out)
+    elif survey.cut:
+        survey.before = survey.cut
+        _ask(view, job, _pairs(survey.cut), out)
+
+
+def _round(job: JobView) -> dict[int, list[int]]:
+    """Who is asked about whom: all about all others, in a large job about those next to them."""
+    elements = job.state.elements({**job.state.members, **job.state.joining})
+    found = {}
+    for place, element in enumerate(elements):
+        others = elements[place + 1 :] + elements[:place]
+        half = MOST_ASKED // 2
+        found[element] = others if len(others) <= MOST_ASKED else others[:half] + others[-half:]
+    return found
+
+
+def _pairs(cut: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for witness, other in sorted(cut):
+        found.setdefault(witness, []).append(other)
+    return found
+
+
+def _ask(view: View, job: JobView, wanted: Mapping[int, list[int]], out: Outcome) -> None:
+    asked = {}
+    for element, others in wanted.items():
+        agent = job.agents.get(element)
+        known = [other for other in others if other in job.agents and job.agents[other].door]
+        if agent is not None and agent.alive and known:
+            asked[element] = known
+    if not asked:
+        return
+    view.inquiries.last += 1
+    job.live.survey.begin(view.inquiries.last, view.now, asked)
+    for element, others in asked.items():
+        targets = [job.agents[other].door for other in others]
+        out.send(job.agents[element], wire.Reach(number=view.inquiries.last, targets=targets))
+
+
+def answered(job: JobView, agent: AgentView, message: wire.Reached) -> None:
+    """One agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
+    survey = job.live.survey
+    others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
+    if others is None or len(message.words) != len(others):
+        return
+    del survey.asked[agent.element]
+    silent = [other for other, word in zip(others, message.words, strict=True) if word == Reach.SILENT]
+    survey.cut.update((agent.element, other) for other in silent)
+    if survey.returning is not None:
+        survey.returning.add(agent.element)
+
+
+def _judge(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
+    state = job.state
+    inside = set(state.elements(state.members))
+    pairs = {(a, b) for a, b in cut if a in inside and b in inside}
+    # A node that is silent to this controller too is judged by `silence`: it may be gone.
+    silent = {element for name, element in view.inquiries.open if name == state.job}
+    for element in sorted(leave_out(pairs) - silent):
+        others = sorted({b for a, b in pairs if a == element} | {a for a, b in pairs if b == element})
+        names = ", ".join(state.agents[other].node for other in others[:8] if other in state.agents)
+        node = state.agents[element].node
+        said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
+        slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
+        out.findings.append(
+            Finding(
+                What.PARTED, state.job, slots, view.now, Source.PEER, said, element=element, node=node, by="witnesses"
+            )
+        )
+
+
+def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
+    """The fewest elements, near enough, without which no pair is left: those in most pairs first, of equals the
+    highest. A cut between two halves takes the smaller one."""
+    neighbours: dict[int, set[int]] = {}
+    for a, b in pairs:
+        neighbours.setdefault(a, set()).add(b)
+        neighbours.setdefault(b, set()).add(a)
+    found: set[int] = set()
+    while any(neighbours.values()):
+        worst = max(neighbours, key=lambda element: (len(neighbours[element]), element))
+        found.add(worst)
+        for other in neighbours.pop(worst):
+            neighbours[other].discard(worst)
+    return found
+
+
+def _rejoin(job: JobView, elements: Iterable[int], out: Outcome) -> None:
+    for element in sorted(elements):
+        node = job.state.agents[element].node if element in job.state.agents else "its node"
+        reason = f"{node} and the others reach each other again"
+        out.record(job.state, records.Rejoined(element=element, reason=reason))
