@@ -88,7 +88,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
-        step=int(number(environment, "SLURM_STEP_ID", "0", least=0)),
+        step=_step(environment),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job),
             user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
@@ -104,6 +104,13 @@ def _tasks_per_node(environment: Mapping[str, str]) -> int:
     """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
     return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
+
+
+def _step(environment: Mapping[str, str]) -> int:
+    """The number of this training's Slurm step among those of its batch script; steps that a restarted element only
+    uses up (sbatch_templates) are not counted."""
+    first = int(number(environment, "UNICRON_FIRST_STEP", "0", least=0))
+    return max(0, int(number(environment, "SLURM_STEP_ID", "0", least=0)) - first)
 
 
 def _address(controller: str) -> str:
