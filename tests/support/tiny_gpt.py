@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
 FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
 ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
-CHECKPOINTS = os.environ.get("TINY_CHECKPOINTS", "")
+CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
@@ -74,10 +75,20 @@ def strike(fault: dict) -> None:
         time.sleep(fault["delay"])
     elif kind == "wait":
         wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
+    elif kind == "loss":
+        lose_packets(fault["delay"])
     elif kind == "raise":
         raise ValueError("an error of the training script")
     else:
         strike_session(kind)
+
+
+def lose_packets(seconds: float) -> None:
+    """For so long nothing that peers send arrives here; the program goes on."""
+    from detector import blackhole
+
+    hole = blackhole.dig(pace=False)
+    threading.Timer(seconds, blackhole.fill, [hole]).start()
 
 
 def strike_session(kind: str) -> None:
@@ -266,7 +277,7 @@ def main() -> None:
         seq_length=SEQUENCE,
         micro_batch_size=SIZE,
         train_iterations=ITERATIONS,
-        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=2) if CHECKPOINTS else None,
+        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
     )
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)

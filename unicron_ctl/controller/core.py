@@ -52,6 +52,7 @@ PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
     records.Offer,
+    records.OfferWithdrawn,
     records.Entered,
     records.Reform,
     records.JobEnded,

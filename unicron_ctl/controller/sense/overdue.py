@@ -70,8 +70,10 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
         return f"its process (incarnation {status.incarnation}) is not ready"
     if known.phase in (Phase.RUNNING, Phase.OFFERING) and slot in known.members and status.state == "running":
         return ""  # the monitor judges its iterations
-    if known.phase is Phase.FORMING or record.node in unfit:
-        return ""
+    if known.phase in (Phase.FORMING, Phase.BREAKING) or record.node in unfit:
+        return ""  # it waits for others, or is late to stop, which has limits of its own
+    if known.phase in (Phase.ENTERING, Phase.OFFERING) and status.state == "entering":
+        return ""  # a transfer is judged by its progress
     if known.restart_mode and status.state == "waiting":
         return ""  # newcomers may be kept waiting for the next world (`job.modes.worth`)
     return f"it is {status.state} while the job is {known.phase}"
