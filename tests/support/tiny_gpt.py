@@ -2,7 +2,7 @@
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
 "delay"}; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations
-whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, for a checkpoint every second iteration.
+whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
@@ -13,8 +13,8 @@ file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
-here); "raise" (a fault of the script); "lost" (wait until the generation is over, then fail); "stop" (ask for the end);
-"wait" for gate number `gate`.
+here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
+send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
 """
 
 from __future__ import annotations

@@ -130,6 +130,13 @@ def _holds(job: JobView, slot: int) -> bool:
     return status.generation > 0 and status.state in ("running", "entering", "stopped")
 
 
+def last_copy(job: JobView, slot: int) -> bool:
+    """Nobody but this member holds the training state."""
+    state = job.state
+    others = (s for s in state.survivors() if s != slot and s not in state.condemned)
+    return slot in state.members and _holds(job, slot) and not any(_holds(job, s) for s in others)
+
+
 def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
     shown = f"{sorted(slots)[:MOST_NAMED]}{' and more' if len(slots) > MOST_NAMED else ''}"
     reason = f"slots {shown} hold the last copy of the training state and {what}: the job waits for them"

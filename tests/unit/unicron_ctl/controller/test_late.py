@@ -259,6 +259,20 @@ def test_no_action_is_overdue_while_it_waits_for_others():
     assert pending(view, 0, State.REATTEMPTING, "n1", set()) == "", "it has stopped, another has not"
 
 
+def test_no_overdue_action_ends_the_last_copy_either():
+    world = started(nodes=2, regroup_seconds=40.0, enter_timeout=1000.0)
+    for agent in world.agents:
+        agent.obedient = False
+        agent.set(agent.element, state="stopped", broken=1, fault=LOST)
+    world.agents[0].die(0)
+    world.run(0.5)
+    assert world.job().phase == "entering" and world.job().plan.members == [1]
+    view = world.core.view.job(world.job())
+    assert pending(view, 1, State.REATTEMPTING, "n2", set()) == ""
+    world.run(120)
+    assert world.agents[1].ranks[1].state == "stopped" and not events(world, "action_failed"), "it may still enter"
+
+
 # ---------------------------------------------------------------- offers
 @pytest.fixture
 def offering() -> World:
