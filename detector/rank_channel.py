@@ -23,6 +23,7 @@ from detector.inject import injector
 
 VERSION = 1
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
+QUIET_SECONDS = 0.5  # between two looks of `on_quiet`
 MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
 
@@ -33,6 +34,9 @@ class RankChannel:
     def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[dict[str, Any]], None]):
         self.slot, self.incarnation = slot, incarnation
         self._on_message = on_message
+        self.on_quiet: Callable[[bool], dict[str, Any] | None] | None = None
+        """Called in the channel's thread whenever the main thread has said nothing for a while; fresh: for the first
+        time since it did. What it returns is sent as a message about the rank."""
         self._outgoing: deque[bytes] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -59,20 +63,17 @@ class RankChannel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Queue one message; never blocks, never raises for a missing agent."""
-        message = {
-            "v": VERSION,
-            "kind": kind,
-            "slot": self.slot,
-            "incarnation": self.incarnation,
-            "pid": os.getpid(),
-            **fields,
-        }
         self._idle.clear()
-        self._outgoing.append(msgpack.packb(message))
+        self._outgoing.append(self._packed(kind, fields))
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
             pass  # the pipe is full of wake-ups already
+
+    def _packed(self, kind: str, fields: dict[str, Any]) -> bytes:
+        who = {"v": VERSION, "kind": kind, "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()}
+        data: bytes = msgpack.packb({**who, **fields})
+        return data
 
     def fault(self, error: BaseException, at: float | None = None) -> None:
         """Report an exception (detection method 3) with its type, text and the end of its traceback."""
@@ -108,8 +109,12 @@ class RankChannel:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        fresh = True
         while not self._closing:
-            events = dict(poller.poll(1000))
+            events = dict(poller.poll(int(1000 * QUIET_SECONDS)))
+            if not events:
+                self._look_around(fresh)
+            fresh = self._wake_read in events or (fresh and bool(events))
             if self._wake_read in events:
                 os.read(self._wake_read, 4096)
             while self._outgoing:
@@ -119,6 +124,11 @@ class RankChannel:
                 self._deliver(self._socket.recv())
         self._socket.close()
         self._context.term()
+
+    def _look_around(self, fresh: bool) -> None:
+        said = self.on_quiet(fresh) if self.on_quiet is not None else None
+        if said:
+            self._socket.send(self._packed("rank", said))
 
     def _deliver(self, data: bytes) -> None:
         try:

@@ -115,9 +115,14 @@ class IterationMonitor:
         return self._judge(ratio, average)
 
     def limit(self) -> float | None:
-        """Seconds after which the iteration in progress counts as failed; None when nothing can be said: in warm-up and
-        while still learning."""
-        return self._failure_time() if self._to_skip == 0 and self.learned else None
+        """Seconds after which the iteration in progress counts as failed; None while still learning. In warm-up an
+        iteration may take longer: that is the caller's to know (:attr:`warming`)."""
+        return self._failure_time() if self.learned else None
+
+    @property
+    def warming(self) -> bool:
+        """The next iteration is one of the first after a (re)start."""
+        return self._to_skip > 0
 
     @property
     def average(self) -> float:

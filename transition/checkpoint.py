@@ -26,6 +26,11 @@ from transition.migrate import StateMismatch, TrainingState
 
 VERSION = 1
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
+# Of ranks that end without a plan the first member saves the state at once, the second after so long, and so on up to
+# the RESCUERSth, unless one before it has done so.
+RESCUE_SECONDS = 60.0
+RESCUERS = 10
+LOOK_SECONDS = 0.2
 _NAME = re.compile(r"iteration-(\d+)\.pt")
 
 
@@ -104,6 +109,32 @@ class Checkpoints:
             self.wait()
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint was not written: {self._error}: make room in {self.folder}")
+
+    def rescue(self, state: TrainingState, iteration: int, place: int) -> None:
+        """The state of a rank that nobody leads any more, on disk when this returns. place: of the rank among the
+        members; all hold the same, so a later one writes only what those before it have not written in time.
+
+        Raises :class:`CheckpointError` when it cannot be written.
+        """
+        self.wait()
+        began, turn = time.time(), RESCUE_SECONDS * min(place, RESCUERS)
+        while not self._saved(iteration):
+            if time.time() - began >= turn and not self._being_written(iteration):
+                self.save_last(state, iteration)
+                _say(f"no plan came: the state was saved in {self.folder}, to go on with iteration {iteration}")
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _saved(self, iteration: int) -> bool:
+        return any(number >= iteration for number, _ in self.found())
+
+    def _being_written(self, iteration: int) -> bool:
+        """Another process is at it."""
+        for path in self.folder.glob(f"iteration-{iteration:08d}.pt.*.new"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime < RESCUE_SECONDS:
+                    return True
+        return False
 
     def _write(self, data: dict[str, Any], iteration: int) -> None:
         path = self.folder / f"iteration-{iteration:08d}.pt"

@@ -21,6 +21,7 @@ from detector.inject import injector
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
+PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
 
 
 class StateMismatch(RuntimeError):
@@ -151,11 +152,12 @@ def transfer(
     device: torch.device,
     holders: Sequence[int] = (),
     note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
+    moved: Callable[[int], None] = lambda size: None,
 ) -> int:
     """Collective over the world: rank `source` sends, newcomers receive; returns the iteration to go on with.
 
     holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was sent
-    so many wrong parts, before another member sends. Raises
+    so many wrong parts, before another member sends. moved(size): called after so many more bytes. Raises
     :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
     given the state, RuntimeError when a peer is lost meanwhile.
     """
@@ -163,7 +165,7 @@ def transfer(
     for attempt in range(TRIES):
         sender = order[attempt % len(order)]
         receiving = me not in order
-        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device)
+        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, moved)
         differing = _gather(wrong, device)
         bad = [rank for rank in order if differing[rank]]
         trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
@@ -193,7 +195,12 @@ def note(members: Sequence[int], sender: int, parts: int, following: int) -> dic
 
 
 def _send_once(
-    state: TrainingState, iteration: int, source: int, receiving: bool, device: torch.device
+    state: TrainingState,
+    iteration: int,
+    source: int,
+    receiving: bool,
+    device: torch.device,
+    moved: Callable[[int], None],
 ) -> tuple[int, int]:
     """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
     am_source = dist.get_rank() == source
@@ -209,9 +216,12 @@ def _send_once(
         wire = tensor if keep and not spoil else tensor.to(device, copy=True)
         if spoil:
             _spoil(wire)
-        dist.broadcast(wire, source)
-        if receiving and wire is not tensor:
-            tensor.copy_(wire)
+        flat = wire.contiguous().view(-1)
+        for piece in flat.split(max(1, PIECE // flat.element_size())):  # the same pieces in all ranks
+            dist.broadcast(piece, source)
+            moved(piece.numel() * piece.element_size())
+        if receiving and flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
         sums.append(checksum(tensor))
     mine = torch.stack(sums)
     sent, sound = _broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import groups
+from transition.pulse import Pulse
 from transition.unblock import Unblocker
 from transition.watch import Watch
 
@@ -27,6 +28,13 @@ class Process:
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
             self.channel.install_excepthook()
+            if backend == "gloo":  # NCCL talks to its store all the time
+                self._pulse = Pulse(self.unblocker.own)
+                self.channel.on_quiet = self._quiet
+
+    def _quiet(self, fresh: bool) -> dict[str, int] | None:
+        moved = self._pulse.look(fresh)
+        return {"moved": moved} if moved else None
 
     @property
     def device(self) -> torch.device:

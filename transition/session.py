@@ -25,8 +25,9 @@ from transition.ledger import Ledger, LedgerError, deal
 from transition.watch import Plan, PlanTimeout
 
 # Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
-PLAN_TIMEOUT = 600.0
+PLAN_TIMEOUT = 900.0
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
+TRANSFER_SECONDS = 1.0  # the same while the training state is transferred
 FATAL = (  # never answered by another try
     migrate.StateMismatch,
     migrate.CorruptTransfer,
@@ -116,6 +117,7 @@ class Session:
         self._loss: float | None = None
         self._reduce_seconds = self._outside_seconds = 0.0
         self._last_progress = 0.0
+        self._transferred = 0  # bytes of the transfer at hand
         self._self_stops = 0
         self._timing: dict[str, float] = {}
         self._half_received = self._came_new = False
@@ -332,7 +334,11 @@ class Session:
         limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
         while True:
             left = self._resting[0] == "left"
-            plan = self._watch.wait_plan(None if left else limit)  # who left may be a spare: Slurm or its agent ends it
+            try:
+                plan = self._watch.wait_plan(None if left else limit)  # a spare is ended by Slurm or its agent
+            except PlanTimeout:
+                self._rescue()
+                raise
             if plan is None:
                 self._watch.give_up()
                 self._publish(self._resting[0], fault=self._resting[1])
@@ -340,6 +346,11 @@ class Session:
                 return plan
             elif not left:
                 self._leave()
+
+    def _rescue(self) -> None:
+        """Nobody leads the job any more: what this rank knows goes to disk before it ends."""
+        if self._checkpoints is not None and self._entered_first and not self._half_received:
+            self._checkpoints.rescue(self._state, self.iteration, sorted(self._members).index(self.slot))
 
     def _enter_until_in(self, plan: Plan) -> Plan:
         """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
@@ -399,6 +410,7 @@ class Session:
             self._migrate(plan, plan.source, newcomer)
         self._check_alive()
         self.generation, self._entered_first = plan.generation, True
+        self._watch.entered()
         self._timing["entered"] = time.time()
         if newcomer:
             self._next_assignment = plan.assignment.get(self.slot)
@@ -412,10 +424,16 @@ class Session:
 
         def note(*what: int) -> None:
             self._note = migrate.note(plan.members, *what)
-            self._publish("entering", entering=plan.generation)
+            self._publish("entering", entering=plan.generation, moved=self._transferred)
 
+        def moved(size: int) -> None:
+            self._transferred += size
+            if (newcomer or self.slot == sender) and self._due(TRANSFER_SECONDS):
+                self._publish("entering", entering=plan.generation, moved=self._transferred)
+
+        self._transferred = 0
         self.iteration = migrate.transfer(
-            self._state, self.iteration, source, newcomer, self._process.device, holders, note
+            self._state, self.iteration, source, newcomer, self._process.device, holders, note, moved
         )
         self._half_received = False
 
@@ -430,12 +448,17 @@ class Session:
             self._publish("running")
 
     def _progress(self) -> None:
-        now = time.perf_counter()
-        if self._channel is not None and now - self._last_progress > PROGRESS_SECONDS:
-            self._last_progress = now
+        if self._channel is not None and self._due(PROGRESS_SECONDS):
             self._publish("running")
 
-    def _publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None) -> None:
+    def _due(self, seconds: float) -> bool:
+        """Whether a message of mere progress may be sent, at most one per so many seconds."""
+        now = time.perf_counter()
+        due = now - self._last_progress > seconds
+        self._last_progress = now if due else self._last_progress
+        return due
+
+    def _publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None, moved: int = 0) -> None:
         if self._channel is None:
             return
         self._channel.send(
@@ -454,6 +477,7 @@ class Session:
             loss=self._loss,
             fault=fault,
             note=self._note,
+            moved=moved,
         )
 
     def _reported_iteration(self) -> int:

@@ -52,6 +52,13 @@ class Unblocker:
                 self._own = set(tcp_sockets()) - (self._foreign or set())
                 self._foreign = None
 
+    def own(self) -> dict[int, int]:
+        """inode -> file descriptor of the generation's connections; none while they are being built."""
+        with self._lock:
+            if not self._armed or self._foreign is not None:
+                return {}
+            return {inode: descriptor for inode, descriptor in tcp_sockets().items() if inode in self._own}
+
     def disarm(self) -> None:
         """The generation is over: its sockets must not be looked for again, since inodes are re-used."""
         with self._lock:

@@ -57,6 +57,8 @@ class Watch:
         self._changed = threading.Condition()
         self._active = 0  # the generation that the main thread is in, or is entering
         self._member = False  # has a place in the job: offers wait for a boundary
+        self._joining = False  # waits for the others at their boundary, or enters with them, as a newcomer
+        self._withdrawn = 0
         self._broken = 0
         self._acknowledged = 0
         self._plan: Plan | None = None
@@ -66,9 +68,11 @@ class Watch:
 
     # ------------------------------------------------------------ the channel's thread
     def on_message(self, message: Mapping[str, Any]) -> None:
-        """Take in a `break` or a `plan`; other kinds are not for the rank."""
+        """Take in a `break`, a `withdraw` or a `plan`; other kinds are not for the rank."""
         if message["kind"] == "break":
             self._on_break(int(message["generation"]))
+        elif message["kind"] == "withdraw":
+            self._on_withdraw(int(message["generation"]))
         elif message["kind"] == "plan":
             self._on_plan(Plan.from_message(message))
 
@@ -85,9 +89,23 @@ class Watch:
                 self._plan = None
             self._changed.notify_all()
 
+    def _on_withdraw(self, generation: int) -> None:
+        """An offer will not come about: who trains forgets it, and for a newcomer that waits to enter it is over. A
+        member that enters it already does so with all others, and the Break that follows ends that."""
+        with self._changed:
+            self._withdrawn = max(self._withdrawn, generation)
+            if self._offer is not None and self._offer.generation <= generation:
+                self._offer = None
+            if self._plan is not None and self._plan.boundary and self._plan.generation <= generation:
+                self._plan = None
+            if self._joining and self._broken < self._active <= generation:
+                self._broken = self._active
+                self._changed.notify_all()
+
     def _on_plan(self, plan: Plan) -> None:
         with self._changed:
-            if plan.generation <= max(self._active, self._broken):
+            over = max(self._active, self._broken, self._withdrawn if plan.boundary else 0)
+            if plan.generation <= over:
                 return
             if plan.boundary and self._member:
                 self._offer = _newer(plan, self._offer)
@@ -114,10 +132,16 @@ class Watch:
         """The main thread starts to enter `plan`."""
         with self._changed:
             self._active, self._member = plan.generation, True
+            self._joining = plan.boundary and self.slot in plan.joiners
             if self._offer is not None and self._offer.generation <= plan.generation:
                 self._offer = None
             if self._plan is not None and self._plan.generation <= plan.generation:
                 self._plan = None
+
+    def entered(self) -> None:
+        """The main thread is in its generation with all others."""
+        with self._changed:
+            self._joining = False
 
     def give_up(self) -> int:
         """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken

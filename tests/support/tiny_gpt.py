@@ -2,7 +2,7 @@
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
 "delay"}; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations
-whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, for a checkpoint every second iteration.
+whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
@@ -13,8 +13,8 @@ file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
-here); "raise" (a fault of the script); "lost" (wait until the generation is over, then fail); "stop" (ask for the end);
-"wait" for gate number `gate`.
+here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
+send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
 FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
 ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
-CHECKPOINTS = os.environ.get("TINY_CHECKPOINTS", "")
+CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
@@ -74,10 +75,20 @@ def strike(fault: dict) -> None:
         time.sleep(fault["delay"])
     elif kind == "wait":
         wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
+    elif kind == "loss":
+        lose_packets(fault["delay"])
     elif kind == "raise":
         raise ValueError("an error of the training script")
     else:
         strike_session(kind)
+
+
+def lose_packets(seconds: float) -> None:
+    """For so long nothing that peers send arrives here; the program goes on."""
+    from detector import blackhole
+
+    hole = blackhole.dig(pace=False)
+    threading.Timer(seconds, blackhole.fill, [hole]).start()
 
 
 def strike_session(kind: str) -> None:
@@ -266,7 +277,7 @@ def main() -> None:
         seq_length=SEQUENCE,
         micro_batch_size=SIZE,
         train_iterations=ITERATIONS,
-        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=2) if CHECKPOINTS else None,
+        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
     )
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)

@@ -141,6 +141,11 @@ class FakeAgent:
                         self.set(slot, state="stopped" if was_in else "waiting", broken=message.generation, entering=0)
                     elif rank.state in ("waiting", "stopped"):
                         self.set(slot, broken=max(rank.broken, message.generation))
+            case wire.Withdraw():
+                self.offers = {s: plan for s, plan in self.offers.items() if plan.generation > message.generation}
+                for slot, rank in self.ranks.items():
+                    if rank.state == "entering" and rank.entering <= message.generation and not rank.generation:
+                        self.set(slot, state="waiting", broken=rank.entering, entering=0)
             case wire.Plan():
                 for slot in self.slots:
                     self._plan(slot, message)

@@ -180,6 +180,8 @@ class Agent:
             codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
             self._leave(max(codes, default=0), "finished")
         elif now - self._last_heard > ORPHAN_SECONDS:
+            if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
+                return  # it saves its state and ends by itself when no plan comes
             for rank in self.ranks.values():
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
@@ -420,7 +422,7 @@ class Agent:
                 self._witness.ask(message.number, message.targets)
             case wire.Refused():
                 self._on_refused(message)
-            case wire.Break():
+            case wire.Break() | wire.Withdraw():
                 self._to_ranks(message)
             case wire.PlanShare():
                 plan = wire.whole(message)
@@ -488,7 +490,7 @@ class Agent:
             self._welcomed = False  # a restarted controller does not know this agent: register again
             self._register()
 
-    def _to_ranks(self, message: wire.Break | wire.Plan) -> None:
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         data = for_rank(message)
         for slot, identity in self._identities.items():
             if self.ranks[slot].alive:

@@ -144,10 +144,10 @@ class RestartAgent(Agent):
         self._term_at = self._kill_at = 0.0
 
     # ------------------------------------------------------------ orders
-    def _to_ranks(self, message: wire.Break | wire.Plan) -> None:
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         if isinstance(message, wire.Plan):
             self._enter(message)
-        else:
+        elif isinstance(message, wire.Break):
             self._break(message.generation, bool(message.lost))
 
     def _enter(self, plan: wire.Plan) -> None:

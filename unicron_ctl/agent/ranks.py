@@ -84,7 +84,8 @@ class Rank:
         values = [message[name] if name in told else getattr(before, name) for name in _rank_fields]
         self.status = msgspec.convert(msgspec.to_builtins(values), wire.RankStatus)
         self.status.changed = time.time()
-        return before.state != self.status.state or self.status.state not in QUIET_STATES
+        quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
+        return before.state != self.status.state or not quiet
 
     def collect(self) -> None:
         """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""

@@ -72,6 +72,8 @@ def jobs(listed: list[dict[str, Any]]) -> Table:
             else ""
         )
         state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"] + _slow(job)
+        if job.get("waits"):
+            state = f"{job['state']}, waits: see `unicronctl explain {job['job']}`"
         if job["set_aside"] and not job["ended"]:
             state = f"set aside: see `unicronctl explain {job['job']}`"
         table.add_row(
@@ -194,6 +196,8 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data.get("set_aside") and not data["ended"]:
         lines.append(f"set aside: {data['set_aside']}")
+    if data.get("waits"):
+        lines.append(f"waits: {data['waits']}")
     if data["plan_reason"]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     if data.get("alternative"):

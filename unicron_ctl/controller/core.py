@@ -56,6 +56,7 @@ PHASE_RECORDS = (
     records.Adopted,
     records.Reinstated,
     records.Offer,
+    records.OfferWithdrawn,
     records.Entered,
     records.Reform,
     records.JobEnded,

@@ -110,6 +110,9 @@ class Turns:
             for sensor in SENSORS:
                 for finding in list(sensor(self._view, view)):
                     self._judge(finding)
+            live.overdue = progress.late_to_enter(self._view, view, desk.times)
+            for look in (progress.late_to_stop, progress.never_entered):
+                self._take(look(self._view, view, desk.times))
             self._ask_witnesses(job, view)
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:

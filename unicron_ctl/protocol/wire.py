@@ -78,6 +78,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
     for which the process has neither computed nor read or written anything worth mentioning; 0 when unknown.
+    moved: changes as long as the transfer, or the collective, in which the rank is gets on: bytes, and for the first
+    seconds of a loss the network's tries to send them again. 0 when nothing is said of it.
     On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
@@ -101,6 +103,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     exit: Exit | None = None
     fault: Fault | None = None
     note: Fault | None = None  # what last went wrong and was put right without the controller
+    moved: int = 0
 
     @property
     def end(self) -> Exit | None:
@@ -304,6 +307,13 @@ class Break(Message, tag="break"):
     reason: str
 
 
+class Withdraw(Message, tag="withdraw"):
+    """The offer of this generation is not to be taken, and no newcomer waits for it; whoever trains goes on."""
+
+    generation: int
+    reason: str
+
+
 class Plan(Message, tag="plan"):
     """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds
     it."""
@@ -415,7 +425,21 @@ class Answer(Message, tag="answer"):
 ToController = (
     Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Held | Ask
 )
-ToAgent = Welcome | Ping | Reach | Recall | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
+ToAgent = (
+    Welcome
+    | Ping
+    | Reach
+    | Recall
+    | Refused
+    | Break
+    | Withdraw
+    | PlanShare
+    | StartRank
+    | StopRank
+    | Stacks
+    | Inject
+    | End
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)

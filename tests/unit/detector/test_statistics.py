@@ -100,14 +100,17 @@ def test_the_limit_is_three_averages():
     assert steady(seconds=2.0).limit() == pytest.approx(6.0)
 
 
-def test_no_limit_in_warm_up_and_while_learning():
+def test_no_limit_while_learning_and_the_same_one_in_warm_up():
     monitor = IterationMonitor()
     for _ in range(monitor.limits.skip + monitor.limits.learn):
         assert monitor.limit() is None
         monitor.observe(1.0)
     assert monitor.limit() == pytest.approx(3.0)
+    assert not monitor.warming
     monitor.restarted()
-    assert monitor.limit() is None
+    assert monitor.warming and monitor.limit() == pytest.approx(3.0), "what was learned is kept"
+    monitor.resized()
+    assert monitor.warming and monitor.limit() is None
 
 
 def test_warm_up_and_recoveries_are_not_learned():

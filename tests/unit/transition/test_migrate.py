@@ -75,7 +75,7 @@ class State:
         return float(self.parts[0][0])
 
 
-def run(monkeypatch, values, newcomers, damage=lambda sender, number: False):
+def run(monkeypatch, values, newcomers, damage=lambda sender, number: False, moved=lambda size: None):
     """Transfers between ranks that hold `values`; returns each rank's state, its outcome and the notes."""
     size = len(values)
     world, states = World(size, damage), [State(value) for value in values]
@@ -95,6 +95,7 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False):
                 torch.device("cpu"),
                 holders,
                 lambda *what: notes.append((me, *what)),
+                moved,
             )
         except (RuntimeError, threading.BrokenBarrierError) as error:
             outcomes[me] = error
@@ -110,6 +111,27 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False):
 def test_newcomers_get_the_state_and_the_iteration(monkeypatch):
     states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0, 9.0], {2, 3})
     assert [state.value for state in states] == [1.5] * 4 and outcomes == [7] * 4 and not notes
+
+
+def test_a_large_tensor_goes_in_pieces_and_each_is_told_of(monkeypatch):
+    monkeypatch.setattr(migrate, "PIECE", 8)  # two float32
+    moved: list[int] = []
+    states, outcomes, _ = run(monkeypatch, [1.5, 0.0], {1}, moved=moved.append)
+    assert [state.value for state in states] == [1.5] * 2 and outcomes == [7] * 2
+    assert sorted(moved) == [4] * 2 + [8] * 10, "5 and 6 numbers, in both ranks"
+
+
+def test_tensors_that_do_not_lie_in_one_piece_arrive_too(monkeypatch):
+    plain = State.__init__
+
+    def transposed(state, value):
+        plain(state, value)
+        state.parts[1] = (torch.arange(6.0).view(2, 3) + value).t()
+
+    monkeypatch.setattr(State, "__init__", transposed)
+    states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2})
+    assert outcomes == [7] * 3 and not notes and not states[2].parts[1].is_contiguous()
+    assert torch.equal(states[2].parts[1], states[0].parts[1])
 
 
 def test_what_arrives_corrupted_is_taken_from_another_member(monkeypatch):

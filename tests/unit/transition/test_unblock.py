@@ -100,6 +100,17 @@ def test_nothing_is_broken_before_the_first_generation_nor_after_the_end(connect
     assert unblocker.unblock() == 0 and own.works() and connection.works()
 
 
+def test_it_knows_the_generations_own_connections(connect):
+    unblocker, before = Unblocker(), connect()
+    with unblocker.building():
+        own = connect()
+        assert unblocker.own() == {}, "not yet"
+    assert {own.near.fileno(), own.far.fileno()} <= set(unblocker.own().values())
+    assert before.near.fileno() not in unblocker.own().values()
+    unblocker.disarm()
+    assert unblocker.own() == {}
+
+
 def test_a_thread_that_waits_for_its_peer_is_freed(connect):
     unblocker, got = Unblocker(), []
     with unblocker.building():

@@ -17,6 +17,10 @@ def plan(generation: int, boundary: bool = False) -> dict:
     return MESSAGE | {"generation": generation, "boundary": boundary}
 
 
+def withdrawn(generation: int) -> dict:
+    return {"kind": "withdraw", "v": 1, "generation": generation, "reason": "test"}
+
+
 def broken(generation: int) -> dict:
     return {"kind": "break", "v": 1, "generation": generation, "lost": [1], "reason": "test"}
 
@@ -135,9 +139,56 @@ def test_entering_drops_only_what_is_not_newer(watch):
     assert watch.wait_plan(0.0).generation == 2
 
 
+def test_who_trains_forgets_an_offer_that_is_withdrawn(watch):
+    inside(watch, 1)
+    watch.on_message(plan(2, boundary=True))
+    watch.on_message(withdrawn(2))
+    assert watch.offer is None and not watch.lost() and watch.broken == 0
+    watch.on_message(plan(2, boundary=True))
+    assert watch.offer is None, "a copy that comes late"
+    watch.on_message(plan(4, boundary=True))
+    watch.on_message(withdrawn(3))
+    assert watch.offer.generation == 4
+    watch.on_message(plan(3))
+    assert watch.wait_plan(0.0).generation == 3, "only offers are withdrawn"
+
+
+def newcomer(watch: Watch, generation: int) -> None:
+    """It waits for the others at their boundary."""
+    watch.on_message(plan(generation, boundary=True) | {"joiners": [0]})
+    watch.enter(watch.wait_plan(0.0))
+
+
+def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(watch):
+    newcomer(watch, 2)
+    watch.on_message(withdrawn(2))
+    assert watch.lost()
+    watch.give_up()
+    watch.put_back()
+    watch.on_message(plan(3, boundary=True))
+    assert watch.wait_plan(0.0).generation == 3
+
+
+def test_who_is_in_with_all_others_stays_in(watch):
+    newcomer(watch, 2)
+    watch.entered()
+    watch.on_message(withdrawn(2))
+    assert not watch.lost()
+    inside(watch, 3)
+    watch.on_message(plan(4, boundary=True))
+    offer = watch.offer
+    watch.enter(offer)  # all have agreed on it in their commit
+    watch.on_message(withdrawn(4))
+    assert not watch.lost(), "a member; the Break that follows ends it for all"
+
+
 @settings(max_examples=200)
 @given(
-    st.lists(st.tuples(st.sampled_from(["break", "plan", "offer", "enter", "give_up", "put_back"]), st.integers(1, 6)))
+    st.lists(
+        st.tuples(
+            st.sampled_from(["break", "plan", "offer", "withdraw", "enter", "give_up", "put_back"]), st.integers(1, 6)
+        )
+    )
 )
 def test_no_order_of_messages_leads_back(events):
     """Whatever comes when: no plan of a broken generation, or of one that was entered before, is ever handed out."""
@@ -148,6 +199,8 @@ def test_no_order_of_messages_leads_back(events):
             watch.on_message(broken(generation))
         elif what in ("plan", "offer"):
             watch.on_message(plan(generation, boundary=what == "offer"))
+        elif what == "withdraw":
+            watch.on_message(withdrawn(generation))
         elif what == "give_up":
             assert watch.give_up() >= entered
         elif what == "put_back":

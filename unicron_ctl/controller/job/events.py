@@ -5,7 +5,7 @@ Who is lost is not found here: a failure on record has condemned members (`judge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from unicron_ctl.controller.job.adoption import may_come_back
 from unicron_ctl.controller.job.machine import Event
@@ -13,7 +13,7 @@ from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.sense.progress import ENTER_TRIES, late_to_enter
+from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 
 def next_event(view: View, job: JobView) -> Happening | None:
@@ -46,13 +46,24 @@ def _losses(view: View, job: JobView) -> Happening | None:
     gone = job.state.condemned
     if not gone:
         return None
+    return Happening(Event.LOSS, _named(gone))
+
+
+def _named(gone: Mapping[int, str]) -> str:
     first = sorted(gone.items())[:20]
     more = f" and {len(gone) - len(first)} more slots" if len(gone) > len(first) else ""
-    return Happening(Event.LOSS, "; ".join(f"slot {slot} {reason}" for slot, reason in first) + more)
+    return "; ".join(f"slot {slot} {reason}" for slot, reason in first) + more
 
 
 def _regroup(view: View, job: JobView) -> Happening | None:
     return Happening(Event.FAULT, job.state.regroup) if job.state.regroup else None
+
+
+def _strayed(view: View, job: JobView) -> Happening | None:
+    """The members took an offer while it was being withdrawn."""
+    if not job.live.strayed:
+        return None
+    return Happening(Event.FAULT, f"{len(job.live.strayed)} members took an offer that was withdrawn: all try again")
 
 
 # ---------------------------------------------------------------- forming
@@ -156,11 +167,23 @@ def _entered(view: View, job: JobView) -> Happening | None:
 
 
 def _enter_timeout(view: View, job: JobView) -> Happening | None:
-    """Not all are in after the time: all try again. The last time it is a failure of those who never got in."""
-    if job.state.tries + 1 >= ENTER_TRIES:
+    """Not all are in after the time: all try again. The last time it is a failure of those who never got in, unless
+    nobody else has the training state."""
+    reason, last = job.live.overdue, job.state.tries + 1 >= ENTER_TRIES
+    return Happening(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
+
+
+def _withdraw(view: View, job: JobView) -> Happening | None:
+    """Newcomers failed before the boundary, or nobody takes what is offered: those who train go on training."""
+    state, gone = job.state, job.state.condemned
+    if state.offer is None:
         return None
-    reason = late_to_enter(view, job)
-    return Happening(Event.TIMEOUT, reason) if reason else None
+    if gone:
+        if any(slot in state.members for slot in gone) or taken(job, state.offer):
+            return None
+        return Happening(Event.WITHDRAW, _named(gone))
+    reason = ignored(view, job)
+    return Happening(Event.WITHDRAW, reason) if reason else None
 
 
 # ---------------------------------------------------------------- breaking
@@ -181,8 +204,8 @@ _Look = Callable[[View, JobView], Happening | None]
 _LOOK: dict[Phase, tuple[_Look, ...]] = {
     Phase.FORMING: (_fatal, _hopeless, _ready),
     Phase.ENTERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
-    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _change),
-    Phase.OFFERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
+    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _strayed, _change),
+    Phase.OFFERING: (_fatal, _finished, _withdraw, _losses, _regroup, _strayed, _entered, _enter_timeout),
     Phase.BREAKING: (_fatal, _finished, _losses, _reported),
     Phase.ENDED: (),
 }

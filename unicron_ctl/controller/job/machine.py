@@ -2,6 +2,7 @@
 is to be done.
 
 FORMING -> ENTERING -> RUNNING -> OFFERING -> RUNNING     membership grows and shrinks at iteration boundaries
+OFFERING -> RUNNING                                       a newcomer failed before the boundary: nobody stops for it
 RUNNING, OFFERING, ENTERING -> BREAKING -> ENTERING       any loss, in any step, is just another Break
 BREAKING -> FORMING                                       nobody is left who knows the training state
 """
@@ -20,6 +21,7 @@ class Event(enum.StrEnum):
     LOSS = "loss"  # a failure says that members must be left out
     FAULT = "fault"  # a new generation is needed although nobody is lost
     CHANGE = "change"  # newcomers wait, or the plan takes an element away
+    WITHDRAW = "withdraw"  # what is offered will not come about, and nobody has taken it
     ENTERED = "entered"  # all members of the plan, or of the offer, run in it
     TIMEOUT = "timeout"  # they did not enter in time
     REPORTED = "reported"  # every survivor has stopped
@@ -37,6 +39,7 @@ class Action(enum.StrEnum):
     RESUME = "resume"
     REFORM = "reform"
     OFFER = "offer"
+    WITHDRAW = "withdraw"
     ENTER = "enter"
     END = "end"
 
@@ -58,7 +61,14 @@ TABLE: dict[Phase, dict[Event, tuple[Phase, Action]]] = {
     _S.FORMING: _row(_S.FORMING, ready=(_S.ENTERING, _A.FORM)),
     _S.ENTERING: _row(_S.ENTERING, loss=_BREAK, fault=_BREAK, timeout=_BREAK, entered=(_S.RUNNING, _A.ENTER)),
     _S.RUNNING: _row(_S.RUNNING, loss=_BREAK, fault=_BREAK, change=(_S.OFFERING, _A.OFFER)),
-    _S.OFFERING: _row(_S.OFFERING, loss=_BREAK, fault=_BREAK, timeout=_BREAK, entered=(_S.RUNNING, _A.ENTER)),
+    _S.OFFERING: _row(
+        _S.OFFERING,
+        loss=_BREAK,
+        fault=_BREAK,
+        timeout=_BREAK,
+        entered=(_S.RUNNING, _A.ENTER),
+        withdraw=(_S.RUNNING, _A.WITHDRAW),
+    ),
     _S.BREAKING: _row(_S.BREAKING, loss=_BREAK, reported=(_S.ENTERING, _A.RESUME), nobody=(_S.FORMING, _A.REFORM)),
     _S.ENDED: {event: (_S.ENDED, _STAY) for event in Event},
 }

@@ -40,6 +40,8 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         return
     if _must_break(job.state, agent):
         yield letter.break_key, letter.broken
+    if stale := _withdrawn(job.state, agent):
+        yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan = letter.plan
     if plan is not None and _lacks(agent, letter.members, plan.generation):
         yield letter.plan_key, wire.share(plan, letter.common, agent.slots)
@@ -60,6 +62,16 @@ def _must_break(job: JobState, agent: AgentView) -> bool:
         if breaking or status.state in ("entering", "running"):
             return True
     return False
+
+
+def _withdrawn(job: JobState, agent: AgentView) -> int:
+    """The generation that a newcomer of this agent waits to enter although it was withdrawn; 0 where none does."""
+    if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
+        return 0
+    first = job.plan.generation + 1
+    last = job.generation if job.offer is None else job.offer.generation - 1
+    waits = (s for slot, s in agent.ranks.items() if s.state == "entering" and slot not in job.members)
+    return max((status.entering for status in waits if first <= status.entering <= last), default=0)
 
 
 def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:

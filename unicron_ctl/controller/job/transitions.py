@@ -12,6 +12,7 @@ from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import Plan, RankStatus
 
 
@@ -49,7 +50,7 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
         if slot in inside
     ]
     tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
-    planned = happening.event is Event.FAULT and not state.regroup
+    planned = state.restart_mode and happening.event is Event.FAULT and not state.regroup
     record = records.Break(number=number, lost=lost, tries=tries, planned=planned, reason=happening.reason)
     out.record(state, record, number)
     return out
@@ -124,6 +125,20 @@ def offer(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
+def withdraw(view: View, job: JobView, happening: Happening) -> Outcome:
+    """What was offered does not come about. Members that hold the offer still can only take it together, which their
+    statuses show; so telling them once is enough."""
+    out, state = Outcome(), job.state
+    assert state.offer is not None
+    number = state.offer.generation
+    gone = [(slot, state.joining[slot]) for slot in sorted(state.condemned) if slot in state.joining]
+    lost = [records.Lost(slot, process.agent, process.incarnation) for slot, process in gone]
+    out.record(state, records.OfferWithdrawn(number=number, lost=lost, reason=happening.reason), number)
+    for agent in job.alive():
+        out.send(agent, wire.Withdraw(generation=number, reason=happening.reason))
+    return out
+
+
 def enter(view: View, job: JobView, happening: Happening) -> Outcome:
     """Everyone is in: training goes on."""
     out, state = Outcome(hurry=True), job.state
@@ -147,6 +162,7 @@ PERFORM: dict[Action, Callable[[View, JobView, Happening], Outcome]] = {
     Action.RESUME: resume_,
     Action.REFORM: reform,
     Action.OFFER: offer,
+    Action.WITHDRAW: withdraw,
     Action.ENTER: enter,
     Action.END: end,
 }

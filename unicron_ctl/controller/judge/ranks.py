@@ -263,11 +263,12 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
 def to_restart(job: JobState) -> set[int]:
     """All members but those of one node; the one whose processes are the newest, so that each has its turn.
 
-    A job on one node has nobody else to get its state from: all start again, from what the script starts with.
+    On a job's last node one rank stays, for nobody else has the training state.
     """
     elements = job.elements(job.members)
     if len(elements) < 2:
-        return set(job.members)
+        stays = max(job.members, key=lambda slot: (job.members[slot].incarnation, -slot), default=None)
+        return {slot for slot in job.members if slot != stays or job.restart_mode}
     newest: dict[int, int] = {}
     for slot, member in job.members.items():
         element = job.element(slot)

@@ -309,6 +309,19 @@ class Offer(Record, frozen=True, tag="offer"):
     leavers: list[int]
 
 
+class OfferWithdrawn(Record, frozen=True, tag="offer_withdrawn"):
+    """The job trains on without what was offered. lost: newcomers that failed before they were in."""
+
+    number: int
+    lost: list[Lost] = []
+
+
+class LastCopy(Record, frozen=True, tag="last_copy"):
+    """Nobody but these is left that knows the training state: no time limit condemns them."""
+
+    slots: list[int]
+
+
 class Entered(Record, frozen=True, tag="entered"):
     members: list[int]
     left: list[int] = []

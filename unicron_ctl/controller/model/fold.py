@@ -308,7 +308,7 @@ def _failure_action(job: JobState, event: Event, record: records.FailureAction) 
 
 # ---------------------------------------------------------------- one job: generations
 def _phase(job: JobState, event: Event, phase: Phase) -> None:
-    job.phase, job.since = phase, event.time
+    job.phase, job.since, job.waits = phase, event.time, ""
 
 
 def _break(job: JobState, event: Event, record: records.Break) -> None:
@@ -382,6 +382,24 @@ def _offer(job: JobState, event: Event, record: records.Offer) -> None:
     job.generation = max(job.generation, record.plan.generation)
     job.joining = _identities(record.crews)
     _phase(job, event, Phase.OFFERING)
+
+
+def _offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn) -> None:
+    if job.offer is None or job.offer.generation != record.number:
+        return
+    for one in record.lost:
+        if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
+            job.banished[one.slot] = job.joining[one.slot]
+    for failure in job.failures:
+        if failure.member and failure.broken_at is None and not any(slot in job.members for slot in failure.slots):
+            failure.member = False  # nobody stopped for it
+    job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
+    job.offer, job.joining = None, {}
+    _phase(job, event, Phase.RUNNING)
+
+
+def _last_copy(job: JobState, event: Event, record: records.LastCopy) -> None:
+    job.waits = record.reason
 
 
 def _entered(job: JobState, event: Event, record: records.Entered) -> None:
@@ -470,6 +488,8 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.Parted: _parted,
     records.Rejoined: _rejoined,
     records.Offer: _offer,
+    records.OfferWithdrawn: _offer_withdrawn,
+    records.LastCopy: _last_copy,
     records.Entered: _entered,
     records.Reform: _reform,
     records.Step: _step,
@@ -486,6 +506,8 @@ _DECISIONS = frozenset(
         records.Break,
         records.PlanMade,
         records.Offer,
+        records.OfferWithdrawn,
+        records.LastCopy,
         records.Reform,
         records.Allotted,
         records.SlurmAction,

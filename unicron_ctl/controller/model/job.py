@@ -182,6 +182,8 @@ class JobState:
     """Restart mode: the last generation that has proved itself."""
     step: int = 0
     """The Slurm step that trains."""
+    waits: str = ""
+    """Why no time limit ends the present phase."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
 

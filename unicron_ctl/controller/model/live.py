@@ -149,6 +149,12 @@ class LiveJob:
     """Who of its agents reaches whom."""
     stopped: dict[int, float] = field(default_factory=dict)
     """Members that stopped without a Break, and when that was heard."""
+    strayed: set[int] = field(default_factory=set)
+    """Members that are in a generation, or enter one, whose offer was withdrawn."""
+    overdue: str = ""
+    """Why the time to enter the present plan or offer is over."""
+    enter_look_at: float = 0.0
+    """When all members are looked at next for that."""
 
 
 @dataclass
@@ -270,7 +276,8 @@ class JobView:
         the phase begins with."""
         live, state, phase = self.live, self.state, self.state.phase
         live.stopped.clear()
-        live.stalled, live.stepped = 0.0, Stepped()
+        live.strayed.clear()
+        live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
@@ -316,7 +323,20 @@ class JobView:
             live.awaited.add(slot)
         else:
             live.awaited.discard(slot)
+        if status is not None and self._strays(slot, status):
+            live.strayed.add(slot)
+        else:
+            live.strayed.discard(slot)
         self._note_stop(slot)
+
+    def _strays(self, slot: int, status: RankStatus) -> bool:
+        """The member took an offer while it was being withdrawn; the others wait there for whoever did not come."""
+        state = self.state
+        if slot not in state.members or state.plan is None or state.phase not in (Phase.RUNNING, Phase.OFFERING):
+            return False
+        within = status.entering if status.state == "entering" else status.generation
+        offered = state.offer.generation if state.offer is not None else 0
+        return state.plan.generation < within <= state.generation and within != offered
 
     def _planned(self, members: list[int]) -> frozenset[int]:
         """The plan's members as a set, made once per plan."""
@@ -334,6 +354,7 @@ class JobView:
             and status is not None
             and status.state in AT_REST
             and status.broken > state.broken  # else it obeys an earlier Break and has not got its plan yet
+            and (slot in state.members or state.offer is None or status.broken >= state.offer.generation)
             and not self.finished(slot)
         ):
             self.live.stopped[slot] = view.progress.get(slot, view.last_heard)

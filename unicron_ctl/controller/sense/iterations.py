@@ -19,7 +19,7 @@ from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Identity, Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense.patience import STOPPED
+from unicron_ctl.controller.sense.patience import STOPPED, Limit
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus
@@ -28,7 +28,6 @@ ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
 MOST_STACKS = 8  # of one hang
 PACE = 5e-5  # seconds per rank between two looks at all of them, so that large jobs are not looked at all the time
-Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
 
 
 @dataclass
@@ -45,18 +44,26 @@ class Standing:
     """The iteration in which the job stood at the last look."""
     moves: int = 0
     """Counts who goes outside, or comes back, up to that iteration."""
+    moved: dict[int, int] = field(default_factory=dict)
+    """What members said last of the progress of their collective."""
+    pulses: int = 0
+    """Counts news of such progress."""
 
     def clear(self) -> None:
         self.done.clear()
         self.count.clear()
         self.outside.clear()
         self.unjudged.clear()
+        self.moved.clear()
 
     def runs(self, slot: int, status: RankStatus) -> None:
         """A member that runs in the job's generation tells how far it has come."""
         if not status.micro_batches or status.phase not in ORDER:
             self._judge_not(slot)
             return
+        if status.moved and self.moved.get(slot) != status.moved:
+            self.moved[slot] = status.moved
+            self.pulses += 1
         stepped = status.phase == "stepped"
         done, before = status.iteration + stepped, self.done.get(slot)
         if before != done:
@@ -134,6 +141,9 @@ class IterationWatch:
     """(generation, iteration) in which the job stands, None while that is not to be judged."""
     moves: int = -1
     since: float = 0.0
+    pulses: int = 0
+    moved_at: float = 0.0
+    """When a member's collective last got on: a slow or lossy network is no hang."""
     overdue: float | None = None
     """When the deadline was found to be over."""
     look_at: float = 0.0
@@ -147,6 +157,7 @@ class IterationWatch:
     def shift(self, seconds: float) -> None:
         """This process stood still: nobody else was late."""
         self.since += seconds
+        self.moved_at += seconds
         self.act_at += seconds
         self.overdue = None
 
@@ -168,11 +179,14 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
         watch.at, watch.moves = at, watch.standing.moves
         watch.since, watch.overdue, watch.look_at, watch.said = view.now, None, 0.0, False
         return out
+    if watch.pulses != watch.standing.pulses:
+        watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
+        _moved(job, watch, out)
     if watch.suspects:
         if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
             _confirm(view, job, watch, out)
         return out
-    waited = view.now - watch.since
+    waited = view.now - max(watch.since, watch.moved_at)
     if view.now < watch.look_at or waited < times.limit(state, view.config):
         return out
     watch.look_at = view.now + PACE * len(state.members)
@@ -195,10 +209,10 @@ def _limits(
     job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
 ) -> dict[int, Limit]:
     """How long each rank may keep the others waiting; one that is outside the iteration may be saving something."""
-    inside, outside = times.limit(job.state, config), _outside(watch)
+    usual, outside = times.limit(job.state, config), _outside(watch)
     found: dict[int, Limit] = {}
     for slot in job.state.members:
-        status = job.status(slot)
+        status, inside = job.status(slot), times.within(slot, usual, config)
         if slot in outside and status is not None:
             found[slot] = times.patience.between(slot, status, waited, inside, config)
         else:
@@ -221,12 +235,13 @@ def _hung(
     view: View, job: JobView, times: JobTimes, watch: IterationWatch, limits: dict[int, Limit], out: Outcome
 ) -> None:
     assert watch.at is not None
-    state, took, iteration = job.state, view.now - watch.since, watch.at[1]
+    state, iteration, took = job.state, watch.at[1], view.now - watch.since
+    waited = view.now - max(watch.since, watch.moved_at)
     least = behind(job) or frozen(job)
     culprits = [
         replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
         for culprit in least
-        if culprit.slot is not None and took >= limits[culprit.slot][0]
+        if culprit.slot is not None and waited >= limits[culprit.slot][0]
     ]
     if least and not culprits:
         return  # whoever is behind may take longer than the others
@@ -234,7 +249,7 @@ def _hung(
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     phases = {status.phase for slot in state.members if (status := job.status(slot)) is not None}
-    many = 2 * len(culprits) > len(state.members) and took < MANY_PATIENCE * limit
+    many = 2 * len(culprits) > len(state.members) and waited < MANY_PATIENCE * limit
     suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
     who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
     if many or suspended or (not culprits and phases & {"computing", "stepped"}):

@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.sense.progress import last_copy
 
 LOOK_SECONDS = 0.5
 NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: ISOLATE}
@@ -75,8 +76,12 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
         return f"its process (incarnation {status.incarnation}) is not ready"
     if known.phase in (Phase.RUNNING, Phase.OFFERING) and slot in known.members and status.state == "running":
         return ""  # the monitor judges its iterations
-    if known.phase is Phase.FORMING or record.node in unfit:
-        return ""
+    if known.phase in (Phase.FORMING, Phase.BREAKING) or record.node in unfit:
+        return ""  # it waits for others, or is late to stop, which has limits of its own
+    if known.phase in (Phase.ENTERING, Phase.OFFERING) and status.state == "entering":
+        return ""  # a transfer is judged by its progress
+    if last_copy(job, slot):
+        return ""  # no time limit ends it
     if known.restart_mode and status.state == "waiting":
         return ""  # newcomers may be kept waiting for the next world (`job.modes.worth`)
     return f"it is {status.state} while the job is {known.phase}"

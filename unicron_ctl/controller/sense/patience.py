@@ -13,11 +13,17 @@ from statistics import median
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.protocol.wire import RankStatus
 
-WARM_UP = 10.0  # times the usual, for iterations that are not judged otherwise
-AGAIN = 3.0  # times the longest of its kind that ended by itself
+Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
+WARM_UP = 10.0  # times what was seen so far, while the usual time is not known
+AGAIN = 3.0  # times the usual, or the longest of its kind that ended by itself
 OUTSIDE_LEARNED = 16  # times that a rank was outside before its own habits count
 HEARTBEATS = 3.0  # idle times are as old as the last look at the process
 STOPPED = "T"
+
+
+def outside(status: RankStatus) -> bool:
+    """The rank is in the script's own code between two iterations."""
+    return status.state == "running" and status.phase == "stepped"
 
 
 @dataclass
@@ -25,21 +31,25 @@ class Patience:
     """What a job has shown of itself. All times in seconds.
 
     early: its iterations before its monitor had learned. longest_warm_up: the longest iteration after a (re)start that
-    was no recovery: a newcomer compiles, too. longest_outside: the longest time between two iterations, of any rank,
-    since another rank may write the next checkpoint. outside: slot -> how often it was seen there.
+    was no recovery and in which newcomers took part: they compile. longest_regrouped: the same without newcomers.
+    longest_outside: the longest time between two iterations, of any rank, since another rank may write the next
+    checkpoint. outside: slot -> how often it was seen there.
     """
 
     early: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     longest_warm_up: float = 0.0
+    longest_regrouped: float = 0.0
     longest_outside: float = 0.0
     outside: Counter[int] = field(default_factory=Counter)
 
-    def stepped(self, seconds: float, learned: bool, warm_up: bool) -> None:
+    def stepped(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
         """An iteration ended, no recovery."""
         if not learned:
             self.early.append(seconds)
-        if warm_up:
+        if warm_up and newcomers:
             self.longest_warm_up = max(self.longest_warm_up, seconds)
+        elif warm_up:
+            self.longest_regrouped = max(self.longest_regrouped, seconds)
 
     def was_outside(self, slot: int, seconds: float) -> None:
         """A rank says how long it was outside before its iteration."""
@@ -48,22 +58,31 @@ class Patience:
             self.longest_outside = max(self.longest_outside, seconds)
 
     def warm_up(self, usual: float, config: ControllerConfig) -> float:
-        """For an iteration that is not judged otherwise, in a job whose usual time is known from before; 0 if not."""
+        """For an iteration that is not judged otherwise: the first ones after a (re)start, or at a new size.
+
+        usual: the job's iteration time, 0 while it is not known. Where it is, what hangs is found as soon as in any
+        other iteration; who has just started may take longer (:meth:`newcomer`).
+        """
         if usual:
-            return max(WARM_UP * max(usual, config.hang_floor_seconds), AGAIN * self.longest_warm_up)
+            return max(AGAIN * max(usual, config.hang_floor_seconds), AGAIN * self.longest_regrouped)
         if not self.early:
             return config.first_iteration_seconds
         longest = AGAIN * max(self.early)
         generous = max(WARM_UP * max(median(self.early), config.hang_floor_seconds), longest)
         return min(generous, max(config.first_iteration_seconds, longest))
 
-    def between(
-        self, slot: int, status: RankStatus, waited: float, inside: float, config: ControllerConfig
-    ) -> tuple[float, str]:
-        """How long the others wait in the next iteration for a rank that is outside, and why not longer.
+    def newcomer(self, inside: float, config: ControllerConfig) -> float:
+        """For a rank in its first iterations, in which it compiles; inside: the limit of all others."""
+        if not self.longest_warm_up:  # this process has seen nobody do that: the controller was restarted
+            return max(inside, config.first_iteration_seconds)
+        return max(inside, AGAIN * self.longest_warm_up)
 
-        inside: the limit within an iteration. waited: for how long this has lasted. A first checkpoint has no history,
-        so a process that computes, reads or writes has the script's full time.
+    def between(self, slot: int, status: RankStatus, waited: float, inside: float, config: ControllerConfig) -> Limit:
+        """How long the others wait for a rank that is in the script's own code, and why not longer: in the next
+        iteration, after a Break, or at the boundary at which newcomers come in.
+
+        inside: the limit for all others. waited: for how long this has lasted. A first checkpoint has no history, so a
+        process that computes, reads or writes has the script's full time.
         """
         full = max(inside, config.hang_outside_seconds)
         if status.process == STOPPED:

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
-from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.patience import STOPPED, outside
+from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.protocol.wire import Plan, RankStatus
 
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
+PACE = 5e-5  # seconds per member between two looks at all of them
 ITERATIONS_TO_STOP = 3.0
 MOST_NAMED = 16  # of the members that stopped at once
 
@@ -65,55 +70,154 @@ def unheard_since(job: JobView, since: float) -> list[AgentView]:
     return [agent for agent in silent if any(slot in those for slot in agent.slots for those in inside)]
 
 
-# ---------------------------------------------------------------- late
-def late_to_stop(view: View, job: JobView) -> Iterator[Finding]:
-    """Survivors that did not stop in time: nobody who does not answer is waited for."""
-    state = job.state
+# ---------------------------------------------------------------- late to stop
+def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
+    """Survivors that did not stop in time: nobody who does not answer is waited for.
+
+    But whoever holds the last copy of the training state is: as long as no other survivor has reported, no time
+    condemns it, and the log says once that the job waits.
+    """
+    out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
-        return
-    for slot in sorted(job.live.awaited):
+        return out
+    awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
+    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times))}
+    if not late:
+        return out
+    last = set() if _somebody_reported(job) else {slot for slot in awaited if _holds(job, slot)}
+    for slot, said in late.items():
+        if slot not in last:
+            out.findings.append(_finding(view, job, What.LATE, (slot,), said, "time-out"))
+    if last and last <= late.keys():
+        _wait_for(job, last, "have not stopped", out)
+    return out
+
+
+def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
+    """That a survivor should have stopped by now; empty while it may take longer."""
+    status, agent, config = job.status(slot), job.agent(slot), view.config
+    if status is None or agent is None:
+        return ""
+    unchanged, least = view.now - agent.progress.get(slot, 0.0), config.report_timeout
+    if outside(status):
+        limit, why = times.patience.between(slot, status, unchanged, least, config)
+        said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
+        return f"{said}{why and ', '}{why}" if unchanged > limit else ""
+    limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
+    if _first_iteration(status):
+        limit = max(limit, times.within(slot, times.limit(job.state, config), config))
+    return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
+
+
+def _first_iteration(status: RankStatus) -> bool:
+    """The rank computes its first iteration, in which a micro-batch may take minutes: it compiles."""
+    computes = status.state == "running" and status.micro_batches > 0 and status.phase == "computing"
+    return computes and not status.iteration_seconds and status.process != STOPPED
+
+
+def _somebody_reported(job: JobView) -> bool:
+    """A survivor has stopped, or trained to the end: the job can go on, or is done, without the others."""
+    state, awaited = job.state, job.live.awaited
+    at_rest = (slot for slot in state.survivors() if slot not in awaited and slot not in state.condemned)
+    return any(job.finished(s) or ((status := job.status(s)) and status.state == "stopped") for s in at_rest)
+
+
+def _holds(job: JobView, slot: int) -> bool:
+    """The member's process holds the training state, for it has been in a generation. In restart mode none does."""
+    state, status = job.state, job.status(slot)
+    if state.restart_mode or status is None or job.identity(slot) != state.members.get(slot):
+        return False
+    return status.generation > 0 and status.state in ("running", "entering", "stopped")
+
+
+def last_copy(job: JobView, slot: int) -> bool:
+    """Nobody but this member holds the training state."""
+    state = job.state
+    others = (s for s in state.survivors() if s != slot and s not in state.condemned)
+    return slot in state.members and _holds(job, slot) and not any(_holds(job, s) for s in others)
+
+
+def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
+    shown = f"{sorted(slots)[:MOST_NAMED]}{' and more' if len(slots) > MOST_NAMED else ''}"
+    reason = f"slots {shown} hold the last copy of the training state and {what}: the job waits for them"
+    if job.state.waits != reason:
+        out.record(job.state, records.LastCopy(slots=sorted(slots), reason=reason))
+
+
+# ---------------------------------------------------------------- late to enter
+def late_to_enter(view: View, job: JobView, times: JobTimes) -> str:
+    """Why the time to enter the plan or the offer is over; empty while it is not.
+
+    It begins anew whenever a member gets on: comes in, or moves bytes of the transfer. It does not run while a member
+    is in the script's own code before the boundary, nor for an offer that nobody has taken yet.
+    """
+    state, limit, live = job.state, view.config.enter_timeout, job.live
+    plan, waited = state.offer or state.plan, job.waited(view.now)
+    if plan is None or state.phase not in (Phase.ENTERING, Phase.OFFERING) or not live.awaited or waited < limit:
+        return ""
+    if view.now < live.enter_look_at or (state.offer is not None and not taken(job, plan)):
+        return ""
+    live.enter_look_at = view.now + PACE * len(plan.members)
+    last = view.now - waited
+    for slot in plan.members:
         status, agent = job.status(slot), job.agent(slot)
-        if slot in state.lost or slot in state.condemned or status is None or agent is None:
+        if status is None or agent is None:
             continue
-        limit = max(view.config.report_timeout, ITERATIONS_TO_STOP * status.iteration_seconds)
-        if min(view.now - agent.progress.get(slot, 0.0), job.waited(view.now)) > limit:
-            yield _finding(view, job, What.LATE, (slot,), f"did not stop within {limit:g} s", "time-out")
-
-
-def late_to_enter(view: View, job: JobView) -> str:
-    """Why the time to enter the plan or the offer is over; empty while it is not."""
-    state, limit = job.state, view.config.enter_timeout
-    plan = state.offer or state.plan
-    if plan is None or not job.live.awaited or job.waited(view.now) < limit:
+        at = agent.progress.get(slot, last)
+        if slot not in live.awaited or (status.state == "entering" and status.entering == plan.generation):
+            last = max(last, at)
+        elif (
+            outside(status)
+            and view.now - at <= times.patience.between(slot, status, view.now - at, limit, view.config)[0]
+        ):
+            return ""
+    if view.now - last < limit:
         return ""
-    began = view.now - job.waited(view.now)
-    if state.offer is not None:
-        began, limit = _offer_taken(view, job, state, limit)
-    if view.now - began < limit:
-        return ""
-    missing = sorted(job.live.awaited)
+    missing = sorted(live.awaited)
     shown = f"{missing[:20]}{' and more' if len(missing) > 20 else ''}"
-    return f"slots {shown} did not enter generation {plan.generation} within {limit:g} s"
+    return f"slots {shown} did not enter generation {plan.generation}, and nothing has moved for {limit:g} s"
 
 
-def _offer_taken(view: View, job: JobView, state: JobState, limit: float) -> tuple[float, float]:
-    """(since when the offer is being entered, how long that may take): it begins with the first who is in it."""
-    assert state.offer is not None
-    inside = [
-        agent.progress.get(slot, view.now)
-        for slot in state.offer.members
-        if slot not in job.live.awaited and (agent := job.agent(slot)) is not None
-    ]
-    if inside:
-        return max(state.since, min(inside)), limit
-    return state.since, max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
+def taken(job: JobView, offer: Plan) -> bool:
+    """A member is at the boundary and enters what is offered: all will, for they have agreed on it."""
+    return any(
+        status.generation == offer.generation or (status.state == "entering" and status.entering == offer.generation)
+        for slot in job.state.members
+        if (status := job.status(slot)) is not None
+    )
 
 
-def never_entered(view: View, job: JobView) -> Iterator[Finding]:
-    """The third time in a row those who never got in are named; before that all try again."""
-    entering = job.state.phase in (Phase.ENTERING, Phase.OFFERING)
-    if not entering or job.state.tries + 1 < ENTER_TRIES or not late_to_enter(view, job):
-        return
-    for slot in sorted(job.live.awaited):
-        if slot not in job.state.condemned:
-            yield _finding(view, job, What.LATE, (slot,), f"never entered in {ENTER_TRIES} tries", "time-out")
+def ignored(view: View, job: JobView) -> str:
+    """Why an offer is to be made anew: it is out for long, and the members train on without it. Empty if it is not."""
+    state, live = job.state, job.live
+    limit = max(view.config.enter_timeout, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
+    if state.offer is None or job.waited(view.now) < limit or view.now < live.enter_look_at:
+        return ""
+    live.enter_look_at = view.now + PACE * len(state.members)
+    busy = any(outside(status) for slot in state.members if (status := job.status(slot)) is not None)
+    if busy or taken(job, state.offer):
+        return ""
+    return f"generation {state.offer.generation} was not taken within {limit:g} s"
+
+
+def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
+    """The third time in a row those who never got in are named; before that all try again.
+
+    So they do for good where nobody else holds the training state.
+    """
+    out, state = Outcome(), job.state
+    if not job.live.overdue or state.tries + 1 < ENTER_TRIES:
+        return out
+    plan, joiners = state.offer or state.plan, set(state.joining)
+    if plan is not None:
+        joiners.update(plan.joiners)
+    holders = {slot for slot in state.members if slot not in joiners and _holds(job, slot)}
+    missing = {slot for slot in job.live.awaited if slot not in state.condemned}
+    if holders and holders <= missing:
+        _wait_for(job, holders, f"did not enter in {ENTER_TRIES} tries", out)
+        missing -= holders
+    for slot in sorted(missing):
+        out.findings.append(
+            _finding(view, job, What.LATE, (slot,), f"never entered in {ENTER_TRIES} tries", "time-out")
+        )
+    return out

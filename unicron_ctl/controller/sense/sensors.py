@@ -1,7 +1,7 @@
 """The table of sensors that look at one job whenever something of it changed, and at every tick.
 
 A new detector is one pure function (view, job) -> findings, and one line here. Sensors with a memory of their own are
-asked by the core: iterations, peers, overdue actions, leases.
+asked by the core or the turn: iterations, peers, overdue actions, leases, and who is late by the job's own times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,4 @@ Sensor = Callable[[View, JobView], Iterable[Finding]]
 
 SENSORS: tuple[Sensor, ...] = (
     progress.stopped,  # members that stopped by themselves although nobody is gone
-    progress.late_to_stop,  # survivors that did not stop after a Break
-    progress.never_entered,  # members that were not in a generation after several tries
 )

@@ -20,7 +20,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.controller.model.account import Account
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.sense.patience import Patience
+from unicron_ctl.controller.sense.patience import AGAIN, Patience
 from unicron_ctl.protocol import wire
 
 WINDOW, NEWEST = 16, 4  # iterations
@@ -149,6 +149,8 @@ class JobTimes:
     nodes: int = 0
     memory: float = 0.0
     """The usual iteration time before the size changed, scaled to the new size; seconds."""
+    newcomers: set[int] = field(default_factory=set)
+    """Slots whose process had not trained before the present generation."""
     usual: Row = field(default_factory=dict)
     healthy: int = 0
     degraded: Slow | None = None
@@ -172,11 +174,13 @@ class JobTimes:
         if self.nodes and nodes and nodes != self.nodes:
             if self.monitor.learned:
                 self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
+                self.patience.early.clear()  # of another size
             self.monitor.resized()
             self.usual, self.degraded = {}, None
         else:
             self.monitor.restarted()
         self.generation, self.nodes, self.healthy = generation, nodes or self.nodes, 0
+        self.newcomers = {slot for slot, process in job.members.items() if job.worked.get(slot) != process}
         self.phases.clear()
         self.stragglers.clear()
 
@@ -189,11 +193,19 @@ class JobTimes:
 
     def limit(self, job: JobState, config: ControllerConfig) -> float:
         """Seconds that the present iteration may take."""
+        limit = self.monitor.limit()
+        if limit is not None and not self.monitor.warming:
+            return limit
         usual = self.monitor.average if self.monitor.learned else self.memory
         if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
             usual = job.seconds or 0.0
-        limit = self.monitor.limit()
-        return self.patience.warm_up(usual, config) if limit is None else limit
+        seen = AGAIN * max(self.patience.early, default=0.0) if usual and limit is None else 0.0
+        return max(limit or 0.0, seen, self.patience.warm_up(usual, config))
+
+    def within(self, slot: int, inside: float, config: ControllerConfig) -> float:
+        """Seconds that a rank may take for the present iteration; inside: the others' limit."""
+        starts = slot in self.newcomers and self.monitor.warming
+        return self.patience.newcomer(inside, config) if starts else inside
 
     # ------------------------------------------------------------ finished iterations
     def finished(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
@@ -205,7 +217,9 @@ class JobTimes:
         learned = self.monitor.learned
         seen = self.monitor.observe(account.seconds, recovery)
         if not recovery:
-            self.patience.stepped(account.seconds, learned, seen.reason == WARM_UP)
+            warm_up = seen.reason == WARM_UP
+            known = learned or (warm_up and bool(self.memory))  # a newcomer's first ones say nothing of the new size
+            self.patience.stepped(account.seconds, known, warm_up, bool(self.newcomers))
         if seen.health is Health.HEALTHY:
             self.healthy += 1
             if self.healthy % WINDOW == 0:

@@ -41,6 +41,14 @@ def test_a_message_of_a_process_that_was_replaced_is_ignored(rank):
     assert rank.status.state == "starting"
 
 
+def test_progress_of_a_transfer_is_told_with_the_next_status(rank):
+    assert rank.heard(says(state="entering", entering=4))
+    assert not rank.heard(says(state="entering", entering=4, moved=1 << 30)) and rank.status.moved == 1 << 30
+    assert not rank.heard(says(moved=1 << 31)), "from the channel's own thread"
+    assert rank.status.state == "entering" and rank.status.entering == 4
+    assert rank.heard(says(state="running", entering=0, moved=0)) and rank.status.moved == 0
+
+
 def test_an_error_is_kept_beside_the_status(rank):
     rank.heard(says(state="running", generation=4))
     assert rank.heard({"kind": "fault", "incarnation": 2, "slot": 3, "type": "OSError", "text": "no", "at": 5.0})

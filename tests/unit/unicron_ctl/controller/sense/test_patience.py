@@ -12,12 +12,14 @@ from unicron_ctl.protocol.wire import RankStatus
 CONFIG = ControllerConfig(hang_floor_seconds=1.0)
 
 
-def shown(*early: float, warm_up: float = 0.0, outside: float | None = None) -> Patience:
+def shown(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside: float | None = None) -> Patience:
     patience = Patience()
     for seconds in early:
         patience.stepped(seconds, learned=False, warm_up=False)
     if warm_up:
         patience.stepped(warm_up, learned=True, warm_up=True)
+    if regrouped:
+        patience.stepped(regrouped, learned=True, warm_up=True, newcomers=False)
     for _ in range(OUTSIDE_LEARNED if outside is not None else 0):
         patience.was_outside(1, outside)
     return patience
@@ -33,8 +35,16 @@ def test_before_the_usual_time_is_known():
 
 
 def test_after_a_recovery_or_at_a_new_size():
-    assert shown(2.0).warm_up(2.0, CONFIG) == 20.0
-    assert shown(2.0, warm_up=80.0).warm_up(2.0, CONFIG) == 240.0, "a newcomer compiles as the first ones did"
+    assert shown(2.0).warm_up(2.0, CONFIG) == 6.0, "three iterations, as always"
+    assert shown(0.2).warm_up(0.2, CONFIG) == 3.0, "of the floor, at least"
+    assert shown(2.0, warm_up=80.0).warm_up(2.0, CONFIG) == 6.0, "who did not start anew does not compile"
+    assert shown(2.0, regrouped=5.0).warm_up(2.0, CONFIG) == 15.0, "as long as it took before"
+
+
+def test_a_newcomer_compiles_as_the_first_ones_did():
+    assert shown(2.0, warm_up=80.0, regrouped=5.0).newcomer(6.0, CONFIG) == 240.0
+    assert shown(2.0, warm_up=1.0).newcomer(6.0, CONFIG) == 6.0
+    assert shown(2.0).newcomer(6.0, CONFIG) == 600.0, "after a restart of the controller nothing is known of it"
 
 
 def between(patience: Patience, waited: float, **process) -> float:
@@ -56,7 +66,8 @@ def test_between_two_iterations():
 @given(st.lists(st.floats(0.0, 1e6), max_size=20), st.floats(0.0, 1e5), st.sampled_from("RSDTZ"), st.floats(0.0, 1e6))
 def test_no_history_makes_anybody_impatient(early, usual, state, idle):
     patience = shown(*early)
-    assert patience.warm_up(usual, CONFIG) >= max(3.0 * usual, 10.0 * CONFIG.hang_floor_seconds)
+    least = max(3.0 * usual, (3.0 if usual else 10.0) * CONFIG.hang_floor_seconds)
+    assert patience.warm_up(usual, CONFIG) >= least and patience.newcomer(least, CONFIG) >= least
     status = RankStatus(state="running", process=state, idle=idle)
     limit, why = patience.between(0, status, 10.0, 5.0, CONFIG)
     assert limit >= 5.0 and bool(why) == (state == "T")

@@ -1,0 +1,56 @@
+"""Whether the network of a collective gets on while the main thread is in it: what the kernel says of its sockets.
+
+A slow or lossy link is no hang. Bytes that move show it, and packets that are sent again and again: a peer that hangs
+still acknowledges what it is sent, its kernel does that. A link that is cut does not, so that counts for a while only.
+gloo's sockets; NCCL's are not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+
+# Of sending again. With the least limit of an iteration (1 s) five tries may be lost in a row, the last after 6.2 s: at
+# 10 % loss each way that comes once in 4,000 losses that only time shows.
+RETRY_SECONDS = 5.5
+# struct tcp_info of tcp(7): retransmits, unacked, last_data_sent, last_ack_recv (milliseconds ago), bytes_acked,
+# bytes_received
+_INFO = struct.Struct("=xxB21xI16xI8xI60xQQ")
+
+
+class Pulse:
+    """connections() gives inode -> file descriptor of the sockets that count. Used by one thread."""
+
+    def __init__(self, connections: Callable[[], Mapping[int, int]]):
+        self._connections = connections
+        self._bytes = -1
+        self._retries = 0
+        self._since: dict[int, float] = {}  # inode -> when it was first seen to send again
+
+    def look(self, fresh: bool, now: float | None = None) -> int:
+        """A number that has changed since the last look if the network gets on; 0 if it does not. fresh: the main
+        thread was busy meanwhile, so that bytes that moved since the last look say nothing."""
+        now, total, again = time.monotonic() if now is None else now, 0, {}
+        for inode, descriptor in self._connections().items():
+            with contextlib.suppress(OSError):
+                retransmits, unacknowledged, sent, heard, acked, received = _info(descriptor)
+                total += acked + received
+                if retransmits and unacknowledged and heard > sent:  # a peer whose buffer is full does answer
+                    again[inode] = self._since.get(inode, now)
+        moved = not fresh and 0 <= self._bytes != total
+        self._bytes, self._since = total, again
+        tries = any(now - since < RETRY_SECONDS for since in self._since.values())
+        if not moved and not tries:
+            return 0
+        self._retries += 1
+        return total + self._retries
+
+
+def _info(descriptor: int) -> tuple[int, ...]:
+    with socket.socket(fileno=os.dup(descriptor)) as view:
+        data = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    return _INFO.unpack(data)
