@@ -26,7 +26,7 @@ TELL_SECONDS = 2.0
 
 
 @click.command(name="pair-test")
-@click.option("--nodes", metavar="N1,N2,...", default="", help="Nodes to test [default: all idle ones].")
+@click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
 @click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="To measure per pair.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of all."
@@ -63,7 +63,7 @@ def command(
     environment = pairs.search_path()
     client = CommandLineClient(env={"PATH": environment["PATH"]})
     known = client.nodes()
-    tested, helpers, left_out = pairs.choose(known, [name.strip() for name in nodes.split(",") if name.strip()])
+    tested, helpers, left_out = pairs.choose(known, client.hostnames(nodes))
     wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
     wish = dataclasses.replace(wish, python=python) if python else wish
     if dry_run:
