@@ -247,7 +247,7 @@ def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:
     client = CommandLineClient(env=cluster.env())
     assert client.hostnames("n[1-3,5], login2") == ["n1", "n2", "n3", "n5", "login2"]
     assert client.hostnames(" ") == []
-    with pytest.raises(SlurmError, match="write names like n1,n2 or n\\[1-8\\]|Invalid"):
+    with pytest.raises(SlurmError, match="write names like n1,n2"):
         client.hostnames("n[a]")
 
 

@@ -1,5 +1,5 @@
-"""An ordinary Accelerate script: nothing in it knows who launches it. It goes on from its own last checkpoint. Each rank
-writes a line per step to OUT/steps.RANK.
+"""An ordinary Accelerate script: nothing in it knows who launches it. It goes on from its own last checkpoint. Each
+rank writes a line per step to OUT/steps.RANK.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unicron_ctl.errors import UserError
+from unicron_ctl.listing import show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,14 +76,13 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
             view.tell("computing the gradients of all recovered iterations again, undisturbed")
             result = report.collect(story)
             view.tell(f"done in {time.monotonic() - began:.0f} s")
-    for table in report.tables(result):
-        console.print(table)
+    show(report.tables(result))
     if json_path is not None:
         report.write_json(result, json_path)
     found = report.problems(result)
     if found:
         raise UserError("; ".join(found))
-    console.print(EXPLANATION)
+    click.echo(EXPLANATION)
 
 
 EXPLANATION = """

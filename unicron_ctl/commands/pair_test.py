@@ -16,10 +16,9 @@ import click
 from detector.pair_probe import BACKENDS
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import UserError
+from unicron_ctl.listing import Listing, show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from unicron_ctl.node.pairs import Findings
 
 TELL_SECONDS = 2.0
@@ -140,32 +139,27 @@ def as_data(found: Findings, drained: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def table(found: Findings) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table("round", "nodes", "result", "backend", "bandwidth", "latency", "what", title="paired tests")
+def table(found: Findings) -> Listing:
+    shown = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what")
     for test in found.tests:
         passed = None if test.outcome is None else test.outcome.passed
-        word, style = {None: ("not run", "yellow"), True: ("passed", "green"), False: ("failed", "red")}[passed]
         shown.add_row(
             str(test.round),
-            " ".join(test.group),
-            Text(word, style=style),
+            ",".join(test.group),
+            {None: "not-run", True: "passed", False: "failed"}[passed],
             test.backend or "-",
-            f"{test.bandwidth / 1e9:.3g} GB/s" if test.bandwidth else "-",
-            f"{test.latency * 1e6:.0f} us" if test.latency else "-",
-            Text(test.reason),
+            f"{test.bandwidth / 1e9:.3g}" if test.bandwidth else "-",
+            f"{test.latency * 1e6:.0f}" if test.latency else "-",
+            test.reason or "-",
         )
     return shown
 
 
 def _print(found: Findings, drained: dict[str, str], told: str) -> None:
-    from unicron_ctl.commands import tables
     from unicron_ctl.node import pairs
 
-    judgement, screen = found.judgement, tables.console()
-    screen.print(table(found))
+    judgement = found.judgement
+    show([table(found)])
     for name in judgement.bad:
         click.echo(f"{name} is bad: {found.why_bad(name)}")
         if name not in drained:
