@@ -371,6 +371,6 @@ def is_guess(
     config = config or load(environment=environment)
     return (
         not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
-        and not (state_dir(config, environment) / "address").is_file()
+        and not os.path.isfile(state_dir(config, environment) / "address")
         and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
     )

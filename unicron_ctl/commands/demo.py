@@ -15,7 +15,7 @@ from unicron_ctl.listing import show
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unicron_ctl.demo.stage import Stage
+    from unicron_ctl.demo.stage import DemoJob, Stage
 
 PIPE_COLUMNS = 170
 
@@ -30,7 +30,7 @@ def command(json_path: Path | None, keep: bool) -> None:
 
     jobs = (
         DemoJob("gpt-large", elements=3, weight=8.0, min_nodes=1, seed=1234),
-        DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321),
+        DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321, ranks_per_node=2),
     )
     if json_path is not None and not json_path.resolve().parent.is_dir():
         raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
@@ -46,6 +46,11 @@ def command(json_path: Path | None, keep: bool) -> None:
     finally:
         if not keep:
             stage.remove()
+
+
+def _size(job: DemoJob) -> str:
+    ranks = f" of {job.ranks_per_node} ranks" if job.ranks_per_node > 1 else ""
+    return f"up to {job.elements} nodes{ranks}"
 
 
 def console() -> Console:
@@ -70,7 +75,7 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
         with stage.open():
             for job in stage.jobs:
                 stage.submit(job)
-                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, up to {job.elements} nodes, weight {job.weight:g}")
+                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, {_size(job)}, weight {job.weight:g}")
             story = Story(stage, view.tell, view.show)
             story.play()
             view.tell("computing the gradients of all recovered iterations again, undisturbed")

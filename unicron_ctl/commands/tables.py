@@ -128,7 +128,7 @@ def _slow(job: dict[str, Any]) -> str:
 
 
 def nodes(listed: list[dict[str, Any]]) -> Listing:
-    table = Listing("node", "state", "used by", "health", "reason", title="nodes")
+    table = Listing("node", "state", "jobs", "health", "reason", title="nodes")
     for node in listed:
         said = health(node)
         table.add_row(

@@ -55,6 +55,7 @@ def _failure(story: Story, injury: Injury) -> dict[str, Any]:
         "redistributed_micro_batches": record["redistributed_micro_batches"],
         "actions": record["actions"],
         "reason": record["reason"],
+        "neighbours_kept": len(injury.neighbours),
     }
 
 
