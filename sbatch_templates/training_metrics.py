@@ -107,6 +107,11 @@ def main(arguments: list[str]) -> int:
     try:
         for record in read_metrics(arguments[0]):
             print(json.dumps(record))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain again at exit when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except MetricsError as error:
         print(f"training_metrics: {error}", file=sys.stderr)
         return 1

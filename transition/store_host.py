@@ -1,5 +1,5 @@
 """The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m
-transition.store_host ADDRESS`.
+transition.store_host`.
 
 Prints `port N` and serves until its standard input closes, so that it never outlives the agent. It is no part of the
 agent because it needs torch, whose import takes seconds.
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Serve; the address only names the interface in an error line, torch's store listens on all of them."""
+    """Serve on a free port of all interfaces until standard input closes."""
     os.nice(10)  # the ranks start at the same time and matter more
     import torch.distributed as dist
 

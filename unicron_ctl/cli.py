@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "punish": ("unicron_ctl.commands.inject:punish", "Break ranks at random until the time is up."),
     "simulate": ("unicron_ctl.commands.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron_ctl.commands.status:command", "Show jobs, nodes and the last failures."),
+    "template": ("unicron_ctl.commands.template:command", "Print or copy a batch script to start from."),
 }
 
 

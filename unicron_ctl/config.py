@@ -21,6 +21,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.limits import DAY, HEARTBEATS, Range
 
 DEFAULT_PORT = 7451
+ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to connect to
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
 
@@ -36,6 +37,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # ---- connections
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
     """Where the controller listens."""
+    address: str = ""
+    """Where others reach it: tcp://HOST:PORT. Login nodes need it, for "all addresses" names no host."""
     state_dir: str = ""
     """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
@@ -212,7 +215,8 @@ def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
     for note in getattr(allowed, "__metadata__", ()):
         if isinstance(note, Range):
             return note.problem(field.name, value)
-    return listen_problem(value) if field.name == "listen" else ""
+    check = {"listen": listen_problem, "address": address_problem}.get(field.name)
+    return check(value) if check else ""
 
 
 def listen_problem(value: str) -> str:
@@ -221,6 +225,14 @@ def listen_problem(value: str) -> str:
     if value.startswith("tcp://") and port.isdecimal() and int(port) <= 65535:
         return ""
     return f'listen = "{value}": write tcp://ADDRESS:PORT'
+
+
+def address_problem(value: str) -> str:
+    """What is wrong with an address at which others are to reach the controller, or nothing."""
+    host, _, port = value.removeprefix("tcp://").rpartition(":")
+    if not value or (not listen_problem(value) and int(port) and host and host not in ALL_ADDRESSES):
+        return ""
+    return f'address = "{value}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -334,16 +346,31 @@ def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Pa
 def controller_address(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Where clients reach the controller: the option, UNICRON_CONTROLLER, what the running controller wrote, the
-    configuration.
+    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
+    controller that runs here wrote, its `listen`; where that means all addresses, this host.
     """
     if explicit:
         return explicit
     if environment.get("UNICRON_CONTROLLER"):
         return environment["UNICRON_CONTROLLER"]
     config = config or load(environment=environment)
+    if config.controller.address:
+        return config.controller.address
     try:
         written = (state_dir(config, environment) / "address").read_text().strip()
     except OSError:
         written = ""
-    return written or config.controller.listen.replace("://0.0.0.0:", "://127.0.0.1:").replace("://*:", "://127.0.0.1:")
+    host, _, port = config.controller.listen.removeprefix("tcp://").rpartition(":")
+    return written or f"tcp://{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
+
+
+def is_guess(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
+    config = config or load(environment=environment)
+    return (
+        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
+        and not os.path.isfile(state_dir(config, environment) / "address")
+        and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
+    )

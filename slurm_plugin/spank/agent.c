@@ -4,8 +4,10 @@
  *
  * An execve() in task_init would do, but Slurm has work left after task_init: later SPANK plugins, TaskProlog and --task-prolog,
  * TMPDIR, and the user's resource limits (memlock among them, without which RDMA fails). All of that would be lost, silently.
- * So the command line is changed, and Slurm executes it when it is ready:
- *   - from Slurm 23.11 on there is spank_prepend_task_argv() for it;
+ * So the command line is changed, and Slurm executes it when it is ready. What it then executes is unicron-launch, which lies
+ * beside the plugin: it becomes the agent, or the user's command where the agent cannot be executed, be it for an interpreter that
+ * is gone. Nobody can know that before: the file may be there and still be no program.
+ *   - from Slurm 23.11 on, spank_prepend_task_argv() puts "unicron-launch AGENT" in front of the command;
  *   - before, the command's first word is replaced by unicron-launch, which finds the agent and the word in two variables.
  *     Those releases will not change any more, and S_JOB_ARGV is in them the vector that the task executes. (With srun
  *     --multi-prog it is another one: such a step just runs unprotected.)
@@ -33,23 +35,6 @@ static bool is_agent(const char *command, const char *agent)
 	return (strcmp(command, agent) == 0 || strcmp(base_name(command), "unicron-agent") == 0);
 }
 
-#if SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(23, 11, 0)
-
-void agent_set_launcher(const char *path)
-{
-	(void) path;
-}
-
-static const char *prepend(spank_t sp, const char *agent, char **argv)
-{
-	const char *front[] = { agent, "run", "--" };
-
-	(void) argv;
-	return (spank_prepend_task_argv(sp, 3, front) == ESPANK_SUCCESS ? NULL : "Slurm refused the longer command line");
-}
-
-#else
-
 static char launcher[PATH_MAX];
 
 void agent_set_launcher(const char *path)
@@ -72,10 +57,20 @@ static int find_launcher(void)
 	return (0);
 }
 
+#if UNICRON_PREPENDS
+
 static const char *prepend(spank_t sp, const char *agent, char **argv)
 {
-	if (find_launcher() < 0 || access(launcher, X_OK) != 0)
-		return (UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install");
+	const char *front[] = { launcher, agent };
+
+	(void) argv;
+	return (spank_prepend_task_argv(sp, 2, front) == ESPANK_SUCCESS ? NULL : "Slurm refused the longer command line");
+}
+
+#else
+
+static const char *prepend(spank_t sp, const char *agent, char **argv)
+{
 	if (spank_setenv(sp, UNICRON_LAUNCH_AGENT, agent, 1) != ESPANK_SUCCESS ||
 	    spank_setenv(sp, UNICRON_LAUNCH_COMMAND, argv[0], 1) != ESPANK_SUCCESS)
 		return ("Slurm refused the longer environment");
@@ -101,6 +96,8 @@ void agent_wrap(spank_t sp, const char *agent)
 		reason = "the command is copied into a folder; name a file in --bcast";
 	else if (access(agent, X_OK) != 0)
 		reason = strerror(errno);
+	else if (find_launcher() < 0 || access(launcher, X_OK) != 0)
+		reason = UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install";
 	else
 		reason = prepend(sp, agent, argv);
 

@@ -4,8 +4,15 @@
 
 #include "unicron.h"
 
+/* From Slurm 23.11 on a plugin may put words in front of a task's command. A unit test claims it for older releases, too. */
+#ifndef UNICRON_PREPENDS
+#define UNICRON_PREPENDS (SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(23, 11, 0))
+#elif SLURM_VERSION_NUMBER < SLURM_VERSION_NUM(23, 11, 0)
+spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[]);
+#endif
+
 /*
- * Puts "AGENT run --" in front of the command of the task that is about to start. To be called from slurm_spank_task_init,
+ * Puts the launcher of "AGENT run --" in front of the command of the task that is about to start. To be called from slurm_spank_task_init,
  * as the user. When that cannot be done, one line on the task's stderr says so, and the command runs unprotected.
  */
 void agent_wrap(spank_t sp, const char *agent);

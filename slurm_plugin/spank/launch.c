@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * unicron-launch ARGUMENT...: executes "AGENT run -- COMMAND ARGUMENT...", with AGENT and COMMAND from the environment.
- * The plugin puts it in the place of a task's command (agent.c says why). When the agent cannot be executed, the command is.
+ * unicron-launch AGENT COMMAND ARGUMENT...: executes "AGENT run -- COMMAND ARGUMENT...". When the agent cannot be executed, the
+ * command is. Before Slurm 23.11 the plugin puts it in the place of a task's first word (agent.c says why): AGENT and COMMAND are
+ * then in the environment, and all arguments are the command's.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -17,13 +18,19 @@ int main(int argc, char **argv)
 	char *command = getenv(UNICRON_LAUNCH_COMMAND);
 	char **line;
 
-	if (agent == NULL || command == NULL) {
+	if (agent != NULL && command != NULL) {
+		/* The pointers outlive unsetenv: it takes an entry off the list and leaves its text alone. */
+		unsetenv(UNICRON_LAUNCH_AGENT);
+		unsetenv(UNICRON_LAUNCH_COMMAND);
+	} else if (argc > 2) {
+		agent = argv[1];
+		command = argv[2];
+		argc -= 2;
+		argv += 2;
+	} else {
 		fprintf(stderr, "unicron-launch: couldn't find a command: only unicron.so calls this program\n");
 		return (2);
 	}
-	/* The pointers outlive unsetenv: it takes an entry off the list and leaves its text alone. */
-	unsetenv(UNICRON_LAUNCH_AGENT);
-	unsetenv(UNICRON_LAUNCH_COMMAND);
 
 	line = calloc((size_t) argc + 4, sizeof(*line));
 	if (line == NULL) {

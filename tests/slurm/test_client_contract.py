@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.support.processes import wait_for
+from unicron_ctl.commands import pair_test
 from unicron_ctl.localslurm import LocalCluster, binaries
 from unicron_ctl.slurm import CommandLineClient, ElementInfo, SlurmClient, SlurmError
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
@@ -239,3 +241,20 @@ def test_a_dry_run_says_everything_and_changes_nothing(
     ]
     assert all(info.state == "RUNNING" for info in _of(client, job).values())
     assert all(node.healthy for node in client.nodes())
+
+
+def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:
+    client = CommandLineClient(env=cluster.env())
+    assert client.hostnames("n[1-3,5], login2") == ["n1", "n2", "n3", "n5", "login2"]
+    assert client.hostnames(" ") == []
+    with pytest.raises(SlurmError, match="write names like n1,n2"):
+        client.hostnames("n[a]")
+
+
+def test_the_paired_test_takes_that_notation(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.env().items():
+        monkeypatch.setenv(name, value)
+    shown = CliRunner().invoke(pair_test.command, ["--dry-run", "--nodes", "n[2-5]"])
+    assert shown.exit_code == 0, shown.output
+    words = [word for word in shown.output.split() if word.startswith("--nodelist=")]
+    assert words == ["--nodelist=n2,n3", "--nodelist=n4,n5", "--nodelist=n1,n6"], "n1 and n6 are witnesses"

@@ -24,14 +24,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.timeout(LIMIT + 20)
-def test_three_failures_are_detected_and_healed(result: dict) -> None:
-    assert [(f["kind"], f["severity"]) for f in result["failures"]] == [("rank", 2), ("node", 1), ("node", 1)]
+def test_four_failures_are_detected_and_healed(result: dict) -> None:
+    ranks = [("rank", 2), ("rank", 2)]
+    assert [(f["kind"], f["severity"]) for f in result["failures"]] == [*ranks, ("node", 1), ("node", 1)]
     for failure in result["failures"]:
         assert failure["injected_at"] <= failure["detected_at"] <= failure["resumed_at"] <= failure["restored_at"]
         # Of 12 micro-batches: what survivors had is kept, only the lost rank's are computed by others.
         assert failure["recomputed_micro_batches"] <= failure["redistributed_micro_batches"] <= 6
     assert any(failure["reused_micro_batches"] for failure in result["failures"])
     assert [join["job"] for join in result["joins"]] == ["gpt-small"]
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_with_a_neighbour_on_its_node_dies_and_joins_alone(result: dict) -> None:
+    assert [(f["job"], f["neighbours_kept"]) for f in result["failures"]][:2] == [("gpt-large", 0), ("gpt-small", 1)]
 
 
 @pytest.mark.timeout(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
+from unicron_ctl.agent.sockets import socket_folder
 from unicron_ctl.localslurm.local import LocalCluster
 
 HOOKS = Path(__file__).resolve().parents[2] / "slurm_plugin"
@@ -188,11 +190,14 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
     assert all(str(process.pid) in epilog.said() for process in mine)
 
 
-def test_epilog_removes_the_files_of_its_job_only(epilog: Hook) -> None:
+def test_epilog_removes_the_files_of_its_job_only(epilog: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     shm, run = epilog.folder / "shm", epilog.folder / "run"
     for name in ("unicron-815-0", "unicron-8150-0", "unicron-81-0", "other-815-0"):
         (shm / name).write_bytes(b"x")
-    (run / "unicron-815-agent" / "deep").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(run))
+    agents = Path(socket_folder("800", {"SLURM_JOB_ID": "815"}))  # an element's own id is not its array's
+    (agents / "deep").mkdir()
+    assert agents.parent == run
     (run / "keep").mkdir()
     (run / "unicron-815-link").symlink_to(run / "keep")
     (run / "keep" / "file").touch()

@@ -387,8 +387,29 @@ def test_help_shows_the_options(bench: Bench) -> None:
         assert "--unicron-weight=WEIGHT" in text and "--unicron-min-nodes=NODES" in text and "[unicron] " in text
 
 
-def test_unit_tests_under_sanitizers(tmp_path: Path) -> None:
-    done = build(tmp_path, "check")
+def test_the_launcher_becomes_the_command_where_the_agent_is_no_program(tmp_path: Path) -> None:
+    """As it is called from Slurm 23.11 on: `unicron-launch AGENT COMMAND...`."""
+    assert build(tmp_path).returncode == 0
+    agent = tmp_path / "unicron-agent"
+
+    def launch() -> subprocess.CompletedProcess[str]:
+        command = [tmp_path / "unicron-launch", agent, "sh", "-c", "echo $1; exit 3", "sh", "works"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=CALL_LIMIT)
+
+    for text, mode in (("#!/nonexistent/interpreter\n", 0o755), ("no program", 0o755), ("#!/bin/sh\n", 0o644)):
+        agent.write_text(text)
+        agent.chmod(mode)
+        done = launch()
+        assert (done.stdout, done.returncode) == ("works\n", 3)
+        assert f"unicron: couldn't start {agent}: " in done.stderr and "the command runs unprotected" in done.stderr
+    agent.write_text("#!/bin/sh\necho $*\n")
+    agent.chmod(0o755)
+    assert launch().stdout == "run -- sh -c echo $1; exit 3 sh works\n"
+
+
+@pytest.mark.parametrize("prepends", [(), ("CPPFLAGS=-DUNICRON_PREPENDS=1",)], ids=["this Slurm", "23.11 on"])
+def test_unit_tests_under_sanitizers(tmp_path: Path, prepends: tuple[str, ...]) -> None:
+    done = build(tmp_path, "check", *prepends)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "ok"

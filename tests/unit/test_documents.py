@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from unicron_ctl.config import AgentConfig, ControllerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
@@ -47,6 +51,30 @@ def test_the_walk_is_at_most_a_dozen_files_long_and_names_what_is_there() -> Non
 def test_links_lead_somewhere(path: Path) -> None:
     for target in LINK.findall(path.read_text()):
         assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def defaults() -> dict[str, float]:
+    sections = (ControllerConfig, AgentConfig)
+    found = {field.name: field.default for section in sections for field in msgspec.structs.fields(section)}
+    return {name: float(value) for name, value in found.items() if isinstance(value, bool | int | float)}
+
+
+@pytest.mark.parametrize("name", ["admin-guide.md", "user-guide.md", "detection.md", "design/detection.md"])
+def test_defaults_in_the_text_are_the_codes(name: str) -> None:
+    """`field` (600), `field` (10 %), and in the admin guide's paragraph of defaults `field = 600`."""
+    known, text = defaults(), (ROOT / "docs" / name).read_text()
+    said = [
+        (field, float(number) / (100 if percent else 1))
+        for field, number, percent in re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)( %)?[);,]", text)
+        if field in known
+    ]
+    if name == "admin-guide.md":
+        paragraph = re.split(r"\n\n", text[text.index("each with its default") :])[0]
+        pairs = re.findall(r"`(\w+) = ([\w.]+)`", paragraph)
+        said += [(field, float(tomllib.loads(f"x = {value}")["x"])) for field, value in pairs]
+        assert len(pairs) > 5
+    wrong = {field: value for field, value in said if known[field] != value}
+    assert not wrong, f"{name} says {wrong}"
 
 
 def test_comments_cite_only_texts_that_are_here() -> None:

@@ -64,7 +64,7 @@ class Agent:
         except (zmq.ZMQError, UserError):
             self._context.destroy(linger=0)
             raise
-        self._folder = socket_folder(f"unicron-{place.label}-")
+        self._folder = socket_folder(place.job, os.environ)
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
         self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, self._endpoint, dict(os.environ))

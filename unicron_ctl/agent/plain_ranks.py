@@ -23,7 +23,7 @@ from detector.supervise import Child
 from unicron_ctl.agent.agent import Agent
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, Rank, package_path
-from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World
+from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron_ctl.protocol import wire
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
@@ -136,7 +136,7 @@ class RestartAgent(Agent):
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._base = {
-            **{name: value for name, value in os.environ.items() if name not in NOT_FOR_PROGRAMS},
+            **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
             "PYTHONPATH": package_path(os.environ),
             "PYTHONUNBUFFERED": "1",
         }
@@ -167,7 +167,7 @@ class RestartAgent(Agent):
         for rank in ready:
             rank.enter(
                 plan.generation,
-                {**self._base, **world.environment(rank.local), "UNICRON_GENERATION": str(plan.generation)},
+                world.environment(rank.local, self._base) | {"UNICRON_GENERATION": str(plan.generation)},
             )
             self._attend(rank)
         self._store.start()
@@ -221,4 +221,5 @@ def world_of(plan: wire.Plan, place: Place) -> World:
     if not (port.isascii() and port.isdigit()):
         raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
-    return World(elements.index(place.element), len(elements), per_node, host, int(port))
+    node, before = elements.index(place.element), max(0, plan.generation - 1)
+    return World(node, len(elements), per_node, host, int(port), place.job, before)

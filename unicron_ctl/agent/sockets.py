@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -64,8 +65,11 @@ def for_rank(message: wire.Message) -> bytes:
     return data
 
 
-def socket_folder(prefix: str) -> str:
-    """A private folder whose sockets' paths are short enough."""
+def socket_folder(job: str, environment: Mapping[str, str]) -> str:
+    """A private folder whose sockets' paths are short enough. Its name begins with the element's own job id: that is
+    all that the epilog, which removes what a killed agent leaves, is told by Slurm.
+    """
+    prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(folder) + len("/ranks") <= MAX_ENDPOINT:
         return folder

@@ -1,4 +1,4 @@
-"""The world of an unprotected job: what torchrun's variables are when no controller deals the ranks.
+"""A world of plain programs: torchrun's variables, and what they are when no controller deals the ranks.
 
 A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits
 until the answer has stood still, and derives the same world from it.
@@ -7,6 +7,7 @@ until the answer has stood still, and derives the same world from it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -18,28 +19,60 @@ from unicron_ctl.errors import UserError
 SETTLE_SECONDS = 3.0
 LIMIT_SECONDS = 60.0
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that Linux gives to connecting sockets
+MAX_RESTARTS = 1_000_000  # nobody counts them: whether it goes on is the controller's to say
+# What srun tells of its step and of where it runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
+_OF_THE_STEP = re.compile(
+    r"SLURM_(STEP.*|NTASKS.*|NPROCS|PROCID|LOCALID|NODEID|NNODES|JOB_NUM_NODES|NODELIST|JOB_NODELIST|TASKS_PER_NODE|"
+    r"GTIDS|TASK_PID|DISTRIBUTION|LAUNCH_NODE_IPADDR|SRUN_COMM_.*|MPI_TYPE|PMI.*)|PMIX?_.*"
+)
 
 
 @dataclass(frozen=True)
 class World:
-    """A node's part of the job. `node` of `nodes`, counted from 0; `master` is an address of the first node."""
+    """A node's part of the job. `node` of `nodes`, counted from 0; `master` is an address of the first node. `run`: the
+    job's id. `restarts`: how many worlds it has had before.
+    """
 
     node: int
     nodes: int
     ranks_per_node: int
     master: str
     port: int
+    run: str
+    restarts: int = 0
 
-    def environment(self, local: int) -> dict[str, str]:
-        """torchrun's variables for the node's rank `local`."""
+    def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
+        """`base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
+        Variables): programs that see a part of it take somebody else for their launcher.
+        """
+        rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
+        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
         return {
-            "RANK": str(self.node * self.ranks_per_node + local),
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            **usual,
+            **base,
+            "RANK": rank,
+            "WORLD_SIZE": size,
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": self.master,
             "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": self.run,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
         }
+
+
+def outside_the_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what describes the Slurm step. Where that is one element of the job, it would tell a
+    program of a world of one node, and that Slurm has launched it.
+    """
+    return {name: value for name, value in environment.items() if not _OF_THE_STEP.fullmatch(name)}
 
 
 def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> World:
@@ -49,7 +82,7 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
     port = FIRST_PORT + int(place.job) % PORTS
     ranks = place.settings.ranks_per_node
     if place.settings.max_nodes == 1:
-        return World(0, 1, ranks, place.address, port)
+        return World(0, 1, ranks, place.address, port, place.job)
     if "SLURM_ARRAY_TASK_ID" in environment:
         running = _settled(place.job, place.element)
         elements = sorted(running)
@@ -62,7 +95,8 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
             f"no controller answers, and Slurm does not tell which nodes job {place.job} has, so {place.label} cannot "
             "train together with the others: start unicrond, or see why squeue and scontrol do not answer here"
         )
-    return World(elements.index(place.element), len(elements), ranks, _address(running[elements[0]]), port)
+    first = _address(running[elements[0]])
+    return World(elements.index(place.element), len(elements), ranks, first, port, place.job)
 
 
 def _settled(job: str, own: int) -> dict[int, str]:

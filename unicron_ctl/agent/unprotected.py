@@ -12,7 +12,7 @@ from detector.supervise import Child, shell_status
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, SignalPipe
-from unicron_ctl.agent.static_world import static_world
+from unicron_ctl.agent.static_world import outside_the_step, static_world
 from unicron_ctl.errors import UserError
 
 
@@ -23,8 +23,10 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
     """
     world = static_world(place)
     print(f"unicron: {place.label} on {place.node}: {why}; the job runs unprotected", file=sys.stderr, flush=True)
-    base = {**os.environ, "PYTHONPATH": package_path(os.environ)}
-    environments = [base | world.environment(local) for local in range(world.ranks_per_node)]
+    # The step of a job that is no array has the job's nodes, and what it says of them is true.
+    mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
+    base = mine | {"PYTHONPATH": package_path(os.environ)}
+    environments = [world.environment(local, base) for local in range(world.ranks_per_node)]
     if len(environments) == 1:
         _become(command, environments[0])
     return _Ranks(command, environments).run()

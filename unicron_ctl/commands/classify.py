@@ -1,4 +1,4 @@
-"""``unicronctl classify``: what an error line, an exit status, an Xid or a Slurm state would become, and why."""
+"""`unicronctl classify`: what an error line, an exit status, an Xid or a Slurm state would become, and why."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def command(
 
     TEXT is an error text, "-" reads it from standard input.
 
-    \b unicronctl classify "RuntimeError: CUDA error: an illegal memory access was encountered" dmesg | unicronctl
-    classify --source kernel --lines - unicronctl classify --exit 0:9 --oom
+    \b
+    unicronctl classify "RuntimeError: CUDA error: an illegal memory access was encountered"
+    dmesg | unicronctl classify --source kernel --lines -
+    unicronctl classify --exit 0:9 --oom
     """
     given = sum(value is not None for value in (status, xid, slurm))
     if given > 1 or (given == 0 and text is None) or (text is not None and (xid is not None or slurm is not None)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import click
 
-from unicron_ctl.localslurm import LocalCluster
-from unicron_ctl.localslurm.layout import default_state_dir
+from unicron_ctl.localslurm import LocalCluster, protection
+from unicron_ctl.localslurm.layout import Layout, default_state_dir
 from unicron_ctl.localslurm.links import share_of
 
 _state_dir = click.option(
@@ -31,6 +32,7 @@ def command() -> None:
 @click.option("--gpus-per-node", type=click.IntRange(0, 64), default=1, show_default=True, help="Pretended GPUs.")
 @click.option("--auth", type=click.Choice(["munge", "none"]), default="munge", show_default=True)
 @click.option("--plugstack", "plugstack_lines", multiple=True, metavar="LINE", help="A line of plugstack.conf.")
+@click.option("--unicron", "protected", is_flag=True, help="With unicrond and the plugin: jobs can be healed.")
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @_state_dir
@@ -39,21 +41,41 @@ def up(
     gpus_per_node: int,
     auth: str,
     plugstack_lines: tuple[str, ...],
+    protected: bool,
     config_lines: tuple[str, ...],
     links: bool,
     state_dir: Path,
 ) -> None:
     """Start the cluster, or what is missing of it."""
+    if protected:
+        protection.plugin_line("")  # before anything is started
+        plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(Layout(state_dir))))
     cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links)
     cluster.up()
     click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+    if protected:
+        click.echo('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')
+
+
+@command.command()
+@_state_dir
+def env(state_dir: Path) -> None:
+    """Print what a shell needs to use the cluster: eval "$(unicronctl cluster env)"."""
+    cluster = LocalCluster.load(state_dir)
+    words = cluster.env() | {"PATH": protection.search_path()}
+    if address := protection.address(cluster.layout):
+        words["UNICRON_CONTROLLER"] = address
+    for name, value in words.items():
+        click.echo(f"export {name}={shlex.quote(value)}")
 
 
 @command.command()
 @_state_dir
 def down(state_dir: Path) -> None:
     """End the cluster and everything that runs on it."""
-    LocalCluster(state_dir).down()
+    cluster = LocalCluster(state_dir)
+    protection.stop(cluster.layout)
+    cluster.down()
     click.echo("the cluster is down")
 
 

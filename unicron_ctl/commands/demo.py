@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from unicron_ctl.errors import UserError
+from unicron_ctl.listing import show
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unicron_ctl.demo.stage import Stage
+    from unicron_ctl.demo.stage import DemoJob, Stage
 
 PIPE_COLUMNS = 170
 
@@ -29,7 +30,7 @@ def command(json_path: Path | None, keep: bool) -> None:
 
     jobs = (
         DemoJob("gpt-large", elements=3, weight=8.0, min_nodes=1, seed=1234),
-        DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321),
+        DemoJob("gpt-small", elements=2, weight=1.0, min_nodes=1, seed=4321, ranks_per_node=2),
     )
     if json_path is not None and not json_path.resolve().parent.is_dir():
         raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
@@ -45,6 +46,11 @@ def command(json_path: Path | None, keep: bool) -> None:
     finally:
         if not keep:
             stage.remove()
+
+
+def _size(job: DemoJob) -> str:
+    ranks = f" of {job.ranks_per_node} ranks" if job.ranks_per_node > 1 else ""
+    return f"up to {job.elements} nodes{ranks}"
 
 
 def console() -> Console:
@@ -69,20 +75,19 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
         with stage.open():
             for job in stage.jobs:
                 stage.submit(job)
-                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, up to {job.elements} nodes, weight {job.weight:g}")
+                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, {_size(job)}, weight {job.weight:g}")
             story = Story(stage, view.tell, view.show)
             story.play()
             view.tell("computing the gradients of all recovered iterations again, undisturbed")
             result = report.collect(story)
             view.tell(f"done in {time.monotonic() - began:.0f} s")
-    for table in report.tables(result):
-        console.print(table)
+    show(report.tables(result))
     if json_path is not None:
         report.write_json(result, json_path)
     found = report.problems(result)
     if found:
         raise UserError("; ".join(found))
-    console.print(EXPLANATION)
+    click.echo(EXPLANATION)
 
 
 EXPLANATION = """

@@ -16,6 +16,7 @@ from unicron_ctl.protocol.client import ask
 
 POLL_SECONDS = 0.5
 PAGE = 1000
+QUIET = ["step", "timing", "ranks_ready"]  # too many to be read
 
 
 @click.command(name="events")
@@ -24,7 +25,7 @@ PAGE = 1000
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="At most so many old events."
+    "-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="So many old events at most."
 )
 @click.option("--steps", is_flag=True, help="Optimizer steps, too (JSON has them always).")
 @controller_option()
@@ -32,25 +33,19 @@ def command(
     follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None
 ) -> None:
     """Show the event log."""
-    quiet = () if as_json or steps else ("step", "timing", "ranks_ready")
-    found = ask({"kind": "events", "after": after, "limit": limit, "job": job}, controller)
+    question = {"kind": "events", "job": job, "without": [] if as_json or steps else QUIET}
+    found = ask({**question, "after": after, "limit": limit}, controller)
     try:
         while True:
             for event in found:
                 after = event["id"]
-                if event["kind"] not in quiet:
-                    click.echo(json.dumps(event) if as_json else tables.event_line(event))
+                click.echo(json.dumps(event) if as_json else tables.event_line(event))
             if not follow:
                 return
             if len(found) < limit:
                 time.sleep(POLL_SECONDS)
             try:
-                found = ask(
-                    {"kind": "events", "after": after, "limit": PAGE, "job": job}
-                    if after
-                    else {"kind": "events", "job": job},
-                    controller,
-                )
+                found = ask({**question, "after": after, "limit": PAGE}, controller)
             except UserError as error:
                 found = []
                 click.echo(f"unicronctl: {error} (still trying)", err=True)

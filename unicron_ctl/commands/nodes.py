@@ -12,6 +12,7 @@ import click
 
 from unicron_ctl.commands import tables
 from unicron_ctl.commands.options import controller_option
+from unicron_ctl.listing import show
 from unicron_ctl.protocol.client import ask
 
 
@@ -24,4 +25,4 @@ def command(as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        tables.console().print(tables.nodes(data))
+        show([tables.nodes(data)])

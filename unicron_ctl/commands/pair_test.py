@@ -16,17 +16,16 @@ import click
 from detector.pair_probe import BACKENDS
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import UserError
+from unicron_ctl.listing import Listing, show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from unicron_ctl.node.pairs import Findings
 
 TELL_SECONDS = 2.0
 
 
 @click.command(name="pair-test")
-@click.option("--nodes", metavar="N1,N2,...", default="", help="Nodes to test [default: all idle ones].")
+@click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
 @click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="To measure per pair.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of all."
@@ -63,7 +62,7 @@ def command(
     environment = pairs.search_path()
     client = CommandLineClient(env={"PATH": environment["PATH"]})
     known = client.nodes()
-    tested, helpers, left_out = pairs.choose(known, [name.strip() for name in nodes.split(",") if name.strip()])
+    tested, helpers, left_out = pairs.choose(known, client.hostnames(nodes))
     wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
     wish = dataclasses.replace(wish, python=python) if python else wish
     if dry_run:
@@ -140,32 +139,27 @@ def as_data(found: Findings, drained: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def table(found: Findings) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table("round", "nodes", "result", "backend", "bandwidth", "latency", "what", title="paired tests")
+def table(found: Findings) -> Listing:
+    shown = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what")
     for test in found.tests:
         passed = None if test.outcome is None else test.outcome.passed
-        word, style = {None: ("not run", "yellow"), True: ("passed", "green"), False: ("failed", "red")}[passed]
         shown.add_row(
             str(test.round),
-            " ".join(test.group),
-            Text(word, style=style),
+            ",".join(test.group),
+            {None: "not-run", True: "passed", False: "failed"}[passed],
             test.backend or "-",
-            f"{test.bandwidth / 1e9:.3g} GB/s" if test.bandwidth else "-",
-            f"{test.latency * 1e6:.0f} us" if test.latency else "-",
-            Text(test.reason),
+            f"{test.bandwidth / 1e9:.3g}" if test.bandwidth else "-",
+            f"{test.latency * 1e6:.0f}" if test.latency else "-",
+            test.reason or "-",
         )
     return shown
 
 
 def _print(found: Findings, drained: dict[str, str], told: str) -> None:
-    from unicron_ctl.commands import tables
     from unicron_ctl.node import pairs
 
-    judgement, screen = found.judgement, tables.console()
-    screen.print(table(found))
+    judgement = found.judgement
+    show([table(found)])
     for name in judgement.bad:
         click.echo(f"{name} is bad: {found.why_bad(name)}")
         if name not in drained:

@@ -14,6 +14,7 @@ import click
 from unicron_ctl.commands import tables
 from unicron_ctl.commands.options import controller_option
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.listing import show
 from unicron_ctl.protocol.client import ask
 
 
@@ -32,7 +33,7 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     elif not watch:
-        tables.console().print(tables.status(data))
+        show(tables.status(data))
     else:
         _watch(data, interval, controller)
 
@@ -41,11 +42,11 @@ def _watch(data: dict, interval: float, controller: str | None) -> None:
     from rich.live import Live
 
     try:
-        with Live(tables.status(data), console=tables.console(), auto_refresh=False) as live:
+        with Live(tables.watched(data), console=tables.console(), auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
-                    live.update(tables.status(ask({"kind": "status"}, controller)), refresh=True)
+                    live.update(tables.watched(ask({"kind": "status"}, controller)), refresh=True)
                 except UserError as error:  # its death is no event for the jobs, so it is none here either
                     live.update(f"{error}\n(still trying)", refresh=True)
     except KeyboardInterrupt:

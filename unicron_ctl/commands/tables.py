@@ -1,4 +1,4 @@
-"""The controller's answers as rich tables; shared by status, jobs, nodes, events, explain and the demo's live view."""
+"""The controller's answers as listings; shared by status, jobs, nodes, events and explain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from unicron_ctl.listing import Listing
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 STATE_STYLES = {
@@ -25,14 +26,19 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def status(data: dict[str, Any]) -> RenderableType:
-    """Everything that `ask({"kind": "status"})` tells."""
-    parts: list[RenderableType] = [jobs(data["jobs"]), nodes(data["nodes"])]
+def watched(data: dict[str, Any]) -> RenderableType:
+    """Everything that `ask({"kind": "status"})` tells, in boxes."""
+    return Group(*status(data))
+
+
+def status(data: dict[str, Any]) -> list[Listing | Text]:
+    """The same in parts."""
+    parts: list[Listing | Text] = [jobs(data["jobs"]), nodes(data["nodes"])]
     if data["failures"]:
         parts.append(failures(data["failures"][-8:]))
     parts += [Text(f"needs an admin: {item['reason']}", style="red") for item in data.get("attention", ())]
     parts.append(Text(_foot(data), style="dim"))
-    return Group(*parts)
+    return parts
 
 
 def _foot(data: dict[str, Any]) -> str:
@@ -48,50 +54,67 @@ def _foot(data: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def jobs(listed: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "job",
+def jobs(listed: list[dict[str, Any]]) -> Listing:
+    """`nodes`: those that train of the most that it can use. `plan`: those that the planner gives it."""
+    table = Listing(
+        "jobid",
         "name",
         "state",
         "nodes",
-        "generation",
+        "plan",
         "iteration",
-        "s/iteration",
+        "s/iter",
         "loss",
         "weight",
         "WAF",
-        "last failure",
+        "gen",
+        "failures",
         title="jobs",
-        title_justify="left",
     )
     for job in listed:
         wanted = f"/{job['train_iterations']}" if job["train_iterations"] else ""
-        plan = (
-            f" -> {job['planned_nodes']}"
-            if job["planned_nodes"] not in (None, job["nodes"]) and not job["ended"]
-            else ""
-        )
-        state = f"ended ({job['ended']['code']})" if job["ended"] else job["state"] + _slow(job)
-        if job.get("waits"):
-            state = f"{job['state']}, waits: see `unicronctl explain {job['job']}`"
-        if job["set_aside"] and not job["ended"]:
-            state = f"set aside: see `unicronctl explain {job['job']}`"
         table.add_row(
             job["job"],
-            Text(job["name"] + (" (restart mode)" if job.get("mode") == "restart" else "")),
-            Text(state, style=STATE_STYLES.get(job["state"], "")),
-            f"{job['nodes']} of {job['max_nodes']}{plan}",
-            str(job["generation"]),
+            job["name"],
+            Text(_state(job), style=STATE_STYLES.get(job["state"], "")),
+            f"{job['nodes']}/{job['max_nodes']}",
+            "-" if job["ended"] or job["planned_nodes"] is None else str(job["planned_nodes"]),
             f"{job['iteration']}{wanted}" if job["iteration"] >= 0 else "-",
             number(job["iteration_seconds"], 3),
             number(job["loss"], 4),
             f"{job['weight']:g}",
-            rate(job["waf"]),
-            Text(failure_text(job["last_failure"])),
+            rate(job["waf"], "").replace(" ", ""),
+            str(job["generation"]),
+            str(job["failures"]),
         )
+        for note in _notes(job):
+            table.add_note(f"{job['job']}: {note}")
     if not listed:
-        table.add_row("-", "none yet: submit with `sbatch --unicron`", *["-"] * 9)
+        table.add_note("no job yet: submit one with `sbatch --unicron`")
     return table
+
+
+def _state(job: dict[str, Any]) -> str:
+    """One word."""
+    if job["ended"]:
+        return f"ended({job['ended']['code']})"
+    return "aside" if job["set_aside"] else str(job["state"])
+
+
+def _notes(job: dict[str, Any]) -> list[str]:
+    """What is to be said of a job besides."""
+    found = []
+    if job["set_aside"] and not job["ended"]:
+        found.append(f"set aside: see `unicronctl explain {job['job']}`")
+    if job.get("waits"):
+        found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
+    if job.get("mode") == "restart":
+        found.append("restart mode")
+    if not job["ended"] and (slow := _slow(job)):
+        found.append(slow.removeprefix(", "))
+    if job["last_failure"]:
+        found.append(f"last failure: {failure_text(job['last_failure'])}")
+    return found
 
 
 def _slow(job: dict[str, Any]) -> str:
@@ -106,21 +129,27 @@ def _slow(job: dict[str, Any]) -> str:
     return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}{odd}"
 
 
-def nodes(listed: list[dict[str, Any]]) -> Table:
-    said = any(node.get("last_event") for node in listed)  # most clusters' nodes have nothing to tell: no empty column
-    columns = ("node", "state", "used by", "health", "reason", *(["last event"] if said else []))
-    table = Table(*columns, title="nodes", title_justify="left")
+def nodes(listed: list[dict[str, Any]]) -> Listing:
+    table = Listing("node", "state", "jobs", "health", "reason", title="nodes")
     for node in listed:
-        style = "" if node["healthy"] else "red"
+        said = health(node)
         table.add_row(
             node["node"],
-            Text("+".join(node["states"]).lower() or "-", style=style),
-            " ".join(node["used_by"]) or "-",
-            health(node),
-            Text(_remarks(node)),
-            *([Text(node_event(node.get("last_event")))] if said else []),
+            Text("+".join(node["states"]).lower() or "-", style="" if node["healthy"] else "red"),
+            ",".join(node["used_by"]) or "-",
+            Text(said.plain.split()[0].rstrip(":;"), style=said.style),
+            _remarks(node) or "-",
         )
+        if not _short(said.plain):
+            table.add_note(Text(f"{node['node']}: health {said.plain}", style=said.style))
+        if node.get("last_event"):
+            table.add_note(f"{node['node']}: {node_event(node['last_event'])}")
     return table
+
+
+def _short(said: str) -> bool:
+    """A health that one word tells: passed, or never looked at."""
+    return said == "unknown" or (said.startswith("ok (") and said.endswith(")") and ";" not in said)
 
 
 def _remarks(node: dict[str, Any]) -> str:
@@ -156,39 +185,29 @@ def health(node: dict[str, Any]) -> Text:
     return Text("; ".join(words), style=style)
 
 
-def failures(listed: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "when",
-        "job",
-        "what",
-        "severity",
-        "detected by",
-        "training again",
-        "kept",
-        "computed again",
-        "done",
-        title="last failures",
-        title_justify="left",
+def failures(listed: list[dict[str, Any]]) -> Listing:
+    """`again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
+    table = Listing(
+        "when", "jobid", "where", "sev", "cause", "by", "again", "kept", "twice", "done", title="last failures"
     )
     for failure in listed:
-        where = failure["node"] if failure["kind"] == "node" else f"slot {failure['slot']}"
         resumed = failure["stepped_at"] or failure["resumed_at"]
-        after = f"{resumed - failure['detected_at']:.2f} s" if resumed else "-"
         table.add_row(
-            clock(failure["detected_at"]),
+            clock(failure["detected_at"])[:8],
             failure["job"],
-            Text(f"{failure['kind']} {where}: {failure['cause']}"),
-            f"SEV{failure['severity']}",
+            failure["node"] if failure["kind"] == "node" else f"slot{failure['slot']}",
+            str(failure["severity"]),
+            failure["cause"],
             failure["detected_by"],
-            after,
+            f"{resumed - failure['detected_at']:.2f}" if resumed else "-",
             str(failure["reused_micro_batches"]),
             str(failure["recomputed_micro_batches"]),
-            Text("; ".join(failure["actions"]) or failure["action"]),
+            "; ".join(failure["actions"]) or failure["action"],
         )
     return table
 
 
-def explanation(data: dict[str, Any]) -> RenderableType:
+def explanation(data: dict[str, Any]) -> list[Listing | Text]:
     lines = [f"job {data['job']} ({data['name']}): {data['state']}, generation {data['generation']}"]
     if data.get("mode") == "restart":
         lines.append(f"restart mode: all processes start again when one fails ({data['mode_reason']})")
@@ -202,15 +221,13 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     if data.get("alternative"):
         lines.append(f"now: {data['alternative']['text']}")
-    table = Table("when", "generation", "what", "why", title="decisions", title_justify="left")
+    table = Listing("when", "gen", "what", "why", title="decisions")
     for decision in data["decisions"]:
-        table.add_row(
-            clock(decision["time"]), str(decision["generation"] or ""), decision["kind"], Text(decision["reason"])
-        )
-    parts: list[RenderableType] = [Text("\n".join(lines)), table]
+        table.add_row(clock(decision["time"]), str(decision["generation"] or "-"), decision["kind"], decision["reason"])
+    parts: list[Listing | Text] = [Text("\n".join(lines)), table]
     if data["failures"]:
         parts.append(failures(data["failures"]))
-    return Group(*parts)
+    return parts
 
 
 def event_line(event: dict[str, Any]) -> str:
@@ -233,14 +250,14 @@ def failure_text(failure: dict[str, Any] | None) -> str:
     return f"{clock(failure['detected_at'])} {failure['kind']} {where} SEV{failure['severity']}{done}"
 
 
-def rate(flops: float | None) -> str:
+def rate(flops: float | None, unit: str = "FLOP/s") -> str:
     """1.9 PFLOP/s."""
     if not flops:
         return "-"
     for size, prefix in PREFIXES:
         if flops >= size:
-            return f"{flops / size:.3g} {prefix}FLOP/s"
-    return f"{flops:.3g} FLOP/s"
+            return f"{flops / size:.3g} {prefix}{unit}"
+    return f"{flops:.3g} {unit}"
 
 
 def number(value: float | None, digits: int) -> str:

@@ -203,15 +203,17 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
 
 
 def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log after an id: args after, limit, job, kinds."""
+    """The log after an id: args after, limit, job, without (kinds that do not count)."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
+    without = args.get("without", [])
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
     if not 0 <= after < 2**63:
         raise Unanswerable("events: after must be the id of an event")
-    return [
-        event.as_dict() for event in store.tail(after, max(1, min(limit, 5000)), _job_id(core, only) if only else None)
-    ]
+    if not isinstance(without, list) or len(without) > 20 or not all(isinstance(kind, str) for kind in without):
+        raise Unanswerable("events: without must be a list of up to 20 kinds")
+    job = _job_id(core, only) if only else None
+    return [event.as_dict() for event in store.tail(after, max(1, min(limit, 5000)), job, without)]
 
 
 def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
 
 def owner_of(core: Core, args: dict[str, Any], what: str = "") -> str:
     """Whose word counts beside root's and the admins': the owner of the job that an order is about; of nodes, the user
-    of this controller, who is a Slurm operator. Raises Unanswerable.
+    of this controller, who is a Slurm administrator. Raises Unanswerable.
     """
     if what == "health":
         return getpass.getuser()

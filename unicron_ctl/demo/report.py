@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from sbatch_templates.training_metrics import read_metrics
 from unicron_ctl.demo.stage import Stage
 from unicron_ctl.demo.story import Injury, Story
 from unicron_ctl.errors import UserError
+from unicron_ctl.listing import Listing
 
 LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, and Adam carries that on from step to step
 GRADIENT_TOLERANCE = 1e-6  # absolute, fp32: only the order of sums differs
@@ -56,6 +55,7 @@ def _failure(story: Story, injury: Injury) -> dict[str, Any]:
         "redistributed_micro_batches": record["redistributed_micro_batches"],
         "actions": record["actions"],
         "reason": record["reason"],
+        "neighbours_kept": len(injury.neighbours),
     }
 
 
@@ -107,28 +107,14 @@ def problems(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
+def tables(result: dict[str, Any]) -> list[Listing]:
     """The two tables at the end of the demo."""
-    failures = Table(title="What broke, and what it cost", title_justify="left")
-    for heading in (
-        "failure",
-        "severity, cause",
-        "detected by",
-        "after s",
-        "trains again",
-        "kept",
-        "taken over",
-        "twice",
-        "whole again",
-    ):
-        failures.add_column(
-            heading, justify="left" if heading in ("failure", "severity, cause", "detected by") else "right"
-        )
+    failures = Listing("sev", "cause", "by", "found", "again", "kept", "taken", "twice", "whole", "what broke")
     for f in result["failures"]:
         began = f["injected_at"]
         failures.add_row(
-            f["what"],
-            f"SEV{f['severity']} {f['cause']}",
+            str(f["severity"]),
+            f["cause"],
             f["detected_by"],
             f"{f['detected_at'] - began:.2f}",
             _after(f["resumed_at"], began),
@@ -136,34 +122,15 @@ def tables(result: dict[str, Any]) -> list[Table]:
             str(f["redistributed_micro_batches"]),
             str(f["recomputed_micro_batches"]),
             _after(f["restored_at"], began),
+            f["what"],
         )
     for join in result["joins"]:
-        failures.add_row(
-            f"a repaired node comes back, goes to {join['job']}",
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-            f"{join['used_at'] - join['at']:.2f}",
-        )
-    failures.caption = (
-        "times in seconds after the failure; kept, taken over, twice: micro-batches that stayed in survivors' "
-        "gradients, that they took over "
-        "from the lost rank, and of these what it was known to have finished"
-    )
-    losses = Table(title="Losses, beside an undisturbed run with the same seed", title_justify="left")
-    for heading in (
-        "job",
-        "iterations",
-        "last loss",
-        "reference",
-        "largest loss difference (relative)",
-        "largest gradient difference",
-    ):
-        losses.add_column(heading, justify="left" if heading == "job" else "right")
+        what = f"(a repaired node comes back, goes to {join['job']})"
+        failures.add_row(*["-"] * 8, f"{join['used_at'] - join['at']:.2f}", what)
+    failures.add_note("found, again, whole: seconds until it was noticed, until the next step, until no node lacked")
+    failures.add_note("kept, taken: micro-batches in survivors' gradients, and those that they took over from the lost")
+    failures.add_note("twice: of the latter, those that the lost rank was known to have finished")
+    losses = Listing("job", "iterations", "loss", "reference", "loss diff", "gradient diff")
     for job in result["jobs"]:
         losses.add_row(
             job["name"],
@@ -173,6 +140,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
             f"{job['max_loss_difference']:.1e}",
             f"{job['max_gradient_difference']:.1e}",
         )
+    losses.add_note("reference: an undisturbed run with the same seed; diff: the largest of all iterations, of losses")
+    losses.add_note("relative, of gradients absolute")
     return [failures, losses]
 
 

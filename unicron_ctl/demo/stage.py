@@ -19,27 +19,15 @@ from typing import Any
 
 import unicron_ctl
 from unicron_ctl.errors import UserError
-from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.localslurm import LocalCluster, protection
 from unicron_ctl.localslurm.health import health_lines
 from unicron_ctl.localslurm.layout import Layout
 from unicron_ctl.protocol.client import ask
 
 ROOT = Path(unicron_ctl.__file__).resolve().parent.parent
 TEMPLATES = ROOT / "sbatch_templates"
-PLUGIN = ROOT / "slurm_plugin" / "spank" / "unicron.so"
-START_SECONDS = 60.0
 SCRIPT_SECONDS = 120.0
-# The virtual nodes share this machine's cores: measured throughput would say that a node more is worth nothing, and an
-# iteration takes many times as long while another rank starts.
-CONFIGURATION = """[controller]
-listen = "tcp://127.0.0.1:0"
-auth = "none"
-slurm = "command"
-slurm_poll_seconds = 0.5
-throughput = "linear"
-hang_floor_seconds = 60.0
-"""
-# A model small enough that two cores train five ranks of it and two reference runs.
+# A model small enough that two cores train seven ranks of it and two reference runs.
 MODEL_OPTIONS = (
     "--num-layers",
     "2",
@@ -66,6 +54,7 @@ class DemoJob:
     weight: float
     min_nodes: int
     seed: int
+    ranks_per_node: int = 1
 
 
 @dataclass
@@ -76,6 +65,7 @@ class Stage:
     nodes: int
     jobs: tuple[DemoJob, ...]
     cluster: LocalCluster = field(init=False)
+    address: str = field(init=False)
     ids: dict[str, str] = field(default_factory=dict)  # job name -> Slurm job id
     _controller: subprocess.Popen[bytes] | None = None
     _options: list[str] = field(default_factory=list)
@@ -87,19 +77,18 @@ class Stage:
     @contextlib.contextmanager
     def open(self) -> Iterator[Stage]:
         """The stage is set inside; afterwards nothing of it runs."""
-        if not PLUGIN.is_file():
-            raise UserError(f"no {PLUGIN.name} in {PLUGIN.parent}: build it with `make plugin`")
+        protection.plugin_line("")  # before anything is started
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            address = self._start_controller()
-            bindir = Path(sysconfig.get_path("scripts"))
+            layout = Layout(self.folder / "slurm")
+            self._controller, self.address = protection.spawn(self.folder, layout)
             self.cluster = LocalCluster(
                 self.folder / "slurm",
                 nodes=self.nodes,
                 gpus_per_node=1,
                 auth="munge",
-                config_lines=health_lines(self.folder, Layout(self.folder / "slurm"), address),
-                plugstack_lines=[f"optional {PLUGIN} agent={bindir / 'unicron-agent'} controller={address}"],
+                config_lines=health_lines(self.folder, layout, self.address),
+                plugstack_lines=[protection.plugin_line(self.address)],
             )
             self.cluster.up()
             yield self
@@ -118,45 +107,6 @@ class Stage:
                     process.wait()
         if hasattr(self, "cluster"):
             self.cluster.down()
-
-    def _start_controller(self) -> str:
-        """unicrond asks Slurm only when a job registers, so it may be up before the cluster, whose plugin must know
-        its port."""
-        state = self.folder / "controller"
-        config = self.folder / "unicron.toml"
-        config.write_text(CONFIGURATION)
-        environment = os.environ | {
-            "SLURM_CONF": str(Layout(self.folder / "slurm").slurm_conf),
-            "PATH": _search_path(),
-            "UNICRON_CONFIG": str(config),
-        }
-        with (self.folder / "unicrond.log").open("ab") as log:
-            self._controller = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "unicron_ctl.controller.main",
-                    "--config",
-                    str(config),
-                    "--state-dir",
-                    str(state),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        address = state / "address"
-        self._wait(address.is_file, START_SECONDS, "unicrond did not start", self._controller)
-        self.address = address.read_text().strip()
-        return self.address
-
-    def _wait(self, ready: Any, seconds: float, complaint: str, process: subprocess.Popen[bytes] | None = None) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if time.monotonic() > deadline or (process is not None and process.poll() is not None):
-                raise UserError(f"{complaint}: see the logs in {self.folder}")
-            time.sleep(0.05)
 
     # ------------------------------------------------------------ dataset, jobs, references
     def build_dataset(self) -> None:
@@ -228,7 +178,10 @@ class Stage:
             "--save-gradients",
             str(work / "gradients"),
         ]
-        environment = os.environ | self.cluster.env() | {"PATH": _search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
+        environment = (
+            os.environ | self.cluster.env() | {"PATH": protection.search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
+        )
+        environment["UNICRON_RANKS_PER_NODE"] = str(job.ranks_per_node)
         environment.pop("UNICRON_CONTROLLER", None)
         done = subprocess.run(
             command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False
@@ -306,15 +259,22 @@ class Stage:
         return found
 
     def kill_rank(self, name: str, element: int) -> float:
-        """kill -9 of the element's first rank; returns the time."""
-        found = next(e for e in self.known_job(name)["elements"] if e["element"] == element)
+        """kill -9 of the element's last rank; returns the time."""
+        victim = self.pids(name, element)[-1]
         now = time.time()
-        os.kill(found["ranks"][0]["pid"], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         return now
+
+    def pids(self, name: str, element: int) -> list[int]:
+        """The processes of the element's ranks."""
+        return [rank["pid"] for rank in self._element(name, element)["ranks"]]
 
     def node_of(self, name: str, element: int) -> str:
         """Where the element runs now."""
-        return next(e["node"] for e in self.known_job(name)["elements"] if e["element"] == element)
+        return str(self._element(name, element)["node"])
+
+    def _element(self, name: str, element: int) -> dict[str, Any]:
+        return next(e for e in self.known_job(name)["elements"] if e["element"] == element)
 
     def power_off(self, node: str) -> float:
         """slurmd, stepd and every process of the node are gone at once; returns the time."""
@@ -329,13 +289,6 @@ class Stage:
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _search_path() -> str:
-    """This environment's programs first, so that the template's `python` is this one; Slurm's may be in sbin."""
-    return os.pathsep.join(
-        [sysconfig.get_path("scripts"), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"]
-    )
 
 
 def _lines(path: Path) -> int:

@@ -18,13 +18,17 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Injury:
-    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md)."""
+    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md).
+
+    neighbours: the processes beside the one that dies, which must live on.
+    """
 
     kind: str
     job: str
     what: str
     injected_at: float
     healed_at: float = 0.0
+    neighbours: tuple[int, ...] = ()
 
 
 class Story:
@@ -44,7 +48,7 @@ class Story:
         )
         for job in self.stage.jobs:
             self.stage.start_reference(job)
-        self._rank_dies(large)
+        self._ranks_die(large, small)
         lost = self._node_dies_with_spare(large)
         self._node_dies_without_spare(large, small)
         self._node_returns(lost, small)
@@ -66,11 +70,28 @@ class Story:
         )
 
     # ------------------------------------------------------------ chapters
-    def _rank_dies(self, job: DemoJob) -> None:
-        element = job.elements - 1
-        when = self.stage.kill_rank(job.name, element)
-        self._injured("rank", job, f"kill -9 of rank {element} of {job.name}", when)
-        self._healed(lambda: self._at(job, job.elements), f"rank {element} of {job.name} did not come back")
+    def _ranks_die(self, large: DemoJob, small: DemoJob) -> None:
+        """One of each job, at the same time; that of the second has a neighbour on its node."""
+        for job in (large, small):
+            element = job.elements - 1
+            neighbours = tuple(self.stage.pids(job.name, element)[:-1])
+            when = self.stage.kill_rank(job.name, element)
+            beside = ", its neighbour on the node lives" if neighbours else ""
+            rank = job.elements * job.ranks_per_node - 1
+            self._injured("rank", job, f"kill -9 of rank {rank} of {job.name}{beside}", when)
+            self.injuries[-1].neighbours = neighbours
+        self._healed(
+            lambda: all([self._whole(injury, job) for injury, job in zip(self.injuries, (large, small), strict=True)]),
+            "a rank that was killed did not come back",
+        )
+        if self.injuries[1].neighbours != tuple(self.stage.pids(small.name, small.elements - 1)[:-1]):
+            raise UserError(f"{small.name}: a rank died alone, and its neighbour was started again with it")
+
+    def _whole(self, injury: Injury, job: DemoJob) -> bool:
+        """The job has its rank again; the time at which that was seen first is noted."""
+        if not injury.healed_at and self.record(injury) is not None and self._at(job, job.elements):
+            injury.healed_at = time.time()
+        return bool(injury.healed_at)
 
     def _node_dies_with_spare(self, job: DemoJob) -> str:
         node = self.stage.node_of(job.name, 1)
@@ -105,7 +126,8 @@ class Story:
         found = self.stage.job(job.name)
         if found is None or found["ended"]:
             return found is not None and self._over(job)
-        return found["state"] == "running" and found["nodes"] == nodes and (found["iteration"] or 0) >= iteration
+        whole = len(found["members"]) == nodes * job.ranks_per_node and found["nodes"] == nodes
+        return found["state"] == "running" and whole and (found["iteration"] or 0) >= iteration
 
     @staticmethod
     def _over(job: DemoJob) -> bool:
@@ -128,7 +150,7 @@ class Story:
         if injury.kind != "join":
             self._wait(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
         self._wait(done, HEAL_SECONDS, complaint)
-        injury.healed_at = time.time()
+        injury.healed_at = injury.healed_at or time.time()
         self.tell(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
 
     def _plan(self) -> str:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 
 from detector.health import CHECKS, Report, load_settings, run
+from unicron_ctl.config import load
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol.client import ask
 from unicron_ctl.slurm.client import NodeInfo, SlurmClient
@@ -27,6 +28,7 @@ OURS = "unicron"  # as in controller.placement, which is too much to import at e
 PROVEN_BAD = 100
 LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0
+USUAL_CONFIG = "/etc/unicron/unicron.toml"
 REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
 REASON_LENGTH = 200
 # Out of service already. DOWN may be Slurm's own doing; its words give way to ours (slurmctld writes these reasons).
@@ -87,14 +89,25 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
         log(f"proven bad: {found.reason}")
         if options.drain == "on":
             _drain(options, found, log)
-    if options.controller:
-        try:
-            report(options.controller, options.node, options.at, found, began)
-        except UserError as error:
-            log(f"the controller was not told: {error}")
+    try:
+        if where := options.controller or _address(options.config):
+            report(where, options.node, options.at, found, began)
+    except UserError as error:
+        log(f"the controller was not told: {error}")
     if options.print:
         print(f"{found.verdict}: {found.reason} ({time.monotonic() - mono:.2f} s)")
     return status[0]
+
+
+def _address(config: str | None) -> str:
+    """Where the configuration says that the controller is. Raises UserError."""
+    return load(config).controller.address if config else ""
+
+
+def _usual_config() -> str | None:
+    """The configuration that is meant when none is named; None where there is none."""
+    path = os.environ.get("UNICRON_CONFIG") or str(USUAL_CONFIG)
+    return path if os.path.isfile(path) else None
 
 
 def _check(options: argparse.Namespace, log: _Log) -> Report:
@@ -154,11 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
     parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")
-    parser.add_argument("--config", metavar="FILE", help="unicron.toml with a [health] table")
+    parser.add_argument(
+        "--config", metavar="FILE", default=_usual_config(), help=f"unicron.toml with a [health] table [{USUAL_CONFIG}]"
+    )
     parser.add_argument("--skip", default="", metavar="NAMES", help="checks to leave out; all: every one")
     parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
     parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
-    parser.add_argument("--controller", metavar="ADDRESS", default=os.environ.get("UNICRON_CONTROLLER", ""))
+    parser.add_argument(
+        "--controller",
+        metavar="ADDRESS",
+        default=os.environ.get("UNICRON_CONTROLLER", ""),
+        help="[address of the configuration]",
+    )
     parser.add_argument("--log", default="", metavar="FILE", help="a file or syslog; default stderr")
     parser.add_argument("--print", action="store_true", help="print the verdict")
     return parser

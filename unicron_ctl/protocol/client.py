@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 from typing import Any
 
-from unicron_ctl.config import controller_address
+from unicron_ctl.config import controller_address, is_guess
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.munge import make_credential
@@ -43,6 +43,12 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
         channel.send(wire.encode(message))
         hint = ", or see that public_key is the controller's" if key else ""
         if not channel.poll(int(timeout * 1000)):
+            if is_guess(address):
+                raise UserError(
+                    "no controller runs on this host, and nothing says on which other: write "
+                    'address = "tcp://HOST:PORT" into [controller] of unicron.toml, set UNICRON_CONTROLLER, or pass '
+                    "--controller"
+                )
             raise UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
         try:
             answer = wire.decode(channel.recv(), wire.Answer)

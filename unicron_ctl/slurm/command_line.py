@@ -78,6 +78,14 @@ class CommandLineClient:
         text = self._run(["scontrol", "--all", "--oneliner", "show", "node"])
         return [parse_node(line) for line in text.splitlines() if line.startswith("NodeName=")]
 
+    def hostnames(self, text: str) -> list[str]:
+        """The names in Slurm's own notation, such as n[1-8],login2, in order. Raises SlurmError for a wrong one."""
+        text = "".join(text.split())
+        names = self._run(["scontrol", "show", "hostnames", text]).split() if text else []
+        if text and not names:
+            raise SlurmError(f"{text!r} is no list of nodes: write names like n1,n2 or n[1-8]")
+        return names
+
     def elements(self) -> list[ElementInfo]:
         fields = ",".join(f"{name}:{_WIDTH}{_SEPARATOR}" for name in _ELEMENT_FIELDS)
         text = self._run(["squeue", "--noheader", "--all", "--array", "--states=all", "-O", fields])

@@ -97,11 +97,11 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 	return (ESPANK_SUCCESS);
 }
 
-#if SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(23, 11, 0)
+#if UNICRON_PREPENDS
 spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[])
 {
 	(void) sp;
-	(void) argc;
+	assert(argc == 2 && strcmp(argv[1], "/bin/true") == 0);
 	job_argv[0] = (char *) argv[0];
 	return (ESPANK_SUCCESS);
 }
@@ -383,6 +383,11 @@ static void test_step(void)
 	job_argv[0] = (char *) "python";
 	agent_wrap(NULL, "/nonexistent/agent");
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 1);
+
+	/* Without the launcher nothing is changed either. */
+	agent_set_launcher("/nonexistent/unicron-launch");
+	agent_wrap(NULL, "/bin/true");
+	assert(strcmp(job_argv[0], "python") == 0 && messages == 2);
 	close(fd);
 }
 

@@ -1,4 +1,4 @@
-"""The batch script, with an srun that only prints: what it would start with and without the plugin."""
+"""The batch scripts, with an srun that only prints: what they would start with and without the plugin."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sbatch_templates.train_gpt as train_gpt
 
 FOLDER = Path(train_gpt.__file__).parent
 TEMPLATE = FOLDER / "gpt_elastic.sbatch"
+ANY_SCRIPT = FOLDER / "any_script.sbatch"
 
 
 @pytest.fixture
@@ -22,10 +23,10 @@ def start(tmp_path):
         (tools / name).write_text('#!/bin/sh\necho "$@"\necho "weight $UNICRON_WEIGHT"\n')
         (tools / name).chmod(0o755)
 
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str, file: Path = TEMPLATE, **environment: str) -> subprocess.CompletedProcess:
         slurm = {"SLURM_SUBMIT_DIR": str(FOLDER), "SLURM_ARRAY_JOB_ID": "7"}
         environment = {"PATH": f"{tools}:/usr/bin:/bin", **slurm, **environment}
-        command = ["bash", str(TEMPLATE), *arguments]
+        command = ["bash", str(file), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path, env=environment)
 
     run.tools = tools
@@ -66,3 +67,22 @@ def test_what_the_design_asks_of_the_job():
     words = {line.removeprefix("#SBATCH ") for line in TEMPLATE.read_text().splitlines() if line.startswith("#SBATCH ")}
     wanted = {"--nodes=1", "--exclusive", "--requeue", "--open-mode=append", "--array=0-3", "--comment=unicron"}
     assert wanted <= words
+
+
+def test_any_script_runs_the_words_after_the_file_under_the_agent(start):
+    words = ["python", "train.py", "--text", "a  b"]
+    assert start(*words, file=ANY_SCRIPT).stdout.splitlines()[0] == (
+        "--cpu-bind=none unicron-agent run -- python train.py --text a  b"
+    )
+    assert start(*words, file=ANY_SCRIPT, UNICRON="1").stdout.startswith("--cpu-bind=none python train.py")
+    nothing = start(file=ANY_SCRIPT)
+    assert (
+        nothing.returncode == 2
+        and nothing.stderr == "any_script: no command: sbatch --unicron FILE python train.py ...\n"
+    )
+
+
+@pytest.mark.parametrize("file", [TEMPLATE, ANY_SCRIPT], ids=lambda file: file.name)
+def test_what_an_element_needs_is_asked_for(file):
+    asked = {line.split()[1].split("=")[0] for line in file.read_text().splitlines() if line.startswith("#SBATCH ")}
+    assert asked >= {"--array", "--gres", "--nodes", "--ntasks", "--exclusive", "--requeue", "--open-mode", "--output"}

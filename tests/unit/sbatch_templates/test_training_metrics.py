@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from sbatch_templates import training_metrics
 from sbatch_templates.training_metrics import MetricsError, MetricsWriter, main, read_metrics
 
 
@@ -65,3 +69,13 @@ def test_shell_use(tmp_path, capsys):
     assert main([str(tmp_path / "absent")]) == 1
     assert "no metrics at" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    write(tmp_path / "run", 0, *(record(number) for number in range(3)))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        command = [sys.executable, training_metrics.__file__, str(tmp_path / "run")]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -81,6 +81,15 @@ def test_every_command_of_the_table_exists_and_explains_itself(name: str, capsys
     assert f"Usage: unicronctl {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_examples_stand_on_lines_of_their_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("unicronctl", cli.unicronctl, [name, "--help"]) == 0
+    told = capsys.readouterr().out.split("Options:")[0].splitlines()
+    assert not any(line.count("unicronctl") > 1 for line in told), told
+    if name == "classify":
+        assert "  dmesg | unicronctl classify --source kernel --lines -" in told
+
+
 def cpu_seconds_of_children() -> float:
     """Does not depend on what else the machine does, as the time on the wall would."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

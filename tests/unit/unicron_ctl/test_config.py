@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import socket
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from unicron_ctl.config import (
     ControllerConfig,
     controller_address,
     examine,
+    is_guess,
     listen_problem,
     load,
     parse,
@@ -24,6 +27,7 @@ from unicron_ctl.config import (
     understand,
 )
 from unicron_ctl.errors import UserError
+from unicron_ctl.protocol.client import ask
 
 ANY_ENVIRONMENT: dict[str, str] = {}
 
@@ -184,8 +188,41 @@ def test_where_the_file_and_the_controller_are_found(tmp_path: Path) -> None:
     assert search_path(home)[0] == tmp_path / "unicron" / "unicron.toml"
     config = load(path)
     assert state_dir(config, home) == tmp_path
+    assert is_guess(None, config, {})
     assert controller_address("tcp://a:1", config, {}) == "tcp://a:1"
     assert controller_address(None, config, {"UNICRON_CONTROLLER": "tcp://b:2"}) == "tcp://b:2"
     assert controller_address(None, config, {}) == "tcp://127.0.0.1:7000"
     (tmp_path / "address").write_text("tcp://c:3\n")
     assert controller_address(None, config, {}) == "tcp://c:3"
+    assert not is_guess(None, config, {})
+
+
+def test_a_login_node_asks_the_host_that_the_file_names(tmp_path: Path) -> None:
+    """It has the head node's file, but neither its state folder nor its port on 127.0.0.1."""
+    section = f"[controller]\nstate_dir = '{tmp_path}/none'\n"
+    config = parse(tomllib.loads(section + "listen = 'tcp://0.0.0.0:7451'\naddress = 'tcp://head:7451'\n"))
+    assert controller_address(None, config, {}) == "tcp://head:7451" and not is_guess(None, config, {})
+    for listen in ("tcp://0.0.0.0:7451", "tcp://*:7451", "tcp://[::]:7451"):
+        config = parse(tomllib.loads(f"{section}listen = '{listen}'"))
+        assert controller_address(None, config, {}) == "tcp://127.0.0.1:7451" and is_guess(None, config, {})
+    config = parse(tomllib.loads(f"{section}listen = 'tcp://10.0.0.7:7451'"))
+    assert controller_address(None, config, {}) == "tcp://10.0.0.7:7451" and not is_guess(None, config, {})
+
+
+@pytest.mark.parametrize("address", ["head", "tcp://0.0.0.0:7451", "tcp://*:1", "tcp://head:0", "tcp://:7451"])
+def test_an_address_that_nobody_can_reach_is_refused(address: str) -> None:
+    assert problems(ControllerConfig(address=address)) == [
+        f'address = "{address}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
+    ]
+
+
+def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    (tmp_path / "u.toml").write_text(
+        f"[controller]\nstate_dir = '{tmp_path}/none'\nlisten = 'tcp://0.0.0.0:{port}'\nauth = 'none'\n"
+    )
+    monkeypatch.setenv("UNICRON_CONFIG", str(tmp_path / "u.toml"))
+    monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
+    with pytest.raises(UserError, match=r'on which other: write address = "tcp://HOST:PORT" into \[controller\]'):
+        ask({"kind": "ping"}, timeout=0.1)

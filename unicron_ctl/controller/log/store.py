@@ -111,13 +111,17 @@ class Store:
             raise _explained(self.path, error) from None
         return (int(found[0]), bytes(found[1])) if found else None
 
-    def tail(self, after: int = 0, limit: int = 1000, job: str | None = None) -> list[Event]:
-        """The events with an id above `after`, oldest first; with more than `limit` of them and after = 0 the newest
-        ones.
+    def tail(
+        self, after: int = 0, limit: int = 1000, job: str | None = None, without: Sequence[str] = ()
+    ) -> list[Event]:
+        """The events with an id above `after`, oldest first, those of the kinds in `without` left out; with more than
+        `limit` of them and after = 0 the newest ones.
         """
-        where, values = ("WHERE id > ? AND job = ?", (after, job)) if job else ("WHERE id > ?", (after,))
+        where, values = "WHERE id > ?", [after, *([job] if job else []), *without, limit]
+        where += " AND job = ?" if job else ""
+        where += f" AND kind NOT IN ({', '.join('?' * len(without))})" if without else ""
         order = "ASC" if after else "DESC"
-        found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", (*values, limit)))
+        found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", tuple(values)))
         return found if after else found[::-1]
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
 from unicron_ctl.agent.ranks import last_words
+from unicron_ctl.agent.static_world import World
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 
@@ -93,14 +94,8 @@ def test_the_world_of_a_plan_is_torchruns():
         }
     )
     plan = wire.Plan(generation=3, members=[2, 3, 10, 11, 14, 15], store="10.0.0.1:20123", prefix="")
-    assert world_of(plan, place).environment(1) == {
-        "RANK": "3",
-        "WORLD_SIZE": "6",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "20123",
-    }
+    assert world_of(plan, place) == World(1, 3, 2, "10.0.0.1", 20123, "7", 2)
+    assert world_of(plan, place).environment(1, {})["RANK"] == "3"
     for nowhere in ("", "10.0.0.1", "10.0.0.1:", "10.0.0.1:http"):
         with pytest.raises(wire.BadMessage, match="has no port"):
             world_of(wire.Plan(generation=3, members=plan.members, store=nowhere, prefix=""), place)

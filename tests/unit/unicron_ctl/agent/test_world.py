@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 from unicron_ctl.agent import static_world as module
 from unicron_ctl.agent.main import hidden_packages, import_folders
 from unicron_ctl.agent.place import read_place
-from unicron_ctl.agent.static_world import static_world
+from unicron_ctl.agent.static_world import World, outside_the_step, static_world
 from unicron_ctl.errors import UserError
 
 SQUEUE = """#!/bin/sh
@@ -52,15 +54,10 @@ def array(element: int, count: int = 3, ranks: int = 1) -> dict[str, str]:
 def test_elements_that_run_are_the_nodes_of_the_world(slurm):
     slurm(SQUEUE)
     world = static_world(read_place(array(2, ranks=4)), array(2, ranks=4))
-    assert [world.environment(local)["RANK"] for local in range(4)] == ["4", "5", "6", "7"]
-    assert world.environment(1) == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "10.0.0.3",
-        "MASTER_PORT": "20130",
-    }
+    assert [world.environment(local, {})["RANK"] for local in range(4)] == ["4", "5", "6", "7"]
+    shown = world.environment(1, {"RANK": "0", "HOME": "/home/ann"})
+    assert shown["HOME"] == "/home/ann" and (shown["RANK"], shown["WORLD_SIZE"]) == ("5", "8")
+    assert (shown["MASTER_ADDR"], shown["MASTER_PORT"]) == ("10.0.0.3", "20130")
     first = static_world(read_place(array(0, ranks=4)), array(0, ranks=4))
     assert (first.node, first.nodes, first.master, first.port) == (0, 2, world.master, world.port)
 
@@ -112,6 +109,41 @@ def test_a_node_has_a_rank_for_each_gpu(gpus, ranks):
 
 def test_the_address_is_that_of_the_interface_to_the_controller():
     assert read_place({"SLURM_JOB_ID": "1"}, "tcp://127.0.0.1:7451").address == "127.0.0.1"
+
+
+def test_torchruns_whole_set_is_there() -> None:
+    """torch.distributed.run, Environment Variables, and what its agent sets besides."""
+    shown = World(1, 2, 4, "10.0.0.3", 20130, "130", 2).environment(1, {"OMP_NUM_THREADS": "8"})
+    assert shown == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.0.0.3",
+        "MASTER_PORT": "20130",
+        "TORCHELASTIC_RUN_ID": "130",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "1000000",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "8",
+    }
+    torchrun = Path(importlib.util.find_spec("torch").origin).parent / "distributed/elastic/agent/server"  # type: ignore
+    its_own = (torchrun / "local_elastic_agent.py").read_text().split("worker_env = {")[1].split("}\n")[0]
+    assert set(re.findall(r'^ *"(\w+)":', its_own, re.MULTILINE)) <= shown.keys()
+
+
+def test_what_describes_one_elements_step_is_hidden() -> None:
+    kept = {"SLURM_JOB_ID": "131", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "gpt", "SLURM_CPUS_ON_NODE": "8"}
+    kept |= {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n2", "SLURM_SUBMIT_DIR": "/home/ann", "PMIND": "x"}
+    step = ("NTASKS", "NTASKS_PER_NODE", "PROCID", "NNODES", "JOB_NODELIST", "STEP_ID", "STEPID", "SRUN_COMM_PORT")
+    hidden = {f"SLURM_{name}": "1" for name in step} | {"PMI_SIZE": "1", "PMIX_RANK": "0"}
+    assert outside_the_step(kept | hidden) == kept
 
 
 def test_the_folders_that_lead_pythons_search(tmp_path):

@@ -95,3 +95,26 @@ def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
 def test_a_report_that_cannot_be_sent_is_one_line() -> None:
     with pytest.raises(UserError, match="no address"):
         admission.report("nonsense", "n1", "interval", admission.run(), 0.0)
+
+
+def test_reports_go_to_the_address_of_the_configuration(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
+    told = []
+    monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(where))
+    skip = '[health]\nskip = ["all"]\n'
+    assert run(tmp_path, config=skip)[0] == 0 and told == []
+    assert run(tmp_path, config=f'{skip}[controller]\naddress = "tcp://head:7451"\n')[0] == 0
+    assert told == ["tcp://head:7451"]
+    assert run(tmp_path, "--controller", "tcp://other:1", config=skip)[0] == 0 and told[1:] == ["tcp://other:1"]
+    _, said = run(tmp_path, config=f'{skip}[controller]\naddress = "head"\n')
+    assert "the controller was not told: " in said and "write tcp://HOST:PORT" in said
+
+
+def test_the_usual_configuration_is_read_where_none_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("UNICRON_CONFIG", raising=False)
+    monkeypatch.setattr(admission, "USUAL_CONFIG", str(tmp_path / "unicron.toml"))
+    assert admission._usual_config() is None
+    (tmp_path / "unicron.toml").touch()
+    assert admission._usual_config() == str(tmp_path / "unicron.toml")
+    monkeypatch.setenv("UNICRON_CONFIG", "/nonexistent")
+    assert admission._usual_config() is None
