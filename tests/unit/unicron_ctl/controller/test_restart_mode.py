@@ -351,10 +351,10 @@ def test_status_names_the_mode(tmp_path):
     start(world)
     store = Store(tmp_path / "events.sqlite")
     assert jobs(world.core, store, {}, EVERYBODY)[0]["mode"] == "restart"
-    told = explain(world.core, store, {"job": "1"})
+    told = explain(world.core, store, {"job": "1"}, EVERYBODY)
     assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
     console = tables.Console(record=True, width=200, file=io.StringIO())
-    console.print(tables.jobs(jobs(world.core, store, {})), tables.explanation(told))
+    console.print(tables.jobs(jobs(world.core, store, {}, EVERYBODY)), tables.explanation(told))
     shown = console.export_text()
     assert "(restart mode)" in shown and "all processes start again when one fails (train.py does not" in shown
 
