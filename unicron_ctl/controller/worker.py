@@ -20,7 +20,7 @@ from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
 Result = Callable[[], None]
 log = logging.getLogger("unicron.controller")
-WORKERS = 8
+WORKERS, VERIFIERS = 8, 4
 
 
 class Worker:
@@ -36,6 +36,7 @@ class Worker:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self.wake_read, False)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._thread = threading.Thread(target=self._serve_slurm, name="unicron-slurm", daemon=True)
         self._thread.start()
 
@@ -62,6 +63,13 @@ class Worker:
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
+        self._start(self._pool, work, then)
+
+    def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """The same, in threads of their own: a munge that hangs must not keep probes waiting."""
+        self._start(self._verifiers, work, then)
+
+    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
 
         def run() -> None:
             try:
@@ -71,12 +79,13 @@ class Worker:
                 result = None
             self._finish(lambda: then(result))
 
-        self._pool.submit(run)
+        pool.submit(run)
 
     def close(self) -> None:
         """Lets the running call end, starts no other."""
         self._todo.put(None)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._verifiers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, result: Result) -> None:
         self._results.put(result)

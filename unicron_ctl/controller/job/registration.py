@@ -24,6 +24,9 @@ def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.M
         return refused
     if refused := _other_step(message, job):
         return refused
+    if job is not None and message.agent in job.superseded and not begins(view, message):
+        reason = f"another agent has taken element {message.element} of job {message.job}"
+        return wire.Refused(reason=reason, final=True, replaced=True)
     if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
@@ -32,11 +35,12 @@ def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.M
 
 
 def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's."""
+    """An agent may speak for a job only with its owner's credential, or an admin's. While the name service is away
+    nobody is an admin but root, so nothing is final then."""
     if job is None or asker.may_order(job):
         return None
     reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
-    return wire.Refused(reason=reason, final=True)
+    return wire.Refused(reason=reason, final=bool(asker.user))
 
 
 def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
@@ -66,7 +70,8 @@ def begins(view: View, message: wire.Register) -> bool:
 
 def begin(message: wire.Register, asker: Asker) -> Outcome:
     out = Outcome()
-    owner = None if asker.admin else asker.uid
+    own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
+    owner = asker.uid if own else None
     record = records.JobRegistered(settings=message.settings, step=message.step, uid=owner)
     out.records.append((message.job, 0, record))
     return out
@@ -121,8 +126,6 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
         return f"element {message.element} with {per_node} ranks must have the slots {first} to {first + per_node - 1}"
     if job is None:
         return ""
-    if message.agent in job.superseded:
-        return f"another agent has taken element {message.element} of job {message.job}"
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
         return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"
