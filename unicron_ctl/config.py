@@ -204,6 +204,8 @@ def rungs(section: ControllerConfig, environment: Mapping[str, str] | None) -> t
 def _alone(section: ControllerConfig) -> list[str]:
     """Without munge everybody who reaches the port may do everything."""
     host = section.listen.removeprefix("tcp://").rpartition(":")[0]
+    if section.auth != "none" and section.public_key == "none":
+        return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
     if section.auth != "none" or is_loopback(host):
         return []
     here = f"tcp://127.0.0.1:{section.listen.rpartition(':')[2]}"

@@ -39,7 +39,8 @@ class Line:
     """Keeps itself connected to the controller at `address`. `socket` is the DEALER; nothing may be sent before `key`
     is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong configuration.
 
-    key: the agent's public key, :data:`PLAIN` with a controller that encrypts nothing, None before that is known.
+    pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
+    :data:`PLAIN` with a controller that encrypts nothing, None before either is known.
     up: the controller's side has answered, and has not closed since.
     """
 
@@ -47,7 +48,7 @@ class Line:
         config = load()
         self._known = public_key(config=config)
         self._hello = Hello(address, config.agent.controller_users)
-        self._address, self._pair = address, new_pair()
+        self._address, self.pair = address, new_pair()
         self._theirs: str | None = None  # the controller's public key
         self._asked = 0.0
         self.key: str | None = None
@@ -132,6 +133,6 @@ class Line:
     def _connect(self, theirs: str) -> None:
         if self._theirs is not None:
             self.socket.disconnect(self._address)
-        self.key = secure_client(self.socket, theirs, self._pair)
+        self.key = secure_client(self.socket, theirs, self.pair)
         self.socket.connect(self._address)
         self._theirs = theirs

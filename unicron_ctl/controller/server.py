@@ -36,7 +36,7 @@ from unicron_ctl.controller.throttle import Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import claims, wire
-from unicron_ctl.protocol.encryption import PLAIN, secure_server
+from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.slurm.client import SlurmClient
 
@@ -394,7 +394,7 @@ class Server:
     # ------------------------------------------------------------ binding
     def _secure(self, config: ControllerConfig, folder: Path) -> str:
         """Encryption with munge, or by a key of the admin's. Returns the public key."""
-        if config.auth == "none" and not config.public_key:
+        if config.auth == "none" and config.public_key in ("", NONE):
             return PLAIN
         return secure_server(self._router, folder, config.public_key)
 

@@ -4,6 +4,7 @@ few others. Results are calls of the core, made in the main thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -21,6 +22,8 @@ from unicron_ctl.slurm.client import SlurmClient, SlurmError
 Result = Callable[[], None]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 8, 4
+# Of connect(2) and socket(2): what this process or its host lacks.
+OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM)
 
 
 class Worker:
@@ -56,7 +59,7 @@ class Worker:
         if isinstance(request, Probe):
             self.call(
                 lambda: connects(request.address, request.port, self._probe_timeout),
-                lambda answer: core.on_probe(request, bool(answer)),
+                lambda answer: core.on_probe(request, answer is not False),
             )
         else:
             self._todo.put((request, core))
@@ -165,10 +168,13 @@ def perform(client: SlurmClient, action: Action) -> None:
             raise ValueError(f"no such action: {other}")
 
 
-def connects(address: str, port: int, timeout: float) -> bool:
-    """Whether something accepts TCP connections there within `timeout` seconds."""
+def connects(address: str, port: int, timeout: float) -> bool | None:
+    """Whether something accepts TCP connections there within `timeout` seconds. None when this process could not try:
+    it has no descriptor left, or the name service is away, which says nothing of the node."""
     try:
         with socket.create_connection((address, port), timeout):
             return True
-    except (OSError, UnicodeError):  # UnicodeError: of a name that is none
-        return False
+    except (socket.gaierror, UnicodeError):  # UnicodeError: of a name that is none
+        return None
+    except OSError as error:
+        return None if error.errno in OWN_TROUBLE else False
