@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import getpass
+import time
 from typing import Any
 
-from unicron_ctl.config import controller_address, is_guess
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.munge import make_credential
-
-ORDERS = ("inject", "health")  # need to know who asks; questions are free
+from unicron_ctl.config import controller_address, is_guess, load
+from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol.munge import MungeError, make_credential
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -22,34 +21,41 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     """
     import zmq
 
-    from unicron_ctl.protocol.encryption import public_key, secure_client
+    from unicron_ctl.protocol.encryption import PLAIN, public_key, secure_client
+    from unicron_ctl.protocol.hello import Hello
 
     arguments = dict(question)
     what = arguments.pop("kind")
-    credential = make_credential() if what in ORDERS else ""
-    message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=credential)
-    where, key = controller_address(address), public_key()
+    config, deadline = load(), time.monotonic() + timeout
+    where = controller_address(address, config)
+    key, hint = public_key(config=config), ", or see that public_key is the controller's"
+    hello = Hello(where, config.agent.controller_users)
+    try:
+        if key is None:
+            key, hint = hello.wait(timeout), f" ({hello.problem})" if hello.problem else ""
+        elif key == PLAIN:
+            hint = ""
+            if hello.open() and not hello.local:
+                raise UserError(f'public_key = "none" is for a loopback address only, not for {where}', WRONG_USE)
+    finally:
+        hello.close()
+    if key is None:
+        raise _nobody(where, address, hint)
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
-        secure_client(channel, key)
+        mine = secure_client(channel, key)
         try:
             channel.connect(where)
         except zmq.ZMQError as error:
             raise UserError(
-                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", 2
+                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", WRONG_USE
             ) from None
+        message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=_credential(mine))
         channel.send(wire.encode(message))
-        hint = ", or see that public_key is the controller's" if key else ""
-        if not channel.poll(int(timeout * 1000)):
-            if is_guess(address):
-                raise UserError(
-                    "no controller runs on this host, and nothing says on which other: write "
-                    'address = "tcp://HOST:PORT" into [controller] of unicron.toml, set UNICRON_CONTROLLER, or pass '
-                    "--controller"
-                )
-            raise UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
+        if not channel.poll(max(100, int((deadline - time.monotonic()) * 1000))):
+            raise _nobody(where, address, hint)
         try:
             answer = wire.decode(channel.recv(), wire.Answer)
         except wire.BadMessage as error:
@@ -60,3 +66,23 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     if not answer.ok:
         raise UserError(answer.error)
     return answer.data
+
+
+def _nobody(where: str, address: str | None, hint: str) -> UserError:
+    if is_guess(address):
+        return UserError(
+            "no controller runs on this host, and nothing says on which other: write "
+            'address = "tcp://HOST:PORT" into [controller] of unicron.toml, set UNICRON_CONTROLLER, or pass '
+            "--controller"
+        )
+    return UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
+
+
+def _credential(key: str) -> str:
+    """Who asks, bound to the connection with this key. Without munge only what everybody may know is answered."""
+    if not key:
+        return ""
+    try:
+        return make_credential(claims.of_asker(key))
+    except MungeError:
+        return ""

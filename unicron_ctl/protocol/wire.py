@@ -291,11 +291,12 @@ class Recall(Message, tag="recall"):
 
 
 class Refused(Message, tag="refused"):
-    """The controller does not accept the last message; `final` means that asking again is useless, `alone`
-    that the command is to run in a world of its own node."""
+    """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
+    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node."""
 
     reason: str
     final: bool = False
+    replaced: bool = False
     alone: bool = False
 
 
@@ -406,6 +407,23 @@ class Hint(msgspec.Struct, kw_only=True):
     status: int
 
 
+# ---------------------------------------------------------------- before there is a key (UDP, protocol.hello)
+class Hello(Message, tag="hello"):
+    """Asks for the controller's public key. As long as its answer may be, so that nobody can have a flood sent to
+    somebody else."""
+
+    padding: str = ""
+
+
+class Introduction(Message, tag="introduction"):
+    """The answer. credential: a munge credential of the controller that holds its public key. plain: it encrypts
+    nothing, and serves one user at a loopback address. error: it cannot say now, and why."""
+
+    credential: str = ""
+    plain: bool = False
+    error: str = ""
+
+
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -441,7 +459,7 @@ ToAgent = (
     | End
 )
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint, Hello, Introduction)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)
 MAX_MEMBERS = 1 << 20  # of a plan
 

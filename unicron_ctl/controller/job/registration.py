@@ -9,22 +9,47 @@ behind them it does alone.
 from __future__ import annotations
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 
 
-def answer(view: View, message: wire.Register) -> wire.Message | None:
-    """Why the agent is not taken in now, as the message to it; None when it is."""
+def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.Message | None:
+    """Why the agent is not taken in now, as the message to it; None when it is. asker: who made its credential, which
+    is bound to what it says of itself and to `key`."""
     job = view.state.jobs.get(message.job)
+    if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
+        return refused
     if refused := _other_step(message, job):
         return refused
+    if job is not None and message.agent in job.superseded and not begins(view, message):
+        reason = f"another agent has taken element {message.element} of job {message.job}"
+        return wire.Refused(reason=reason, final=True, replaced=True)
     if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
         return wire.End(code=job.ended.code, reason=job.ended.reason)
     return None
+
+
+def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
+    """An agent may speak for a job only with its owner's credential, or an admin's. While the name service is away
+    nobody is an admin but root, so nothing is final then."""
+    if job is None or asker.may_order(job):
+        return None
+    reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
+    return wire.Refused(reason=reason, final=bool(asker.user))
+
+
+def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
+    """An agent keeps its key for life."""
+    known = job.agents.get(message.element) if job else None
+    if known is None or known.agent != message.agent or known.key == key:
+        return None
+    reason = f"agent {message.agent} of job {message.job} has another key: each agent needs an id of its own"
+    return wire.Refused(reason=reason)
 
 
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
@@ -43,14 +68,16 @@ def begins(view: View, message: wire.Register) -> bool:
     return job is None or (job.over and message.step > job.step)
 
 
-def begin(message: wire.Register) -> Outcome:
+def begin(message: wire.Register, asker: Asker) -> Outcome:
     out = Outcome()
-    record = records.JobRegistered(settings=message.settings, step=message.step)
+    own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
+    owner = asker.uid if own else None
+    record = records.JobRegistered(settings=message.settings, step=message.step, uid=owner)
     out.records.append((message.job, 0, record))
     return out
 
 
-def join(job: JobState, message: wire.Register) -> Outcome:
+def join(job: JobState, message: wire.Register, key: str) -> Outcome:
     """The agent is one of the job's: a new one, or one that comes back."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
@@ -62,6 +89,7 @@ def join(job: JobState, message: wire.Register) -> Outcome:
             address=message.address,
             slots=list(message.slots),
             door=message.door,
+            key=key,
         )
         out.record(job, record, 0)
     elif known.gone:
@@ -99,8 +127,6 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
         return f"element {message.element} with {per_node} ranks must have the slots {first} to {first + per_node - 1}"
     if job is None:
         return ""
-    if message.agent in job.superseded:
-        return f"another agent has taken element {message.element} of job {message.job}"
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
         return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"

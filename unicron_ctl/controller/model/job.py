@@ -66,6 +66,8 @@ class AgentRecord:
     gone: str = ""
     door: str = ""
     """host:port at which others see that it lives."""
+    key: str = ""
+    """Its CURVE public key: by it, all that it says is known to be its own."""
 
 
 @dataclass
@@ -184,6 +186,8 @@ class JobState:
     """The Slurm step that trains."""
     waits: str = ""
     """Why no time limit ends the present phase."""
+    uid: int | None = None
+    """Its owner's user id, where it is proven."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
 

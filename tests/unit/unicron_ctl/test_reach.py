@@ -1,0 +1,67 @@
+"""Whether something answers at an address, and what says nothing of it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import NoReturn
+
+import pytest
+
+from unicron_ctl import reach as module
+from unicron_ctl.reach import Door, Reach, reach
+
+
+@pytest.fixture
+def door():
+    door = Door()
+    yield door
+    door.close()
+
+
+def test_a_door_answers_is_silent_and_answers_again(door: Door) -> None:
+    address = f"127.0.0.1:{door.port}"
+    for _ in range(300):  # more than wait in its queue at once
+        assert reach(address, 5.0) is Reach.REACHED
+        door.answer()
+    door.shut()
+    assert reach(address, 0.3) is Reach.SILENT
+    door.open()
+    assert reach(address, 5.0) is Reach.REACHED
+
+
+def test_a_port_without_a_listener_refuses(door: Door) -> None:
+    address = f"127.0.0.1:{door.port}"
+    door.close()
+    assert reach(address, 5.0) is Reach.REFUSED
+
+
+@pytest.mark.parametrize("address", ["", "n1", "n1:", "n1:port", "127.0.0.1:99999", "x" * 300 + ":1", "\x00:1"])
+def test_an_address_that_is_none_says_nothing(address: str) -> None:
+    assert reach(address, 0.2) is Reach.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENFILE, "Too many open files in system"),
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        UnicodeError("label too long"),
+    ],
+)
+@pytest.mark.parametrize("name", ["getaddrinfo", "socket"])
+def test_our_own_trouble_is_no_word_about_the_node(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, name: str
+) -> None:
+    def fail(*words: object, **more: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(module.socket, name, fail)
+    assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
+
+
+@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EACCES])
+def test_a_network_that_is_not_there_on_this_side_says_nothing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(module.socket.socket, "connect_ex", lambda self, target: code, raising=False)
+    assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
