@@ -14,7 +14,7 @@ from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.requests import Poll, Probe, Run
+from unicron_ctl.controller.model.requests import Poll, Probe, Reach, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
@@ -279,6 +279,11 @@ class FakeSlurm:
                 entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
         self.schedule()
 
+    def drain(self, node: str, reason: str) -> None:
+        if self.refuse_down:
+            raise SlurmError(self.refuse_down)
+        self.node_states[node], self.reasons[node] = {"IDLE", "DRAIN"}, reason
+
     def resume(self, node: str) -> None:
         self.node_states[node] = {"IDLE"}
         self.schedule()
@@ -288,9 +293,10 @@ class FakeSlurm:
         entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        self.queue[job, element].update(
-            state="PENDING", node=None, reason="job requeued in held state", comment=comment
-        )
+        entry = self.queue[job, element]
+        restarts = entry["restarts"] + (entry["state"] != "PENDING")
+        held = "job requeued in held state"
+        entry.update(state="PENDING", node=None, reason=held, comment=comment, restarts=restarts)
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:
@@ -387,6 +393,8 @@ class World:
         match request:
             case Probe():
                 core.on_probe(request, request.node not in self.dead_nodes)
+            case Reach():
+                core.on_reach(request, request.node not in self.dead_nodes)
             case Poll():
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)
@@ -401,7 +409,7 @@ class World:
                         core.on_action(action, str(error))
                     else:
                         core.on_action(action, "")
-                core.on_actions_done()
+                core.on_actions_done(request.urgent)
         self.deliver()
 
     def run(self, seconds: float, heartbeats: bool = True) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from detector import escalation
@@ -16,9 +17,10 @@ from detector.severity import Severity
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import node as node_rules
-from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
+from unicron_ctl.controller.model.cluster import REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, PlanReport, Take
 from unicron_ctl.controller.model.job import (
     AgentRecord,
+    Avoided,
     Decided,
     Ending,
     Failure,
@@ -99,6 +101,40 @@ def _slurm_action(state: ClusterState, event: Event, record: records.SlurmAction
         state.pins[event.job, record.element] = Pin(record.node, event.time)
     elif record.action in ("hold", "requeue_hold", "cancel"):
         state.pins.pop((event.job, record.element), None)
+    key = record.action, event.job, record.element, record.node
+    state.intents[key] = Intent(event.time, record.slurm_reason, record.restarts)
+    if record.action in TAKES:
+        state.taken.append(Take(event.time, record.action, event.job, record.element))
+        state.withheld_takes.pop(f"{record.action} {event.job}", None)
+
+
+def _slurm_done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
+    _settled(state, event.job, record.action, record.element, record.node)
+
+
+def _slurm_failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
+    _settled(state, event.job, record.action, record.element, record.node)
+    if record.action in TAKES:  # nothing was taken
+        asked = (record.action, event.job, record.element)
+        for take in reversed(state.taken):
+            if (take.action, take.job, take.element) == asked:
+                state.taken.remove(take)
+                break
+
+
+def _settled(state: ClusterState, job: str, action: str, element: int, node: str) -> None:
+    """What was asked of Slurm is done, or will not be. Where a node is concerned, whoever asked for it."""
+    done = [
+        key
+        for key in state.intents
+        if key[0] == action and key[3] == node and (action in node_rules.OUT or key[1:3] == (job, element))
+    ]
+    for key in done:
+        del state.intents[key]
+
+
+def _take_withheld(state: ClusterState, event: Event, record: records.TakeWithheld) -> None:
+    state.withheld_takes[f"{record.action} {event.job}"] = Mark(event.time, event.job, record.reason)
 
 
 def _unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
@@ -107,8 +143,10 @@ def _unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> No
 
 def _node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
-    state.isolated.pop(record.node, None)
+    if record.by_others:
+        state.isolated.pop(record.node, None)
     state.withheld.pop(record.node, None)
+    _settled(state, "", "resume", -1, record.node)
 
 
 def _isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
@@ -124,7 +162,7 @@ def _isolation_withheld(state: ClusterState, event: Event, record: records.Isola
 
 def _action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
     if record.slot < 0:
-        return  # Slurm refused to set a node down: the isolation goes on
+        return  # Slurm refused to take a node out of service: it is asked again
     severity, after = Severity(record.severity), escalation.State(record.state)
     decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
     apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
@@ -162,6 +200,8 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
         state.pins.pop(key)
+    for asked in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
+        state.intents.pop(asked)
     state.assignment.pop(event.job, None)
     state.ended.append(event.job)
     while len(state.ended) > ENDED_KEPT:
@@ -174,6 +214,9 @@ _Rule = Callable[[Any, Event, Any], None]
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: _job_registered,
     records.SlurmAction: _slurm_action,
+    records.SlurmDone: _slurm_done,
+    records.SlurmFailed: _slurm_failed,
+    records.TakeWithheld: _take_withheld,
     records.Unpinned: _unpinned,
     records.NodeResumed: _node_resumed,
     records.Isolated: _isolated,
@@ -194,6 +237,7 @@ _NODE: dict[type[records.Record], _Rule] = {
     records.NodeHealth: node_rules.health,
     records.NodeEvent: node_rules.said,
     records.NodeVerdict: node_rules.judged,
+    records.Avoided: node_rules.avoided,
 }
 
 
@@ -209,6 +253,7 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
     job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, list(record.slots))
+    job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         for slot in record.slots:
@@ -240,6 +285,25 @@ def _rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
 
 def _exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
     _slot(job, record.slot).exit_seen = Identity(record.agent, record.incarnation)
+
+
+# ---------------------------------------------------------------- one job: its elements in Slurm
+def _avoided(job: JobState, event: Event, record: records.Avoided) -> None:
+    job.avoid[record.node] = Avoided(event.time, record.reason, record.agent, record.suspect)
+
+
+def _asked(job: JobState, event: Event, record: records.SlurmAction) -> None:
+    if record.action in REQUEUES:
+        job.requeued[record.element] = event.time
+
+
+def _not_asked(job: JobState, event: Event, record: records.SlurmFailed) -> None:
+    if record.action not in REQUEUES:
+        return
+    job.requeued.pop(record.element, None)
+    agent = job.agents.get(record.element)
+    if agent is not None and job.moves(record.element):  # it stays where it is, and may work
+        job.avoid[agent.node] = replace(job.avoid[agent.node], agent="")
 
 
 # ---------------------------------------------------------------- one job: failures
@@ -429,6 +493,9 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: _agent_registered,
     records.AgentGone: _agent_gone,
     records.AgentBack: _agent_back,
+    records.Avoided: _avoided,
+    records.SlurmAction: _asked,
+    records.SlurmFailed: _not_asked,
     records.RanksReady: _ranks_ready,
     records.RankStart: _rank_start,
     records.ExitNoted: _exit_noted,
@@ -462,6 +529,8 @@ _DECISIONS = frozenset(
         records.ActionFailed,
         records.Isolated,
         records.IsolationWithheld,
+        records.Avoided,
+        records.TakeWithheld,
         records.RankStart,
         records.JobEnded,
         records.JobSetAside,
