@@ -111,25 +111,23 @@ def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
 
 
 def within(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
-    """Those that no limit forbids. What is kept back is on record once a minute; with an element that is not taken
-    from its node falls what was to be started there."""
+    """Those that no limit forbids. With an element that is not taken from its node falls what was to start there."""
     bounds, found, kept = Bounds(view), [], set()
     for action in actions:
         why = bounds.refuse(action)
         if why:
             kept.add(action.node)
             withhold(view, action, why, out)
-    for action in actions if kept else ():
-        if action.node and action.node in kept:
-            continue
-        found.append(action)
-    return found if kept else list(actions)
+        else:
+            found.append(action)
+    return [action for action in found if not action.node or action.node not in kept]
 
 
 def withhold(view: View, action: Action, why: str, out: Outcome) -> None:
     """Records, once a minute, that this is not asked of Slurm."""
-    known = view.state.withheld_takes.get(f"{action.action} {action.job}")
-    if known is not None and view.now - known.at < MINUTE:
+    known, which = view.state.withheld_takes.get(f"{action.action} {action.job}"), (action.job, action.action)
+    said = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)
+    if said or (known is not None and view.now - known.at < MINUTE):
         return
     job = view.state.jobs.get(action.job)
     reason = f"{action.label} is not done: {why}; raise the limit if that is usual here"

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.requests import OURS, Action, Run
@@ -115,7 +116,7 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
     if view.unfit(node):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
         return
-    why = _too_many(view, node, "DOWN")
+    why = _too_many(view, node, "DOWN", out)
     if why:
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {why}"))
         said = f"{node} stays in service although it is dead: {why}"
@@ -129,9 +130,11 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
     out.requests.append(Run((action,), urgent=True))
 
 
-def _too_many(view: View, node: str, state: str) -> str:
+def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
     count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
-    return bounds.too_many(node, view.state.isolated, count, view.config, view.now, state)
+    taken = {**view.state.isolated}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    return bounds.too_many(node, taken, count, view.config, view.now, state)
 
 
 # ---------------------------------------------------------------- living nodes
@@ -140,7 +143,7 @@ def drain(view: View, node: str, text: str, out: Outcome) -> bool:
 
     Only on the word of root, of Slurm or of an admin: never on what a user's process says.
     """
-    why = _too_many(view, node, "DRAIN")
+    why = _too_many(view, node, "DRAIN", out)
     if why:
         known = view.state.withheld.get(node)
         if known is None or view.now - known.at >= view.config.isolation_window_seconds:
