@@ -81,6 +81,7 @@ def test_the_kernels_word_moves_the_job_and_slurms_word_explains_lost_agents(clu
         now=client.elements,
     )
     client.cancel(other)
+    job.controller.wait(lambda: len(job.controller.job().get("members", [])) == 3, "all three work again")
 
     client.cancel(job.id, 2)
     os.kill(int((job.folder / "pid.0").read_text()), signal.SIGKILL)

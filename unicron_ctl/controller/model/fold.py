@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from detector import escalation
@@ -16,11 +15,11 @@ from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withho
 from detector.severity import Severity
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import asked
 from unicron_ctl.controller.model import node as node_rules
-from unicron_ctl.controller.model.cluster import REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, PlanReport, Take
+from unicron_ctl.controller.model.cluster import ClusterState, Mark, PlanReport
 from unicron_ctl.controller.model.job import (
     AgentRecord,
-    Avoided,
     Decided,
     Ending,
     Failure,
@@ -96,57 +95,12 @@ def _job_registered(state: ClusterState, event: Event, record: records.JobRegist
     state.jobs[event.job] = JobState(event.job, record.settings, event.time, since=event.time, step=record.step)
 
 
-def _slurm_action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
-    if record.action == "pin":
-        state.pins[event.job, record.element] = Pin(record.node, event.time)
-    elif record.action in ("hold", "requeue_hold", "cancel"):
-        state.pins.pop((event.job, record.element), None)
-    key = record.action, event.job, record.element, record.node
-    state.intents[key] = Intent(event.time, record.slurm_reason, record.restarts)
-    if record.action in TAKES:
-        state.taken.append(Take(event.time, record.action, event.job, record.element))
-        state.withheld_takes.pop(f"{record.action} {event.job}", None)
-
-
-def _slurm_done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
-    _settled(state, event.job, record.action, record.element, record.node)
-
-
-def _slurm_failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
-    _settled(state, event.job, record.action, record.element, record.node)
-    if record.action in TAKES:  # nothing was taken
-        asked = (record.action, event.job, record.element)
-        for take in reversed(state.taken):
-            if (take.action, take.job, take.element) == asked:
-                state.taken.remove(take)
-                break
-
-
-def _settled(state: ClusterState, job: str, action: str, element: int, node: str) -> None:
-    """What was asked of Slurm is done, or will not be. Where a node is concerned, whoever asked for it."""
-    done = [
-        key
-        for key in state.intents
-        if key[0] == action and key[3] == node and (action in node_rules.OUT or key[1:3] == (job, element))
-    ]
-    for key in done:
-        del state.intents[key]
-
-
-def _take_withheld(state: ClusterState, event: Event, record: records.TakeWithheld) -> None:
-    state.withheld_takes[f"{record.action} {event.job}"] = Mark(event.time, event.job, record.reason)
-
-
-def _unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
-    state.pins.pop((event.job, record.element), None)
-
-
 def _node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
     if record.by_others:
         state.isolated.pop(record.node, None)
     state.withheld.pop(record.node, None)
-    _settled(state, "", "resume", -1, record.node)
+    asked.settled(state, "", "resume", -1, record.node)
 
 
 def _isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
@@ -200,8 +154,8 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
         state.pins.pop(key)
-    for asked in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
-        state.intents.pop(asked)
+    for intent in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
+        state.intents.pop(intent)
     state.assignment.pop(event.job, None)
     state.ended.append(event.job)
     while len(state.ended) > ENDED_KEPT:
@@ -213,11 +167,11 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
 _Rule = Callable[[Any, Event, Any], None]
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: _job_registered,
-    records.SlurmAction: _slurm_action,
-    records.SlurmDone: _slurm_done,
-    records.SlurmFailed: _slurm_failed,
-    records.TakeWithheld: _take_withheld,
-    records.Unpinned: _unpinned,
+    records.SlurmAction: asked.action,
+    records.SlurmDone: asked.done,
+    records.SlurmFailed: asked.failed,
+    records.TakeWithheld: asked.withheld,
+    records.Unpinned: asked.unpinned,
     records.NodeResumed: _node_resumed,
     records.Isolated: _isolated,
     records.IsolationWithheld: _isolation_withheld,
@@ -285,25 +239,6 @@ def _rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
 
 def _exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
     _slot(job, record.slot).exit_seen = Identity(record.agent, record.incarnation)
-
-
-# ---------------------------------------------------------------- one job: its elements in Slurm
-def _avoided(job: JobState, event: Event, record: records.Avoided) -> None:
-    job.avoid[record.node] = Avoided(event.time, record.reason, record.agent, record.suspect)
-
-
-def _asked(job: JobState, event: Event, record: records.SlurmAction) -> None:
-    if record.action in REQUEUES:
-        job.requeued[record.element] = event.time
-
-
-def _not_asked(job: JobState, event: Event, record: records.SlurmFailed) -> None:
-    if record.action not in REQUEUES:
-        return
-    job.requeued.pop(record.element, None)
-    agent = job.agents.get(record.element)
-    if agent is not None and job.moves(record.element):  # it stays where it is, and may work
-        job.avoid[agent.node] = replace(job.avoid[agent.node], agent="")
 
 
 # ---------------------------------------------------------------- one job: failures
@@ -493,9 +428,9 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: _agent_registered,
     records.AgentGone: _agent_gone,
     records.AgentBack: _agent_back,
-    records.Avoided: _avoided,
-    records.SlurmAction: _asked,
-    records.SlurmFailed: _not_asked,
+    records.Avoided: asked.avoided,
+    records.SlurmAction: asked.of_element,
+    records.SlurmFailed: asked.of_element_failed,
     records.RanksReady: _ranks_ready,
     records.RankStart: _rank_start,
     records.ExitNoted: _exit_noted,
