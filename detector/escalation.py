@@ -25,7 +25,7 @@ class State(enum.Enum):
     REATTEMPTED = "reattempted"  # it worked; on probation until the window ends
     RESTARTING = "restarting"
     RESTARTED = "restarted"
-    ISOLATING = "isolating"  # the node is put aside, the slot waits for another or is planned away
+    ISOLATING = "isolating"  # the job leaves the node: the slot waits for another one or is planned away
     MOVED = "moved"  # the slot runs elsewhere, on probation
     ENDED = "ended"  # the job was ended
 
@@ -47,12 +47,15 @@ class Event(enum.Enum):
 
 
 WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be named
-NOTHING, REATTEMPT, RESTART, ISOLATE, END_JOB = "none", "reattempt", "restart", "isolate", "end_job"
+# ISOLATE: this job leaves the node, which is a suspect from then on. MOVE: the same, and the node is none.
+NOTHING, REATTEMPT, RESTART, MOVE, ISOLATE, END_JOB = "none", "reattempt", "restart", "move", "isolate", "end_job"
+BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's only where the node flaps
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
     REPORT: Severity.SEV3,
     REATTEMPT: Severity.SEV3,
     RESTART: Severity.SEV2,
+    MOVE: Severity.SEV2,
     END_JOB: Severity.SEV2,
     ISOLATE: Severity.SEV1,
 }
@@ -90,7 +93,8 @@ def _row(
 
 # Another fault on probation is met by its own severity; the same fault ("again") and a failed action take the next one.
 # A moved slot that fails again restarts first, for its new node is new to the fault. Whether the job itself is to blame
-# is for OWN_BUG. An application's repeated error never costs a node: no other node would cure it.
+# is for OWN_BUG. An application's repeated error moves nobody: no other node would cure it. Where the table says
+# ISOLATE and the fault is none of the node's own (`_step`), the job moves and the node is not blamed.
 TABLE: dict[State, dict[Event, tuple[State, str]]] = {
     _S.HEALTHY: _row(_TO_RESTART, _TO_RESTART, _S.HEALTHY, _S.HEALTHY),
     _S.REATTEMPTING: _row(_TO_RESTART, _TO_RESTART, _S.REATTEMPTED, _S.REATTEMPTING, fault3=_TO_RESTART),
@@ -112,7 +116,7 @@ class Policy:
     own_bug_nodes: on so many nodes the node cannot be the reason. stuck_faults: so many faults of one slot without one
     iteration of the job in between are a bug too. storage_patience: a file system that is away this long without an
     iteration ends the job; sooner it is waited for. flap_window, flap_faults: a node with so many faults that are not
-    the application's is put aside. shared_seconds, shared_nodes: so many nodes with a network fault at once are the
+    the application's is left. shared_seconds, shared_nodes: so many nodes with a network fault at once are the
     network's matter. moment: faults closer together than this are one moment: a node's ranks fail together. backoff,
     backoff_limit: waiting time before an action is repeated; doubles.
     """
@@ -236,7 +240,7 @@ class History:
         applications, and network faults that something else explains, do not count."""
         own = [fault for fault in self.by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
-        times = [fault.time for fault in own if fault.scope in ("hardware", "network") and not self.elsewhere(fault)]
+        times = [fault.time for fault in own if fault.scope in BLAMING and not self.elsewhere(fault)]
         return moments(times, self.policy.moment)
 
     def elsewhere(self, fault: Fault) -> str:
@@ -281,7 +285,7 @@ def decide(
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
     event, why = _event(history, fault, state, job_nodes)
-    following, action = TABLE[state][event]
+    following, action = _step(state, event, fault.scope)
     repeats = history.same_cause(job, slot, verdict.cause, now)
     wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) else 0.0
     reason = f"{verdict.reason}; {why}" if why else verdict.reason
@@ -313,9 +317,17 @@ def action_failed(history: History, now: float, *, job: str, slot: int, why: str
     state = history.state(job, slot, now)
     if moved and state is State.ISOLATING:
         state = State.MOVED
-    following, action = TABLE[state][Event.FAILED]
+    faults = history.by_slot.get((job, slot))
+    following, action = _step(state, Event.FAILED, faults[-1].scope if faults else "")
     reason = f"{state.value} failed ({why}): {action}"
     return Decision(SEVERITY_OF_ACTION[action], action, reason, "action_failed", Event.FAILED, following)
+
+
+def _step(state: State, event: Event, scope: str) -> tuple[State, str]:
+    """The table's answer for a fault of that scope."""
+    following, action = TABLE[state][event]
+    blamed = scope == "hardware" or (event is Event.FLAPPING and scope in BLAMING)
+    return following, MOVE if action == ISOLATE and not blamed else action
 
 
 def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:
@@ -324,7 +336,7 @@ def apply_failed(history: History, decision: Decision, now: float, *, job: str, 
 
 
 def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> None:
-    """The slot's node was to be put aside and is not: the process is started again in place instead."""
+    """The slot was to leave its node and does not: the process is started again in place instead."""
     history.set(job, slot, State.RESTARTING, now)
 
 
@@ -395,19 +407,19 @@ def _quick_deaths(stuck: list[Fault], fault: Fault, policy: Policy) -> list[Faul
 
 
 def _bad_node(history: History, fault: Fault) -> str:
-    """Why the node should be put aside although this one fault does not say so; empty when it should not."""
+    """Why the job should leave the node although this one fault does not say so; empty when it should not."""
     policy = history.policy
     stuck = [*history.since_progress.get(fault.job, ()), fault]
     quick = [other for other in _quick_deaths(stuck, fault, policy) if other.node == fault.node]
     if len(quick) >= policy.quick_deaths:
         died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
-        return f"{died}, and on {fault.node} only: the node is put aside until it is tested"
-    if fault.scope not in ("hardware", "network") or not fault.node or history.elsewhere(fault):
+        return f"{died}, and on {fault.node} only: it is tried on another node"
+    if fault.scope not in BLAMING or not fault.node or history.elsewhere(fault):
         return ""
     times = history.node_moments(fault.node, fault.time, fault)
     if times >= policy.flap_faults:
         hours = policy.flap_window / 3600
-        return f"node {fault.node} has failed {times} times in {hours:g} h: it flaps and is put aside"
+        return f"node {fault.node} has failed {times} times in {hours:g} h: it flaps"
     return ""
 
 

@@ -107,19 +107,25 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     regroup_seconds: Seconds = 300.0
     """For all ranks to train again after a reattempt; then the process is restarted."""
     restart_seconds: Seconds = 600.0
-    """For a restarted process to take part; then its node is isolated."""
+    """For a restarted process to take part; then the job leaves its node."""
     isolate_seconds: Seconds = 300.0
-    """For a node to be down in Slurm and its element to run elsewhere; then it is asked for again."""
-    max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 2
-    """Living nodes that are set down within the window without an admin."""
+    """For an element to have left its node and to run elsewhere; then it is asked for again."""
+    max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 4
+    """Nodes that are taken out of service within the window without an admin, dead ones included."""
     max_isolated_share: Share = 0.1
     """The same as a share of the cluster; the larger of the two counts."""
     max_isolated_job_share: Share = 0.5
-    """The same as a share of the job's nodes, which must hold as well; one node is always allowed."""
-    isolation_window_seconds: LongSeconds = 600.0
-    """The window for those three."""
+    """The share of its nodes that a job may leave within the window; one is always allowed."""
+    isolation_window_seconds: LongSeconds = 3600.0
+    """The window for those three, and for the next."""
+    max_requeues_per_job: Annotated[int, Range(0, 1_000_000)] = 20
+    """Elements of a job that are requeued within the window; or as many as it has, if that is more."""
+    max_requeues_per_minute: Annotated[int, Range(0, 1_000_000)] = 60
+    """Elements of all jobs that are requeued within a minute."""
+    max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
+    """Elements of all jobs that are held within a minute because the plan has no node for them."""
     act_on_node_events: bool = True
-    """Isolate a node on the word of its kernel log alone; without it the word is recorded only."""
+    """A job leaves a node on the word of its kernel log alone; without it the word is recorded only."""
     quick_death_seconds: Seconds = 20.0
     """A process that ends within this time of its start, without ever being ready, has died quickly."""
     quick_deaths: Annotated[int, Range(1, 1000)] = 3
@@ -129,7 +135,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     # ---- coming back
     admission: Literal["require", "prefer", "off"] = "prefer"
-    """Whether a node that was set down has to pass its health checks to come back."""
+    """Whether a node that was set down has to pass its health checks to come back; a drained one always has to."""
     admission_seconds: Seconds = 30.0
     """For a report of those checks under "prefer"; then the node comes back unverified."""
 

@@ -89,7 +89,9 @@ LIMITS: tuple[Limit, ...] = (
         "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
     ),
     Limit("controller", "PUT_BACK_SECONDS", 1.0, "for a newcomer to acknowledge a Break; then it did not get in"),
-    Limit("controller", "HOLD_SECONDS", 1.0, "before a node is isolated by its kernel's word: do others say the same?"),
+    Limit(
+        "controller", "HOLD_SECONDS", 1.0, "before a job leaves a node by its kernel's word: others may say the same"
+    ),
     Limit("controller", "BEFORE_SECONDS", 10.0, "a rank that ended so long before a node event may have ended by it"),
     Limit("controller", "AFTER_SECONDS", 3.0, "the same for one that ended after it"),
     Limit(
@@ -110,11 +112,15 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
+    Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
     Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
-    Limit("controller", "SUSPECT_SECONDS", DAY, "for which a flapping node is remembered"),
+    Limit("controller", "SUSPECT_SECONDS", DAY, "for which a suspect is remembered, and its job avoids it"),
+    Limit("controller", "DRAIN_SECONDS", 5.0, "for a node to drain itself when its health checks have proven it bad"),
+    Limit("controller", "REACH_SECONDS", 5.0, "between two tries to reach the slurmd of a node that was set down"),
+    Limit("controller", "BACK_SECONDS", 10.0, "for which that slurmd must have answered; then the node is back"),
     Limit("agent", "PERIODS[0]", 0.01, "shortest heartbeat period that an agent accepts"),
     Limit("agent", "PERIODS[1]", 60.0, "longest heartbeat period that an agent accepts"),
     Limit("agent", "REGISTER_SECONDS", 0.5, "between two tries to register"),

@@ -12,11 +12,16 @@ import ctypes
 import errno
 import os
 import shutil
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from detector.classify import default_classifier
+from detector.health import kernel
+from detector.severity import SeverityTableError
 
 GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
 
@@ -30,6 +35,8 @@ class Settings:
     must be up. paths: directories that must be writable. slow_seconds: a slower file system is warned of.
     clock_reference: epoch seconds of the controller, None unknown. clock_warn, clock_bad: seconds of difference (munge
     refuses 300). shm_mb: least free shared memory. test_mb: memory that is written and read back.
+    kernel_state: a folder that only root can write, where the check of the kernel log keeps what it has read. severity:
+    [severity] of unicron.toml, the admin's own rules.
     """
 
     skip: tuple[str, ...] = ()
@@ -44,6 +51,8 @@ class Settings:
     clock_bad: float = 300.0
     shm_mb: int = 64
     test_mb: int = 16
+    kernel_state: str = "/var/lib/unicron/health"
+    severity: Mapping[str, object] = field(default_factory=dict)
     root: str = "/"  # where proc, sys and dev are found; tests put a tree of their own there
 
 
@@ -306,6 +315,29 @@ def _synchronised() -> bool | None:
     return None
 
 
+# ---------------------------------------------------------------------------------------------------------- kernel
+
+
+def check_kernel(settings: Settings) -> Finding:
+    """The kernel has not called the hardware broken since the last check; what it did call so counts until the node is
+    booted or the admin removes the file that remembers it."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    state = Path(settings.kernel_state, f"kernel-{node}.json")
+    try:
+        boot = _root(settings, "proc/sys/kernel/random/boot_id").read_text().strip()
+        rules = default_classifier()
+        if settings.severity:
+            rules = rules.load({"severity": settings.severity})
+        bad = kernel.look(_root(settings, "dev/kmsg"), boot, state, rules)
+    except OSError as error:
+        return Finding(WARNING, f"the kernel log is not read: {error.filename or 'kmsg'}: {error.strerror}")
+    except SeverityTableError as error:
+        return Finding(WARNING, f"the kernel log is not read: {error}")
+    if bad:
+        return Finding(BAD, f"{'; '.join(bad)} (until a reboot, or `rm {state}`)", {"lines": bad})
+    return Finding(GOOD, "the kernel has not called the hardware broken")
+
+
 CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "gpu": check_gpu,
     "memory": check_memory,
@@ -313,4 +345,5 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "file_system": check_file_system,
     "shm": check_shm,
     "clock": check_clock,
+    "kernel": check_kernel,
 }

@@ -67,6 +67,7 @@ def load_settings(config: Mapping[str, object] | str | Path | None = None, **ove
     Raises ValueError with one line for an unknown key or a wrong type, OSError for an unreadable file.
     """
     values: dict[str, object] = {}
+    severity: Mapping[str, object] = {}
     if isinstance(config, str | Path):
         with open(config, "rb") as file:
             try:
@@ -78,9 +79,15 @@ def load_settings(config: Mapping[str, object] | str | Path | None = None, **ove
         if not isinstance(section, Mapping):
             raise ValueError("[health] must be a table")
         values.update(section)
+        rules = config.get("severity", {})
+        if not isinstance(rules, Mapping):
+            raise ValueError("[severity] must be a table")
+        severity = rules
+        if "severity" in values:
+            raise ValueError("[health] has no key 'severity': it is a table of its own")
     values.update({key: value for key, value in overrides.items() if value is not None})
     checked: dict[str, Any] = {key: _checked(key, value) for key, value in values.items()}
-    return Settings(**checked)
+    return Settings(severity=severity, **checked)
 
 
 _FIELDS = {item.name: item for item in dataclasses.fields(Settings)}

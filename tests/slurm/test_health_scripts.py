@@ -19,7 +19,11 @@ class Scripts:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.config = folder, folder / "log", folder / "unicron.toml"
-        self.health = {"UNICRON_PYTHON": sys.executable, "UNICRON_CONFIG": str(self.config)}
+        self.health = {
+            "UNICRON_PYTHON": sys.executable,
+            "UNICRON_CONFIG": str(self.config),
+            "UNICRON_HEALTH_STATE": str(folder / "health-state"),
+        }
         self.prolog = {"UNICRON_CHECK_SHM": "off", "UNICRON_HEALTH_SECONDS": "20"}
 
     def __call__(self, script: Path, limit: float = 30.0) -> int:

@@ -56,18 +56,32 @@ def failures(job, element: int) -> list[dict]:
     return [failure for failure in job.controller.failures() if failure["element"] == element]
 
 
-def test_the_kernels_word_sets_a_node_down_and_slurms_word_explains_lost_agents(cluster, job):
+def test_the_kernels_word_moves_the_job_and_slurms_word_explains_lost_agents(cluster, job):
     client, node = cluster.client(), job.agents()[1]
+    beside = ["--parsable", "-N1", f"--nodelist={node}", "--oversubscribe", "-o", "/dev/null", "--wrap", "sleep 600"]
     with (job.folder / f"kmsg.{node}").open("w") as log:
         log.write(f"3,1,2,-;{GPU_LOST}\n")
 
-    def down() -> bool:
-        return any("DOWN" in info.states and "fallen off the bus" in info.reason for info in client.nodes())
+    def moved() -> bool:
+        found = [e for e in client.elements() if (e.job, e.element) == (job.id, 1)]
+        return bool(found) and found[0].state == "RUNNING" and found[0].node not in (None, node)
 
-    wait_for(down, f"{node} down", now=client.nodes)
+    wait_for(moved, f"element 1 off {node}", now=client.elements)
     (failure,) = failures(job, 1)
     assert (failure["node"], failure["severity"], failure["cause"]) == (node, 1, "gpu_lost")
-    assert [info.name for info in client.nodes() if "DOWN" in info.states] == [node]
+    assert all(info.healthy for info in client.nodes()), "an agent is its user's process: the node stays in service"
+    assert "fallen off the bus" in job.controller.node(node)["suspect"]
+    assert [item["node"] for item in job.controller.ask("status")["attention"]] == [node]
+    done = call("sbatch", *beside, environment=outside_slurm() | cluster.env())
+    assert done.returncode == 0, done.stderr
+    other = done.stdout.strip()
+    wait_for(
+        lambda: any(e.job == other and e.state == "RUNNING" and e.node == node for e in client.elements()),
+        "another user's job runs there",
+        now=client.elements,
+    )
+    client.cancel(other)
+    job.controller.wait(lambda: len(job.controller.job().get("members", [])) == 3, "all three work again")
 
     client.cancel(job.id, 2)
     os.kill(int((job.folder / "pid.0").read_text()), signal.SIGKILL)
@@ -78,4 +92,4 @@ def test_the_kernels_word_sets_a_node_down_and_slurms_word_explains_lost_agents(
     wait_for(lambda: explained(2, "CANCELLED"), "Slurm's word on the cancelled element", now=job.controller.failures)
     wait_for(lambda: explained(0, "FAILED"), "Slurm's word on the killed agent", now=job.controller.failures)
     assert failures(job, 0)[0]["cause"] == "killed_from_outside", failures(job, 0)
-    assert len(failures(job, 1)) == 1, "the node that was put aside is told of once"
+    assert len(failures(job, 1)) == 1, "the node that the job left is told of once"

@@ -14,7 +14,7 @@ from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.requests import Poll, Probe, Run
+from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
@@ -299,6 +299,11 @@ class FakeSlurm:
                 entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
         self.schedule()
 
+    def drain(self, node: str, reason: str) -> None:
+        if self.refuse_down:
+            raise SlurmError(self.refuse_down)
+        self.node_states[node], self.reasons[node] = {"IDLE", "DRAIN"}, reason
+
     def resume(self, node: str) -> None:
         self.node_states[node] = {"IDLE"}
         self.schedule()
@@ -308,9 +313,10 @@ class FakeSlurm:
         entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        self.queue[job, element].update(
-            state="PENDING", node=None, reason="job requeued in held state", comment=comment
-        )
+        entry = self.queue[job, element]
+        restarts = entry["restarts"] + (entry["state"] != "PENDING")
+        held = "job requeued in held state"
+        entry.update(state="PENDING", node=None, reason=held, comment=comment, restarts=restarts)
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:
@@ -411,6 +417,8 @@ class World:
                 for place, target in enumerate(request.targets):
                     if target:
                         core.on_probe(request, place, self.answer("", target))
+            case Knock():
+                core.on_knock(request, self.answer("", f"{request.node}:slurmd"))
             case Poll():
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)
@@ -425,7 +433,7 @@ class World:
                         core.on_action(action, str(error))
                     else:
                         core.on_action(action, "")
-                core.on_actions_done()
+                core.on_actions_done(request.urgent)
         self.deliver()
 
     def answer(self, witness: str, target: str) -> Reach:

@@ -36,8 +36,9 @@ from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import Live, Route
-from unicron_ctl.controller.model.requests import Action, Probe, Run
+from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron_ctl.controller.nodes import admission
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
@@ -206,6 +207,7 @@ class Core:
         if isinstance(request, Run):
             for job, generation, record in reconcile.intent(self.view, request).records:
                 self.append(job, generation, record)
+            self.slurm.under_way.update(action.key for action in request.actions)
             self.slurm.busy = self.slurm.busy or not request.urgent
         self.requests.append(request)
 
@@ -427,9 +429,14 @@ class Core:
         """One action was carried out, or was refused."""
         self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
 
+    def on_knock(self, request: Knock, answer: Reach | None) -> None:
+        """The slurmd of a node that was set down answers again, or does not."""
+        admission.reached(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
+
     def _action_done(self, action: Action, error: str) -> None:
+        self.slurm.under_way.discard(action.key)
         self.take(reconcile.done(self.view, self.slurm, action, error))
 
-    def on_actions_done(self) -> None:
+    def on_actions_done(self, urgent: bool = False) -> None:
         """All actions of a request are through: look at what became of them."""
-        self.slurm.busy, self.slurm.next_poll = False, 0.0
+        self.slurm.busy, self.slurm.next_poll = self.slurm.busy and urgent, 0.0

@@ -20,7 +20,7 @@ from unicron_ctl.protocol import wire
 
 NOT_SENT = (wire.Break, wire.StartRank, wire.StopRank)
 NOT_JUDGED = (What.HANG, What.COLLECTIVE, What.NODE, What.ACTION)  # their remedy is not carried out
-DROPPED = (records.RankStart, records.Isolated, records.IsolationWithheld, records.ActionFailed)
+DROPPED = (records.RankStart, records.Avoided, records.Isolated, records.IsolationWithheld, records.ActionFailed)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Observer:
             once = self._would(job, f"stop the hang in iteration {record.iteration} of generation {generation}", said)
             return [records.Overdue(iteration=record.iteration, reason=said)] if once else []
         if isinstance(record, records.NodeVerdict) and record.action == ISOLATE:
-            would = f"observe mode: would put {record.node} aside: {record.reason}"
+            would = f"observe mode: would leave {record.node}: {record.reason}"
             return [records.NodeVerdict(node=record.node, event=record.event, action=REPORT, reason=would)]
         if isinstance(record, records.Break):
             return self._break(state, job, generation, record)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.node import OUT
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.nodes import admission, isolation
+from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
 from unicron_ctl.controller.plan.ahead import Ahead
 from unicron_ctl.controller.plan.inputs import dead_elements
 from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, Need, Placement, held_by_others, place
@@ -30,6 +31,8 @@ class Desk:
     asked_at: float = 0.0
     busy: bool = False
     next_poll: float = 0.0
+    under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
+    """Actions of which this process waits to hear the outcome."""
     refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
     missing_since: dict[str, float] = field(default_factory=dict)
     gate: admission.Gate = field(default_factory=admission.Gate)
@@ -58,11 +61,12 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
     out = Outcome()
     isolation.gone_down(view, out)
-    actions = admission.nodes_back(view, desk.gate, out) + isolation.down_again(view)
+    actions = unfinished.settle(view, listing, desk.under_way, out)
+    actions += admission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
     _ask(view, desk, actions, out)
-    return out
+    return out.merge([isolation.proven_bad(view)])
 
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
@@ -95,6 +99,8 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
             dead=dead_elements(job),
             leaving=tuple(job.leaving),
             home={element: agent.node for element, agent in job.agents.items()},
+            requeued=job.requeued,
+            avoid=view.avoided(job),
             why=reasons.get(job.job, ""),
         )
         for job in jobs
@@ -119,22 +125,25 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
 
 # ---------------------------------------------------------------- actions
 def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
-    """Asks for the actions; those that Slurm has just refused wait."""
+    """Asks for the actions; those that Slurm has just refused wait, and those that a limit forbids."""
     todo = [a for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) >= RETRY_SECONDS]
-    if todo:
+    if todo := bounds.within(view, todo, out):
         out.requests.append(Run(tuple(todo)))
 
 
 def intent(view: View, run: Run) -> Outcome:
     """What goes into the log before the actions are carried out."""
     out = Outcome()
+    listing = view.slurm.seen
     for action in run.actions:
         job = view.state.jobs.get(action.job)
+        known = listing.of(action.job).get(action.element) if listing is not None else None
         record = records.SlurmAction(
             action=action.action,
             element=action.element,
             node=action.node,
             slurm_reason=action.text,
+            restarts=known.restarts if known is not None else -1,
             reason=f"{action.label}: {action.reason}",
         )
         out.records.append((action.job, job.generation if job else 0, record))
@@ -163,16 +172,18 @@ def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
             action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
         )
         out.records.append((action.job, generation, failed))
-        if action.action == "down":
+        if action.action in OUT:
             out.merge([isolation.refused(view, action, error)])
         elif action.action == "pin":
             out.records.append((action.job, generation, records.Unpinned(element=action.element)))
         return out
     desk.refused.pop(action.key, None)
-    if action.action == "down":
-        record = records.SlurmDone(action="down", node=action.node, reason=action.text)
-        out.records.append((action.job, generation, record))
-    elif action.action == "resume":
+    if action.action == "resume":
         verified = desk.gate.verified.pop(action.node, True)
         out.record(None, records.NodeResumed(node=action.node, verified=verified, reason=action.reason))
+        return out
+    done = records.SlurmDone(
+        action=action.action, node=action.node, element=action.element, reason=action.text or action.label
+    )
+    out.records.append((action.job, generation, done))
     return out

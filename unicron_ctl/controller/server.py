@@ -28,9 +28,18 @@ from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
+from unicron_ctl.controller.model.cluster import ClusterState, Intent, Mark, Pin, PlanReport, Take
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, Identity, JobState, SlotState
+from unicron_ctl.controller.model.job import (
+    AgentRecord,
+    Avoided,
+    Decided,
+    Ending,
+    Failure,
+    Identity,
+    JobState,
+    SlotState,
+)
 from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.throttle import Throttle, cost
 from unicron_ctl.controller.worker import Worker
@@ -42,7 +51,8 @@ from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
 SAVED = (  # what a snapshot holds
-    *(ClusterState, Mark, Pin, PlanReport, JobState, Failure, SlotState, AgentRecord, Decided, Ending),
+    *(ClusterState, Mark, Pin, Take, Intent, PlanReport),
+    *(JobState, Avoided, Failure, SlotState, AgentRecord, Decided, Ending),
     *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
     *(Identity, wire.Plan, wire.Settings, records.NodeEvent),
 )

@@ -1,29 +1,76 @@
-"""The controller's slow work in threads: Slurm's programs in one (their order matters), probes and credentials in a
-few others. Results are calls of the core, made in the main thread.
+"""The controller's slow work in threads: Slurm's programs in two, probes and credentials in a few others. Results are
+calls of the core, made in the main thread.
+
+Of the two, one lane is for what is urgent, which so never waits behind a slow listing or a long list of actions. What
+changes the same element or node keeps its order over both (`Order`).
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core import Core
-from unicron_ctl.controller.model.requests import Action, Poll, Probe, Run
+from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron_ctl.reach import reach
 from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
 Result = Callable[[], None]
+Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 8, 4
-# Of connect(2) and socket(2): what this process or its host lacks.
-OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM)
+LEFT_OUT = "left out: an action before it failed"
+
+
+class Order:
+    """Whose turn it is to change an element or a node: whoever was submitted first. A lane carries out what it gets in
+    the order of submission, so no two of them ever wait for each other."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Target, deque[int]] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+
+    def book(self, run: Run) -> list[int]:
+        """A ticket for each action."""
+        with self._changed:
+            tickets = []
+            for action in run.actions:
+                self._next += 1
+                self._waiting.setdefault(action.target, deque()).append(self._next)
+                tickets.append(self._next)
+            return tickets
+
+    def wait(self, target: Target, ticket: int) -> None:
+        """Until those before it are through: each is one call of Slurm's, which has its own time limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
+
+    def through(self, target: Target) -> None:
+        """The action whose turn it was is done."""
+        with self._changed:
+            waiting = self._waiting[target]
+            waiting.popleft()
+            if not waiting:
+                del self._waiting[target]
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work for a lane."""
+
+    request: Poll | Run
+    core: Core
+    tickets: list[int]
 
 
 class Worker:
@@ -33,15 +80,16 @@ class Worker:
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
         self._client, self._probe_timeout = client, probe_timeout
-        self._todo: queue.Queue[tuple[Poll | Run, Core] | None] = queue.Queue()
+        self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
+        self._order = Order()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self.wake_read, False)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
-        self._thread = threading.Thread(target=self._serve_slurm, name="unicron-slurm", daemon=True)
-        self._thread.start()
+        for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
+            threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
 
     def take(self) -> list[Result]:
         """What has been finished since the last time."""
@@ -54,14 +102,18 @@ class Worker:
             found.append(self._results.get())
         return found
 
-    def submit(self, request: Poll | Run | Probe, core: Core) -> None:
+    def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
         if isinstance(request, Probe):
             for place, target in enumerate(request.targets):
                 if target:
                     self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
+        elif isinstance(request, Knock):
+            self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
         else:
-            self._todo.put((request, core))
+            urgent = isinstance(request, Run) and request.urgent
+            tickets = self._order.book(request) if isinstance(request, Run) else []
+            self._lanes[urgent].put(Task(request, core, tickets))
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
@@ -84,8 +136,9 @@ class Worker:
         pool.submit(run)
 
     def close(self) -> None:
-        """Lets the running call end, starts no other."""
-        self._todo.put(None)
+        """Lets the running calls end, starts no other."""
+        for lane in self._lanes:
+            lane.put(None)
         for pool in (self._pool, self._verifiers):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -96,13 +149,12 @@ class Worker:
         except BlockingIOError:
             pass  # the main thread has been woken often enough
 
-    def _serve_slurm(self) -> None:
-        while (item := self._todo.get()) is not None:
-            request, core = item
-            if isinstance(request, Poll):
-                self._poll(core)
-            elif isinstance(request, Run):
-                self._run(request, core)
+    def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
+        while (task := lane.get()) is not None:
+            if isinstance(task.request, Poll):
+                self._poll(task.core)
+            else:
+                self._run(task.request, task.tickets, task.core)
 
     def _poll(self, core: Core) -> None:
         assert self._client is not None
@@ -119,17 +171,18 @@ class Worker:
         else:
             self._finish(lambda: core.on_listing(nodes, elements))
 
-    def _run(self, request: Run, core: Core) -> None:
-        failed: set[tuple[str, int, str]] = set()
-        for action in request.actions:
-            target = (action.job, action.element, "" if action.job else action.node)
-            if target in failed:
-                continue
-            error = self._act(action)
+    def _run(self, request: Run, tickets: list[int], core: Core) -> None:
+        failed: set[Target] = set()
+        for action, ticket in zip(request.actions, tickets, strict=True):
+            self._order.wait(action.target, ticket)
+            try:
+                error = LEFT_OUT if action.target in failed else self._act(action)
+            finally:
+                self._order.through(action.target)
             if error:
-                failed.add(target)
+                failed.add(action.target)
             self._finish(partial(core.on_action, action, error))
-        self._finish(core.on_actions_done)
+        self._finish(partial(core.on_actions_done, request.urgent))
 
     def _act(self, action: Action) -> str:
         assert self._client is not None
@@ -147,6 +200,8 @@ def perform(client: SlurmClient, action: Action) -> None:
     match action.action:
         case "down":
             client.down(action.node, action.text)
+        case "drain":
+            client.drain(action.node, action.text)
         case "resume":
             client.resume(action.node)
         case "requeue":

@@ -19,6 +19,7 @@ def health_conf(folder: Path, layout: Layout, controller: str = "", **more: str)
         "UNICRON_PYTHON": sys.executable,
         "UNICRON_CONTROLLER": controller,
         "UNICRON_LOG": str(folder / "health.log"),
+        "UNICRON_HEALTH_STATE": str(folder / "health-state"),
         "SLURM_CONF": str(layout.slurm_conf),
         "MUNGE_SOCKET": str(layout.munge_socket),
     }

@@ -29,6 +29,7 @@ PROVEN_BAD = 100
 LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0
 USUAL_CONFIG = "/etc/unicron/unicron.toml"
+MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
 REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
 REASON_LENGTH = 200
 # Out of service already. DOWN may be Slurm's own doing; its words give way to ours (slurmctld writes these reasons).
@@ -51,18 +52,29 @@ def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
     return said, ""
 
 
-def drain(client: SlurmClient, name: str, why: str) -> str:
-    """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError."""
-    reason, not_done = drain_text(next((node for node in client.nodes() if node.name == name), None), why)
+class TooMany(UserError):
+    """So many nodes are drained already that one more is an admin's matter."""
+
+
+def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> str:
+    """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError, and TooMany where `most`
+    others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere."""
+    nodes = client.nodes()
+    reason, not_done = drain_text(next((node for node in nodes if node.name == name), None), why)
     if not reason:
         return f"{name} is left as it is: {not_done}"
+    others = [n.name for n in nodes if n.name != name and n.states & _DRAINED and n.reason.startswith(LEADER)]
+    most = max(most, len(nodes) // 10)
+    if len(others) >= most:
+        raise TooMany(f"{len(others)} nodes are drained by their checks, and no more than {most} may be")
     client.drain(name, reason)
     return f"{name} is drained: {reason}"
 
 
-def report(where: str, node: str, source: str, found: Report, at: float) -> None:
-    """Tells the controller. `at`: this node's clock when the checks began. Raises UserError."""
-    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at}
+def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
+    """Tells the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained, and the
+    controller sees to it where the node could not. Raises UserError."""
+    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
     ask({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
 
 
@@ -87,11 +99,11 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
     if found.verdict == "bad":
         status[0] = PROVEN_BAD
         log(f"proven bad: {found.reason}")
-        if options.drain == "on":
-            _drain(options, found, log)
+        if options.drain == "on" and not _drain(options, found, log):
+            status[0] = 0
     try:
         if where := options.controller or _address(options.config):
-            report(where, options.node, options.at, found, began)
+            report(where, options.node, options.at, found, began, options.drain == "on")
     except UserError as error:
         log(f"the controller was not told: {error}")
     if options.print:
@@ -121,16 +133,23 @@ def _check(options: argparse.Namespace, log: _Log) -> Report:
     for name in skip:
         if name not in (*CHECKS, "all"):
             log(f"no check {name!r} to skip: there are {', '.join(CHECKS)}, and all")
-    return run(dataclasses.replace(settings, skip=skip, timeout=min(settings.timeout, share)))
+    state = options.state or settings.kernel_state
+    return run(dataclasses.replace(settings, skip=skip, timeout=min(settings.timeout, share), kernel_state=state))
 
 
-def _drain(options: argparse.Namespace, found: Report, log: _Log) -> None:
+def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
+    """Drains the node. False when that, or a failing prolog, would be one node too many."""
     from unicron_ctl.slurm.command_line import CommandLineClient
 
+    client = CommandLineClient(timeout=options.seconds * 0.25)
     try:
-        log(drain(CommandLineClient(timeout=options.seconds * 0.25), options.node, found.reason))
+        log(drain(client, options.node, found.reason, options.most_drained))
+    except TooMany as error:
+        log(f"not drained: {error}")
+        return False
     except UserError as error:
         log(f"could not drain: {error}")
+    return True
 
 
 def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
@@ -173,6 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", default="", metavar="NAMES", help="checks to leave out; all: every one")
     parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
     parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
+    parser.add_argument("--state", default="", metavar="DIR", help="what the check of the kernel log keeps is there")
+    parser.add_argument("--most-drained", type=int, default=MOST_DRAINED, metavar="N", help="then it drains no more")
     parser.add_argument(
         "--controller",
         metavar="ADDRESS",

@@ -34,8 +34,8 @@ def with_(settings: Settings, **changes) -> Settings:
     return replace(settings, **changes)
 
 
-def test_this_machine_is_not_bad_and_quick():
-    report = run(Settings(test_mb=1))
+def test_this_machine_is_not_bad_and_quick(tmp_path):
+    report = run(Settings(test_mb=1, kernel_state=str(tmp_path / "state")))
     assert report.verdict != "bad"
     assert {result.name for result in report.results} == set(CHECKS)
     assert report.seconds < 5.0

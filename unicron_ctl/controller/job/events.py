@@ -130,7 +130,9 @@ def _may_work(view: View, job: JobView, element: int) -> bool:
     allotted, agent = job.state.allotted, job.agents.get(element)
     if element in job.state.parted:
         return False
-    return (allotted is None or element in allotted) and (agent is None or not view.unfit(agent.node))
+    if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
+        return False
+    return allotted is None or element in allotted
 
 
 # ---------------------------------------------------------------- running

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from detector import escalation
-from detector.escalation import ISOLATE, REATTEMPT, RESTART, Decision
+from detector.escalation import ISOLATE, MOVE, REATTEMPT, RESTART, Decision
 from detector.severity import Severity, Verdict
 from unicron_ctl.controller.judge import evidence
-from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, isolate, start
+from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job import AgentRecord, Failure, JobState, Phase
@@ -113,7 +113,7 @@ def left(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The node's own log says that it is not fit for work: its ranks of this job are given up."""
+    """The job's agent says that its node's log calls it unfit for work: the job leaves the node."""
     out, state = Outcome(), job.state
     agent = job.agents.get(finding.element)
     seen = view.state.node(finding.node).event(finding.seen)
@@ -130,15 +130,15 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(state, amended)
     slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
     if earlier is not None and not slots:
-        isolation.put_out_of_service(view, state, agent, earlier.id, earlier.slots, finding.evidence, out)
+        isolation.move(view, state, agent, earlier.id, earlier.slots, finding.evidence, True, out)
         return out
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
     put = Outcome()
     number = view.state.last_event + 1 + len(out.records)
-    may = isolation.put_out_of_service(view, state, agent, number, slots, finding.evidence, put)
+    may = isolation.move(view, state, agent, number, slots, finding.evidence, True, put)
     # Where it must not be done the log says why, and its ranks go on as long as they can.
-    lost = {s: f"is on a node that was put aside: {said.cause}" for s in inside} if may else {}
+    lost = {s: f"is on a node that the job leaves: {said.cause}" for s in inside} if may else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
     return out.merge([put])
 
@@ -157,9 +157,9 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     state, slot, out = job.state, finding.slots[0], Outcome(hurry=True)
     faults = view.state.history.by_slot.get((state.job, slot))
     if finding.action == RESTART and finding.element >= 0:  # an element that Slurm was to start again
-        reason = f"restart of element {finding.element} on {finding.node} failed ({finding.evidence}): {ISOLATE}"
+        reason = f"restart of element {finding.element} on {finding.node} failed ({finding.evidence}): {MOVE}"
         after = escalation.State.ISOLATING
-        decision = Decision(Severity.SEV1, ISOLATE, reason, "action_failed", state=after)
+        decision = Decision(Severity.SEV2, MOVE, reason, "action_failed", state=after)
         cause = "exited_abnormally"
     else:
         decision = escalation.action_failed(
@@ -187,9 +187,8 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
             reason=decision.reason,
         ),
     )
-    isolated = decision.action == ISOLATE and agent is not None
-    isolated = isolated and isolate(view, job, decision, number, record, out)
-    if not isolated and here and agent is not None:
+    moves = leave_node(view, job, decision, number, record, out)
+    if not moves and here and agent is not None:
         status = agent.ranks.get(slot)
         incarnation = status.incarnation + 1 if status else 0
         start(view, state, slot, incarnation, view.now, decision.reason[:200], out, number)

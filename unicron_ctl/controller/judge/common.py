@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from detector import escalation
-from detector.escalation import END_JOB, ISOLATE, WHOLE_JOB, Decision, as_fault
+from detector.escalation import END_JOB, ISOLATE, MOVE, RESTART, WHOLE_JOB, Decision, as_fault
 from detector.severity import Verdict
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding
@@ -72,21 +72,26 @@ def inside_of(job: JobState, slots: list[int] | tuple[int, ...]) -> list[int]:
 def with_remedy(
     view: View, job: JobView, record: records.FailureDetected, decision: Decision, why: str, incarnation: int
 ) -> Outcome:
-    """The failure, and for its first slot: nothing more, its node out of service, or a new process in place."""
+    """The failure, and for its first slot: nothing more, its element to another node, or a new process in place."""
     out, number = Outcome(), view.state.last_event + 1
     out.record(job.state, record)
-    if decision.action != END_JOB and not isolate(view, job, decision, number, record, out):
+    if decision.action != END_JOB and not leave_node(view, job, decision, number, record, out):
         start(view, job.state, record.slots[0], incarnation, view.now + decision.wait_seconds, why, out, number)
     return out
 
 
-def isolate(
+def leave_node(
     view: View, job: JobView, decision: Decision, number: int, record: records.FailureDetected, out: Outcome
 ) -> bool:
+    """The job leaves the failure's node where that is decided, or where the node is out of service and a process could
+    not join again. False when it stays."""
     agent = job.agents.get(record.element)
-    if decision.action != ISOLATE or agent is None:
+    if agent is None or not (
+        decision.action in (MOVE, ISOLATE) or (decision.action == RESTART and view.unfit(agent.node))
+    ):
         return False
-    return isolation.put_out_of_service(view, job.state, agent, number, record.slots, decision.reason, out)
+    suspect = decision.action == ISOLATE
+    return isolation.move(view, job.state, agent, number, record.slots, decision.reason, suspect, out)
 
 
 def start(

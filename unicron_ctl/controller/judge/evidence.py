@@ -65,8 +65,8 @@ def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
 
 
 def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
-    """What is done about an event at once, and why. `act`: nodes may be put aside on their kernel's word; `aside`: why
-    this one is out of service already, or empty."""
+    """What is done about an event at once, and why. `act`: jobs may leave nodes on their kernel's word; `aside`: why
+    there is nothing to leave any more, or empty."""
     if verdict.action == REPORT:
         return REPORT, f"{verdict.reason}; only recorded"
     if verdict.scope == "network":
@@ -77,28 +77,30 @@ def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
         return REPORT, f"{verdict.reason}; only recorded: {aside}"
     if not act:
         return REPORT, f"{verdict.reason}; only recorded (act_on_node_events = false)"
-    return WAIT, f"{verdict.reason}; the node is put aside unless others say the same"
+    return WAIT, f"{verdict.reason}; the job leaves the node unless others say the same"
 
 
 def after_waiting(
-    cause: str, node: str, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
+    said: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
 ) -> tuple[str, str]:
-    """What becomes of an event that waited: isolate, or shared with so many nodes that none of them is to blame."""
+    """What becomes of an event that waited: isolate, or shared with so many nodes of the job that none is to blame."""
     if aside:
         return REPORT, f"only recorded: {aside}"
-    same = sorted(others_with(cause, node, since, nodes, policy))
+    same = sorted(others_with(said, since, nodes, policy))
     if len(same) + 1 >= policy.shared_nodes:
         shown = ", ".join(same[:5]) + (", ..." if len(same) > 5 else "")
         within = f"within {policy.shared_seconds:g} s"
-        return SHARED, f"{shown} reported {cause} too {within}: no single node is to blame, none is put aside for it"
+        return SHARED, f"{shown} reported {said.cause} too {within}: no single node is to blame, none is left for it"
     return ISOLATE, "its kernel calls it fatal"
 
 
-def others_with(cause: str, node: str, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
-    """Other nodes that reported the same cause about that time."""
+def others_with(said: records.NodeEvent, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
+    """Other nodes of which the same job reported the same cause about that time."""
+    what = said.of_job, said.cause
     for name, known in nodes.items():
-        if name != node and any(
-            seen.said.cause == cause and abs(seen.time - at) <= policy.shared_seconds for seen in known.events
+        if name != said.node and any(
+            (seen.said.of_job, seen.said.cause) == what and abs(seen.time - at) <= policy.shared_seconds
+            for seen in known.events
         ):
             yield name
 
@@ -139,7 +141,7 @@ def merged(own: Verdict, said: records.NodeEvent, seconds: float, action: str | 
 def is_shared(view: View, seen: SeenEvent) -> bool:
     """Other nodes say the same: none of them is to blame."""
     policy = view.state.history.policy
-    return after_waiting(seen.said.cause, seen.said.node, seen.time, view.state.nodes, "", policy)[0] == SHARED
+    return after_waiting(seen.said, seen.time, view.state.nodes, "", policy)[0] == SHARED
 
 
 def pids_on(view: View, node: str) -> list[int]:
@@ -148,14 +150,17 @@ def pids_on(view: View, node: str) -> list[int]:
     return [rank.pid for agent in agents for rank in agent.ranks.values() if rank.pid]
 
 
-def with_node(view: View, node: str, code: int, at: float, pid: int, own: Verdict) -> Verdict:
-    """The verdict on a rank that ended, with what its node said about that time (both by the node's clock)."""
+def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: int, own: Verdict) -> Verdict:
+    """The verdict on a rank that ended, with what its node said about that time (both by the node's clock), by the word
+    of the job's own agents."""
     known = view.state.nodes.get(node)
     if known is None or not known.events:
         return own
     pids, best = pids_on(view, node), None
     for seen in known.events:
         said, before = seen.said, at - seen.said.at
+        if said.of_job != job.job:
+            continue
         if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(said, code, pid, own, pids):
             if best is None or (said.severity, abs(before)) < (best.said.severity, abs(at - best.said.at)):
                 best = seen
@@ -176,7 +181,9 @@ def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
         flaps = [
             seen
             for seen in (known.events if known else ())
-            if seen.said.cause == "link_flapping" and view.now - seen.time <= LINK_SECONDS
+            if seen.said.of_job == job.job
+            and seen.said.cause == "link_flapping"
+            and view.now - seen.time <= LINK_SECONDS
         ]
         found += flaps[-1:]
     if not found:

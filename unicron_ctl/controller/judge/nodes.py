@@ -1,7 +1,8 @@
 """What nodes say of themselves (kernel log, memory cgroup, links) and what is made of it.
 
-A node-fatal line waits a moment, in case others say the same, and then puts its node out of service; a line about a
-process explains the end of the rank that it hit; a link that flaps is kept in mind for collectives that break soon.
+An agent is its user's process: what it says concerns its own job, and no other on the node. A node-fatal line waits a
+moment, in case others say the same, and then the job leaves the node; a line about a process explains the end of the
+rank that it hit; a link that flaps is kept in mind for collectives that break soon.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.errors import one_line
 from unicron_ctl.protocol.wire import NodeEvent
 
-HOLD_SECONDS = 1.0  # before a node is put out of service on its kernel's word: do others say the same?
-PER_MINUTE = 60  # events of one node that are recorded
+HOLD_SECONDS = 1.0  # before a job leaves a node on its kernel's word: do others say the same?
+PER_MINUTE = 60  # events that one job's agents tell of one node and that are recorded
 TEXT_KEPT = 400
 
 
@@ -43,20 +44,21 @@ TEXT_KEPT = 400
 class Talk:
     """How much nodes have said lately; lost with the process. waiting: (node, event) that wait for others."""
 
-    recent: dict[str, deque[float]] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
+    recent: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
 
-    def may(self, node: str, now: float, out: Outcome) -> bool:
+    def may(self, node: str, job: str, now: float, out: Outcome) -> bool:
         """A node that will not stop talking must not fill the log."""
-        recent = self.recent.setdefault(node, deque(maxlen=PER_MINUTE))
+        who = node, job
+        recent = self.recent.setdefault(who, deque(maxlen=PER_MINUTE))
         if len(recent) == PER_MINUTE and now - recent[0] < 60.0:
-            self.dropped[node] = self.dropped.get(node, 0) + 1
-            if self.dropped[node] == 1:
+            self.dropped[who] = self.dropped.get(who, 0) + 1
+            if self.dropped[who] == 1:
                 reason = f"{node} reports more than {PER_MINUTE} events a minute: the others are not recorded"
                 out.record(None, records.NodeEventsDropped(node=node, reason=reason))
             return False
-        self.dropped.pop(node, None)
+        self.dropped.pop(who, None)
         recent.append(now)
         return True
 
@@ -70,10 +72,10 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcom
     """An agent tells what its node said; once, whoever tells it."""
     out, known = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
-    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, view.now, out):
+    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, agent.job, view.now, out):
         return out
     verdict = classify(view.classifier, message)
-    action, reason = first_action(verdict, view.config.act_on_node_events, _out_of_service(view, agent.node))
+    action, reason = first_action(verdict, view.config.act_on_node_events, _nothing_to_leave(view, agent))
     record = records.NodeEvent(
         node=agent.node,
         source=message.source,
@@ -88,6 +90,7 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcom
         scope=verdict.scope,
         rule=verdict.rule,
         action=action,
+        of_job=agent.job,
         reason=f"{agent.node}: {reason}",
     )
     number = view.state.last_event + 1 + len(out.records)
@@ -113,19 +116,22 @@ def settle(view: View, talk: Talk) -> Iterator[Outcome]:
 def _settle(view: View, seen: SeenEvent) -> Outcome | None:
     """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
     out, node = Outcome(), seen.said.node
-    aside, policy = _out_of_service(view, node), view.state.history.policy
-    action, why = after_waiting(seen.said.cause, node, seen.time, view.state.nodes, aside, policy)
     jobs = [
         (job, agent)
         for agent in view.live.on_node(node)
-        if agent.alive and (job := view.state.jobs.get(agent.job)) is not None and not job.over
+        if agent.alive
+        and agent.job == seen.said.of_job
+        and (job := view.state.jobs.get(agent.job)) is not None
+        and not job.over
     ]
+    aside = _nothing_to_leave(view, jobs[0][1]) if jobs else ""
+    action, why = after_waiting(seen.said, seen.time, view.state.nodes, aside, view.state.history.policy)
     if action == ISOLATE and not jobs:
         if view.now - view.started_at < view.config.restart_grace:
             return None
-        action, why = REPORT, "only recorded: no job of ours runs there any more"
+        action, why = REPORT, "only recorded: the job does not run there any more"
     elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
-        action, why = REPORT, "only recorded: there is no Slurm here to put the node aside with"
+        action, why = REPORT, "only recorded: there is no Slurm here to move the job with"
     verdict = f'{node}: {action}: "{seen.said.text}": {why}'
     out.record(None, records.NodeVerdict(node=node, event=seen.id, action=action, reason=verdict))
     if action == ISOLATE:
@@ -142,7 +148,7 @@ def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Find
         job.job,
         tuple(inside),
         view.now,
-        Source.KERNEL,
+        Source.AGENT,
         said,
         element=agent.element,
         node=agent.node,
@@ -152,10 +158,11 @@ def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Find
 
 
 def _same_line(known: NodeState, message: NodeEvent) -> bool:
-    """Another agent on the node has sent it: two jobs share the node."""
+    """Another agent of the job on this node has sent it."""
     text = one_line(message.text)[:TEXT_KEPT]
     return any(
-        seen.said.source == message.source
+        seen.said.of_job == message.job
+        and seen.said.source == message.source
         and seen.said.text == text
         and abs(seen.said.at - message.at) < 2.0
         and not seen.said.mark.startswith(f"{message.agent[:12]}:")
@@ -163,26 +170,26 @@ def _same_line(known: NodeState, message: NodeEvent) -> bool:
     )
 
 
-def _out_of_service(view: View, node: str) -> str:
-    if view.unfit(node):
-        return f"{node} is out of service already"
-    info = view.slurm.node(node)
-    return f"{node} is out of service already ({info.reason})" if info and not info.healthy else ""
+def _nothing_to_leave(view: View, agent: AgentView) -> str:
+    job, info = view.state.jobs.get(agent.job), view.slurm.node(agent.node)
+    if job is not None and job.moves(agent.element):
+        return f"the job leaves {agent.node} already"
+    return f"{agent.node} is down ({info.reason})" if info is not None and "DOWN" in info.states else ""
 
 
 def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
     """The rank's end was quicker than the word of its node's kernel."""
-    for job in view.state.jobs.values():
-        for failure in job.failures:
-            if _may_explain(failure, said, view.now):
-                cause = view.classifier.table.causes.get(failure.cause)
-                scope = cause.scope if cause else "unknown"
-                rule = "exit-default" if scope == "unknown" else ""
-                own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
-                if explains(said, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, said.node)):
-                    full = merged(own, said, failure.detected_at - said.at)
-                    verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
-                    out.record(job, verdict)
+    job = view.state.jobs.get(said.of_job)
+    for failure in job.failures if job is not None else ():
+        if _may_explain(failure, said, view.now):
+            cause = view.classifier.table.causes.get(failure.cause)
+            scope = cause.scope if cause else "unknown"
+            rule = "exit-default" if scope == "unknown" else ""
+            own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
+            if explains(said, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, said.node)):
+                full = merged(own, said, failure.detected_at - said.at)
+                verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
+                out.record(job, verdict)
 
 
 def _may_explain(failure: Failure, said: records.NodeEvent, now: float) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from detector.escalation import END_JOB, ISOLATE, REATTEMPT, RESTART, WHOLE_JOB, Decision
+from detector.escalation import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART, WHOLE_JOB, Decision
 from detector.severity import REPORT, Severity, Verdict
 from unicron_ctl.controller.judge import evidence
-from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, isolate, start, with_remedy
+from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start, with_remedy
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
@@ -46,7 +46,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     slot, config = finding.slots[0], view.config
     known = state.slot(slot)
     verdict = view.classifier.exit(end.code, finding.evidence, end.oom)
-    verdict = evidence.with_node(view, finding.node, end.code, end.at, finding.pid, verdict)
+    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, verdict)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
     quick = known.quick_deaths
@@ -129,7 +129,7 @@ def lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     agent = job.agents.get(record.element)
     if agent is not None and agent.alive:
-        isolate(view, job, decision, number, record, out)
+        leave_node(view, job, decision, number, record, out)
     text = f"slot {slot} is left out: {finding.evidence}"
     out.record(state, records.FailureAction(failure=number, text=text))
     return out
@@ -183,7 +183,7 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(job.state, record)
         agent = job.agent(slot)
         if gone and decision.action != END_JOB and agent is not None and agent.alive:
-            isolate(view, job, decision, number, record, out)
+            leave_node(view, job, decision, number, record, out)
             text = f"slot {slot} is left out: {words}"
             out.record(job.state, records.FailureAction(failure=number, text=text))
     rest = finding.slots[1:]
@@ -217,12 +217,11 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     if failure is None or identity is None:
         return out
     decision = Decision(Severity(failure.severity), failure.action, finding.evidence, failure.cause)
-    agent = job.agent(slot)
-    put = failure.action == ISOLATE and agent is not None
+    agent, suspect = job.agent(slot), failure.action == ISOLATE
     if (
         agent is None
-        or not put
-        or not isolation.put_out_of_service(view, job.state, agent, failure.id, failure.slots, decision.reason, out)
+        or failure.action not in (MOVE, ISOLATE)
+        or not isolation.move(view, job.state, agent, failure.id, failure.slots, decision.reason, suspect, out)
     ):
         start(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
     out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))
@@ -298,7 +297,12 @@ def revive(view: View, job: JobView, slot: int) -> Outcome:
     status = agent.ranks.get(slot) if agent else None
     if agent is None or status is None or not agent.alive:
         return out
-    if taken_away(state, agent.element) or agent.element in state.leaving or view.unfit(agent.node):
+    if (
+        taken_away(state, agent.element)
+        or agent.element in state.leaving
+        or view.unfit(agent.node)
+        or state.moves(agent.element)
+    ):
         return out
     identity = Identity(agent.agent, status.incarnation)
     banished = state.banished.get(slot) == identity

@@ -242,7 +242,7 @@ class LeaveOut(Record, frozen=True, tag="leave_out"):
 
 
 class ActionFailed(Record, frozen=True, tag="action_failed"):
-    """An action came to its time limit or was refused; slot -1: Slurm refused to set the node down."""
+    """An action came to its time limit or was refused; slot -1: Slurm refused to take the node out of service."""
 
     slot: int
     node: str
@@ -453,19 +453,22 @@ class Observed(Record, frozen=True, tag="observed"):
 
 # ---------------------------------------------------------------- Slurm and nodes
 class SlurmAction(Record, frozen=True, tag="slurm_action"):
-    """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome."""
+    """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome. restarts: how often Slurm had requeued
+    the element before, -1 where that is not known."""
 
     action: str
     element: int
     node: str
     slurm_reason: str = ""
+    restarts: int = -1
 
 
 class SlurmDone(Record, frozen=True, tag="slurm_done"):
-    """Slurm has set the node down."""
+    """Slurm has done it."""
 
     action: str
     node: str
+    element: int = -1
 
 
 class SlurmFailed(Record, frozen=True, tag="slurm_error"):
@@ -523,26 +526,53 @@ class NodeLost(Record, frozen=True, tag="node_lost"):
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
+    """by_others: somebody else gave it back, who has looked at it."""
+
     node: str
     verified: bool = True
+    by_others: bool = False
 
 
 class Isolated(Record, frozen=True, tag="isolated"):
+    """A node is taken out of service: set down because it is dead, or drained."""
+
     node: str
 
 
 class IsolationWithheld(Record, frozen=True, tag="isolation_withheld"):
+    """A limit keeps a node in service, or the slots' job on it."""
+
     node: str
     slots: list[int]
 
 
+class Avoided(Record, frozen=True, tag="avoided"):
+    """The job leaves the node, and its elements do not start there again for a while. agent: the one that has to go.
+    suspect: what was said may be the node's fault, and a pair test should prove or clear it."""
+
+    element: int
+    node: str
+    agent: str = ""
+    suspect: bool = False
+
+
+class TakeWithheld(Record, frozen=True, tag="take_withheld"):
+    """A limit keeps the controller from asking Slurm for this."""
+
+    action: str
+    element: int
+    node: str = ""
+
+
 class NodeHealth(Record, frozen=True, tag="node_health"):
-    """verdict: good | warning | unknown | bad. checked_at: the node's clock."""
+    """verdict: good | warning | unknown | bad. checked_at: the node's clock. drain: its admin wants a bad node
+    drained."""
 
     node: str
     source: str
     verdict: str
     checked_at: float
+    drain: bool = False
 
 
 class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
@@ -550,7 +580,8 @@ class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
 
 
 class NodeEvent(Record, frozen=True, tag="node_event"):
-    """What a node said of itself. mark: agent:number, so that it counts once. at: the node's clock."""
+    """What a node said of itself, by the word of an agent of `of_job`. mark: agent:number, so that it counts once. at:
+    the node's clock."""
 
     node: str
     source: str
@@ -565,6 +596,7 @@ class NodeEvent(Record, frozen=True, tag="node_event"):
     scope: str
     rule: str
     action: str
+    of_job: str = ""
 
 
 class NodeVerdict(Record, frozen=True, tag="node_verdict"):

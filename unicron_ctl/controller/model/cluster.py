@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from detector.escalation import History
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState
+
+TAKES_KEPT = 5000
+REQUEUES = ("requeue", "requeue_hold")
+TAKES = (*REQUEUES, "hold")  # actions that take something from a job
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,25 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Take:
+    """What was asked of Slurm that takes something from a job."""
+
+    at: float
+    action: str
+    job: str
+    element: int
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What was asked of Slurm and is not known to be done. restarts: of the element before, -1 where not known."""
+
+    at: float
+    reason: str
+    restarts: int
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The planner's last word."""
 
@@ -45,9 +69,15 @@ class ClusterState:
     jobs: dict[str, JobState] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
     isolated: dict[str, Mark] = field(default_factory=dict)
-    """Living nodes that were set down and not given back since."""
+    """Nodes that were taken out of service, and that nobody else has given back since."""
     withheld: dict[str, Mark] = field(default_factory=dict)
-    """Nodes that should have been, and were not."""
+    """Nodes that should have been, or that a job should have left, and were not."""
+    taken: deque[Take] = field(default_factory=lambda: deque(maxlen=TAKES_KEPT))
+    """Elements that were requeued or held, the last ones."""
+    withheld_takes: dict[str, Mark] = field(default_factory=dict)
+    """The same that a limit kept from being asked, by action and job; `Mark.reason` says which."""
+    intents: dict[tuple[str, str, int, str], Intent] = field(default_factory=dict)
+    """What was asked of Slurm and is not known to be done, by (action, job, element, node)."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
     assignment: dict[str, int] = field(default_factory=dict)
     plan_inputs: str = ""

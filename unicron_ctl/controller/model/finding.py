@@ -1,7 +1,7 @@
 """What a sensor reports: what is wrong, with whom, since when, how that is known, and who said it.
 
-Who said it decides later what may be done about it (docs/design/trust.md): a user's process can only speak for its own
-job, the kernel and Slurm for a node.
+Who said it decides later what may be done about it (docs/design/trust.md). What a user's process says concerns its own
+job only; so no judgement of a finding takes a living node out of service.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class What(enum.StrEnum):
     HANG = "hang"  # others wait for this rank
     COLLECTIVE = "collective"  # all wait in a collective that nobody finishes
     NOTE = "note"  # a rank has put something right by itself
-    NODE = "node"  # the node's own log says that it is not fit for work
+    NODE = "node"  # the job's agent says that the node's log calls it unfit for work
     ACTION = "action"  # what was done about a failure did not come to its end
 
 
 class Source(enum.StrEnum):
     """Who said it."""
 
-    KERNEL = "kernel"
     SLURM = "slurm"
     AGENT = "agent"
     RANK = "rank"

@@ -15,8 +15,9 @@ from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withho
 from detector.severity import Severity
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import asked
 from unicron_ctl.controller.model import node as node_rules
-from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
+from unicron_ctl.controller.model.cluster import ClusterState, Mark, PlanReport
 from unicron_ctl.controller.model.job import (
     AgentRecord,
     Decided,
@@ -96,21 +97,12 @@ def _job_registered(state: ClusterState, event: Event, record: records.JobRegist
     )
 
 
-def _slurm_action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
-    if record.action == "pin":
-        state.pins[event.job, record.element] = Pin(record.node, event.time)
-    elif record.action in ("hold", "requeue_hold", "cancel"):
-        state.pins.pop((event.job, record.element), None)
-
-
-def _unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
-    state.pins.pop((event.job, record.element), None)
-
-
 def _node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
-    state.isolated.pop(record.node, None)
+    if record.by_others:
+        state.isolated.pop(record.node, None)
     state.withheld.pop(record.node, None)
+    asked.settled(state, "", "resume", -1, record.node)
 
 
 def _isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
@@ -126,7 +118,7 @@ def _isolation_withheld(state: ClusterState, event: Event, record: records.Isola
 
 def _action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
     if record.slot < 0:
-        return  # Slurm refused to set a node down: the isolation goes on
+        return  # Slurm refused to take a node out of service: it is asked again
     severity, after = Severity(record.severity), escalation.State(record.state)
     decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
     apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
@@ -164,6 +156,8 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
         state.pins.pop(key)
+    for intent in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
+        state.intents.pop(intent)
     state.assignment.pop(event.job, None)
     state.ended.append(event.job)
     while len(state.ended) > ENDED_KEPT:
@@ -175,8 +169,11 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
 _Rule = Callable[[Any, Event, Any], None]
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: _job_registered,
-    records.SlurmAction: _slurm_action,
-    records.Unpinned: _unpinned,
+    records.SlurmAction: asked.action,
+    records.SlurmDone: asked.done,
+    records.SlurmFailed: asked.failed,
+    records.TakeWithheld: asked.withheld,
+    records.Unpinned: asked.unpinned,
     records.NodeResumed: _node_resumed,
     records.Isolated: _isolated,
     records.IsolationWithheld: _isolation_withheld,
@@ -196,6 +193,7 @@ _NODE: dict[type[records.Record], _Rule] = {
     records.NodeHealth: node_rules.health,
     records.NodeEvent: node_rules.said,
     records.NodeVerdict: node_rules.judged,
+    records.Avoided: node_rules.avoided,
 }
 
 
@@ -214,6 +212,7 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
     job.agents[record.element] = AgentRecord(
         record.agent, record.node, record.address, slots, door=record.door, key=record.key
     )
+    job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         job.parted.pop(record.element, None)  # it may be another node
@@ -477,6 +476,9 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: _agent_registered,
     records.AgentGone: _agent_gone,
     records.AgentBack: _agent_back,
+    records.Avoided: asked.avoided,
+    records.SlurmAction: asked.of_element,
+    records.SlurmFailed: asked.of_element_failed,
     records.RanksReady: _ranks_ready,
     records.RankStart: _rank_start,
     records.ExitNoted: _exit_noted,
@@ -518,6 +520,8 @@ _DECISIONS = frozenset(
         records.ActionFailed,
         records.Isolated,
         records.IsolationWithheld,
+        records.Avoided,
+        records.TakeWithheld,
         records.RankStart,
         records.JobEnded,
         records.JobSetAside,

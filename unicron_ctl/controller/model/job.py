@@ -70,6 +70,17 @@ class AgentRecord:
     """Its CURVE public key: by it, all that it says is known to be its own."""
 
 
+@dataclass(frozen=True)
+class Avoided:
+    """A node that the job has left. agent: the one that was to go; empty when it need not any more. suspect: the node
+    may be at fault."""
+
+    at: float
+    reason: str
+    agent: str
+    suspect: bool
+
+
 @dataclass
 class Failure:
     """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
@@ -160,6 +171,10 @@ class JobState:
     superseded: dict[str, None] = field(default_factory=dict)
     """Agents whose element another agent has taken."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
+    avoid: dict[str, Avoided] = field(default_factory=dict)
+    """node -> why the job's elements are not to start there."""
+    requeued: dict[int, float] = field(default_factory=dict)
+    """element -> when Slurm was asked to start it again; until its next agent comes."""
     slots: dict[int, SlotState] = field(default_factory=dict)
     allotted: list[int] | None = None
     leaving: list[int] = field(default_factory=list)
@@ -215,6 +230,12 @@ class JobState:
     def node(self, slot: int) -> str:
         record = self.agents.get(self.element(slot))
         return record.node if record else ""
+
+    def moves(self, element: int) -> bool:
+        """The element's agent was told to leave its node."""
+        record = self.agents.get(element)
+        mark = self.avoid.get(record.node) if record else None
+        return mark is not None and record is not None and mark.agent == record.agent
 
     def survivors(self) -> list[int]:
         """Members that the present Break does not go on without."""

@@ -13,6 +13,7 @@ from unicron_ctl.controller.log.records import Event
 NODE_EVENTS_KEPT = 20
 MARKS_KEPT = 200
 PASSING = ("good", "warning")
+OUT = ("down", "drain")  # actions that take a node out of service
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class HealthReport:
     source: str
     at: float
     checked_at: float
+    drain: bool = False
 
 
 @dataclass
@@ -45,12 +47,15 @@ class NodeState:
     heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Marks (agent:number) of events that were taken in."""
     downed: bool = False
-    """Set down by us, with this `reason`."""
+    """Taken out of service by us, with this `reason`, at `downed_at`."""
     reason: str = ""
+    downed_at: float = 0.0
+    drained: bool = False
+    """It lives and was drained; else it was dead and set down."""
     going_down: bool = False
     """Asked of Slurm, which has not done it yet."""
     refused: str = ""
-    """Why Slurm does not set it down, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
+    """Why Slurm does not do it, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
     refused_at: float = 0.0
     refused_for: str = ""
     resumed_at: float = 0.0
@@ -68,15 +73,23 @@ class NodeState:
 
 # ---------------------------------------------------------------- fold rules
 def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> None:
-    if record.action == "down":
+    if record.action in OUT:
+        if not node.downed:
+            node.downed_at = event.time
         node.downed = node.going_down = True
+        node.drained = record.action == "drain"
         node.reason = node.suspicion = record.slurm_reason
         node.suspected_at = event.time
 
 
 def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
-    if record.action == "down":
+    if record.action in OUT:
         node.going_down, node.refused = False, ""
+
+
+def avoided(node: NodeState, event: Event, record: records.Avoided) -> None:
+    if record.suspect:
+        node.suspicion, node.suspected_at = record.reason, event.time
 
 
 def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None:
@@ -89,13 +102,13 @@ def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
 
 
 def resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:
-    node.downed = node.going_down = False
+    node.downed = node.going_down = node.drained = False
     node.reason = node.refused = ""
     node.resumed_at, node.unverified = event.time, not record.verified
 
 
 def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
-    report = HealthReport(record.verdict, record.reason, record.source, event.time, record.checked_at)
+    report = HealthReport(record.verdict, record.reason, record.source, event.time, record.checked_at, record.drain)
     if record.source == "pair-test":
         node.paired = report
         return

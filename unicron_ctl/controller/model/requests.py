@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OURS = "unicron"  # how comments and reasons that this tool wrote begin
+ON_NODES = ("down", "drain", "resume")  # actions that change a node; the others change an element
 
 
 @dataclass(frozen=True)
 class Action:
-    """One call of the SlurmClient: down, resume, requeue, requeue_hold, hold, release, pin, start_now or cancel."""
+    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel."""
 
     action: str
     job: str
@@ -21,8 +22,13 @@ class Action:
     @property
     def label(self) -> str:
         """What is done, for people."""
-        what = self.node if self.action in ("down", "resume") else f"{self.job}_{self.element}"
+        what = self.node if self.action in ON_NODES else f"{self.job}_{self.element}"
         return f"{self.action} {what}" + (f" to {self.node}" if self.action == "pin" else "")
+
+    @property
+    def target(self) -> tuple[str, int]:
+        """What it changes: actions on the same keep their order."""
+        return (self.node, -1) if self.action in ON_NODES else (self.job, self.element)
 
     @property
     def key(self) -> tuple[str, str, int, str]:
@@ -37,10 +43,19 @@ class Poll:
 
 @dataclass(frozen=True)
 class Run:
-    """Carry out actions in order; the first that fails for an element or node skips the rest of its own."""
+    """Carry out actions in order; the first that fails for an element or node skips the rest of its own. urgent: it
+    overtakes what waits, but for what changes the same element or node."""
 
     actions: tuple[Action, ...]
     urgent: bool = False
+
+
+@dataclass(frozen=True)
+class Knock:
+    """Is the slurmd of a node that was set down there again? address: host:port."""
+
+    node: str
+    address: str
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from unicron_ctl.controller.model.live import AgentView, JobView, Live, LiveJob,
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
+SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
+
 
 @dataclass
 class Listing:
@@ -83,6 +85,18 @@ class View:
     def alone(self) -> bool:
         """No agent at all is heard: nothing is judged and nothing is done."""
         return self.inquiries.alone_since is not None
+
+    def avoided(self, job: JobState) -> frozenset[str]:
+        """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,
+        for a day at most; any other for as long as the same fault escalates."""
+        found = []
+        for node, mark in job.avoid.items():
+            paired = self.state.node(node).paired
+            cleared = mark.suspect and paired is not None and paired.verdict == "good" and paired.at > mark.at
+            kept = SUSPECT_SECONDS if mark.suspect else self.state.history.policy.window
+            if not cleared and self.now - mark.at < kept:
+                found.append(node)
+        return frozenset(found)
 
     def expected(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough."""

@@ -1,4 +1,4 @@
-"""What is known of the nodes' health, and whether a node that was set down may come back.
+"""What is known of the nodes' health, and whether a node that was taken out of service may come back.
 
 Reports come from the admission program (:mod:`unicron_ctl.node.admission`), which Slurm starts on every node whose
 slurmd answers, also on one that is down and has no agent. They come as orders with a munge credential, not as hints or
@@ -8,13 +8,13 @@ from agents: a datagram can be forged, and an agent is its user's process, who m
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.node import PASSING, HealthReport
-from unicron_ctl.controller.model.requests import OURS, Action
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.model.node import PASSING, HealthReport, NodeState
+from unicron_ctl.controller.model.requests import OURS, Action, Knock
+from unicron_ctl.controller.model.view import SUSPECT_SECONDS, Outcome, View
 from unicron_ctl.slurm.client import NodeInfo
 
 REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
@@ -22,7 +22,8 @@ VERDICTS = ("good", "warning", "unknown", "bad")
 SOURCES = ("prolog", "interval", "pair-test")
 # slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
 START_SLACK = 5.0
-SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
+REACH_SECONDS = 5.0  # between two tries to reach the slurmd of a node that was set down
+BACK_SECONDS = 10.0  # for which it must have answered: then the node is back, although nobody started it again
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Gate:
     """node -> when its last report came."""
     back: dict[str, tuple[float, float]] = field(default_factory=dict)
     """node -> (its slurmd's start, when that was first seen)."""
+    tried: dict[str, float] = field(default_factory=dict)
+    """node -> when its slurmd was last tried to be reached."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """node -> since when its slurmd has answered each time."""
     said: dict[str, str] = field(default_factory=dict)
     """node -> why it is not given back yet."""
     verified: dict[str, bool] = field(default_factory=dict)
@@ -93,6 +98,7 @@ def take(view: View, gate: Gate, report: Report) -> Outcome:
             source=report.source,
             verdict=report.verdict,
             checked_at=report.at,
+            drain=report.drain,
             reason=report.reason,
         )
         out.record(None, record)
@@ -107,22 +113,59 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
         if not known.downed or node is None:
             continue
         if node.healthy and not known.going_down:
-            out.record(None, records.NodeResumed(node=name, reason=f"{name} was given back to Slurm by somebody else"))
-        elif (
-            _ours(node)
-            and "NOT_RESPONDING" not in node.states
-            and node.slurmd_start is not None
-            and node.slurmd_start > known.lost_at > 0
-        ):
-            admission = _ask(view, gate, name, node.slurmd_start, out)
-            if admission.admit:
-                gate.verified[name] = admission.verified
-                found.append(Action("resume", "", -1, name, f"{name} was set down here; {admission.reason}"))
+            if ("resume", "", -1, name) in view.state.intents:
+                continue  # our own doing
+            said = f"{name} was given back to Slurm by somebody else"
+            out.record(None, records.NodeResumed(node=name, by_others=True, reason=said))
+            continue
+        admission = _back(view, gate, node, out) if _ours(node) and not known.going_down else None
+        if admission is not None and admission.admit:
+            gate.verified[name] = admission.verified
+            found.append(Action("resume", "", -1, name, f"{name} was taken out of service here; {admission.reason}"))
     return found
 
 
-def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome) -> Admission:
-    """May the node come back? Says once why not."""
+def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | None:
+    """Whether a node that we took may come back; None while it is not there."""
+    known = view.state.node(node.name)
+    if known.drained:
+        return _mended(known)
+    if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and node.slurmd_start > known.lost_at > 0:
+        return _ask(view, gate, node.name, node.slurmd_start, out)
+    if view.now - gate.tried.get(node.name, -REACH_SECONDS) >= REACH_SECONDS:
+        gate.tried[node.name] = view.now
+        out.requests.append(Knock(node.name, f"{node.address}:{node.port}"))
+    since = gate.reached.get(node.name, 0.0)
+    if since <= known.downed_at or view.now - since < BACK_SECONDS:
+        return None
+    return _ask(view, gate, node.name, since, out, heard=True)
+
+
+def _mended(known: NodeState) -> Admission:
+    """A node that was drained as proven bad comes back when its checks have passed since, and a pair test that proved
+    it bad has passed, too."""
+    report, paired = known.health, known.paired
+    if paired is not None and paired.verdict == "bad":
+        return Admission(False, False, f"its pair test failed: {paired.reason}")
+    if report is None or report.verdict not in PASSING or report.at <= known.downed_at:
+        return Admission(False, False, "no admission check has passed since it was drained")
+    return Admission(True, True, "it has passed the admission checks since")
+
+
+def reached(view: View, gate: Gate, node: str, answers: bool) -> None:
+    """The slurmd of a node that was set down answered, or not."""
+    if answers:
+        since = gate.reached.get(node, 0.0)
+        gate.reached[node] = since if since > view.state.node(node).downed_at else view.now
+    else:
+        gate.reached.pop(node, None)
+
+
+def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, heard: bool = False) -> Admission:
+    """May the node come back? Says once why not. heard: `slurmd_start` is when it was heard of again, by our clock."""
+    report = view.state.node(node).health
+    if report is not None and heard:
+        report = replace(report, checked_at=report.at)
     start, since = gate.back.get(node, (0.0, 0.0))
     if start != slurmd_start:
         since = view.now
@@ -130,7 +173,7 @@ def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome) -
     found = decide(
         view.config.admission,
         view.config.admission_seconds,
-        view.state.node(node).health,
+        report,
         any(known.health for known in view.state.nodes.values()),
         slurmd_start,
         view.now - since,
@@ -156,6 +199,8 @@ def shown(view: View, gate: Gate, node: str) -> dict[str, Any]:
 def suspect(view: View, node: str) -> str:
     """Why the node should be tested, empty when nothing speaks against it. A passed paired test clears it."""
     known, history = view.state.node(node), view.state.history
+    if known.downed and known.drained:
+        return ""  # proven bad
     cleared = known.paired.at if known.paired and known.paired.verdict == "good" else 0.0
     if known.suspected_at > cleared and view.now - known.suspected_at < SUSPECT_SECONDS:
         return known.suspicion
@@ -179,7 +224,7 @@ def _gist(verdict: str, reason: str) -> tuple[str, str]:
 
 
 def _ours(node: NodeInfo) -> bool:
-    return "DOWN" in node.states and "DRAIN" not in node.states and node.reason.startswith(f"{OURS}[")
+    return bool(node.states & {"DOWN", "DRAIN"}) and node.reason.startswith(f"{OURS}[")
 
 
 def pair_test_command(node: str) -> str:
@@ -189,13 +234,14 @@ def pair_test_command(node: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A node's health as somebody reports it; `at` is the node's clock."""
+    """A node's health as somebody reports it; `at` is the node's clock. drain: a bad node is to be drained."""
 
     node: str
     source: str
     verdict: str
     reason: str
     at: float
+    drain: bool = False
 
 
 def checked(args: dict[str, Any]) -> Report | str:
@@ -208,4 +254,4 @@ def checked(args: dict[str, Any]) -> Report | str:
         return f"health: source is one of {', '.join(SOURCES)}, verdict one of {', '.join(VERDICTS)}"
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e11:
         return "health: at must be seconds since the epoch"
-    return Report(node, source, verdict, " ".join(reason.split())[:400], float(at))
+    return Report(node, source, verdict, " ".join(reason.split())[:400], float(at), args.get("drain") is True)

@@ -1,102 +1,110 @@
-"""How many living nodes may be set down without an admin, and which ones need one.
+"""What is done about a node that is not fit for work, by who says so (docs/design/trust.md).
 
-A detector that is wrong about one node is wrong about many: a bad rule or a fault of the switch must not take the
-cluster out of service. Nodes whose slurmd does not answer are not counted, for they are lost and nobody decided that.
+- What a user's process, file or agent says moves that job off the node (`move`), and makes the node a suspect where it
+  may be at fault. The node stays in service: other jobs on it are not ours to end.
+- A node that was shown dead is set down (`set_down`): nothing runs there any more.
+- A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
+
+All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and given back by
+:mod:`unicron_ctl.controller.nodes.admission`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.requests import OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.nodes.admission import pair_test_command
+from unicron_ctl.controller.nodes import admission, bounds
+from unicron_ctl.controller.plan.placement import OCCUPIES
+from unicron_ctl.errors import one_line
 
 REASON = f"{OURS}[node_problem]"
+HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
+DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
 
 
-def allowed(config: ControllerConfig, cluster_nodes: int) -> int:
-    """How many nodes may be set down within the window."""
-    return max(config.max_isolated_nodes, int(config.max_isolated_share * cluster_nodes))
-
-
-def withheld(
-    node: str,
-    isolated: Mapping[str, Mark],
-    cluster_nodes: int,
-    job: str,
-    job_nodes: Collection[str],
-    config: ControllerConfig,
-    now: float,
-) -> str:
-    """Why the node must not be set down now, and what to do; empty when it may be. Pure.
-
-    isolated: those that were set down and not given back since, when and for which job. job_nodes: where the job runs.
-    """
-    window = config.isolation_window_seconds
-    recent = {name: item for name, item in isolated.items() if now - item.at < window and name != node}
-    most = allowed(config, cluster_nodes)
-    todo = f"look at it, then `scontrol update NodeName={node} State=DRAIN Reason=...`, or raise the limit"
-    if len(recent) >= most:
-        return (
-            f"{_names(recent)} set down within {window:g} s, and no more than {most} of {cluster_nodes} nodes "
-            f"may be (max_isolated_nodes, max_isolated_share): {todo}"
-        )
-    own = {name: item for name, item in recent.items() if item.job == job}
-    size = len({*job_nodes, *own, node})
-    most = max(1, int(config.max_isolated_job_share * size))
-    if len(own) >= most:
-        return (
-            f"of job {job}, {_names(own)} set down within {window:g} s, and no more than {most} of its {size} nodes "
-            f"may be (max_isolated_job_share): {todo}"
-        )
-    return ""
-
-
-def _names(nodes: Collection[str]) -> str:
-    names = sorted(nodes)
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{shown} {'were' if len(names) > 1 else 'was'}" if names else "none was"
-
-
-def put_out_of_service(
-    view: View, job: JobState, agent: AgentView, failure: int, slots: list[int], reason: str, out: Outcome
+# ---------------------------------------------------------------- one job leaves the node
+def move(
+    view: View,
+    job: JobState,
+    agent: AgentView,
+    failure: int,
+    slots: Collection[int],
+    reason: str,
+    suspect: bool,
+    out: Outcome,
 ) -> bool:
-    """Sets a living node down whose own fault is known, within the limits. False when that cannot or must not be done:
-    the process is to be started again in place then. failure: whose remedy it is."""
-    info = view.slurm.node(agent.node)
-    if not view.slurm.used or info is None:
+    """Takes the job's element off the agent's node: it is requeued and held until another node is found for it.
+
+    False when that cannot or must not be done: the process is to be started again in place then. failure: whose remedy
+    it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
+    """
+    here, mark = f"{job.job}_{agent.element}", job.avoid.get(agent.node)
+    if view.slurm.seen is None or view.slurm.node(agent.node) is None:
         return False
-    if "DRAIN" in info.states and "DOWN" not in info.states:
-        text = f"{info.name} is drained ({info.reason or 'no reason given'}): that is an admin's matter"
-        out.record(job, records.FailureAction(failure=failure, text=text))
+    info = view.slurm.seen.of(job.job).get(agent.element)
+    if info is None:
         return False
-    if "DOWN" not in info.states and not view.unfit(info.name):
-        here = {record.node for record in job.agents.values() if not record.gone}
-        count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
-        why = withheld(info.name, view.state.isolated, count, job.job, here, view.config, view.now)
-        if why:
-            text = f"{info.name} is not set down: {why}"
-            out.record(job, records.FailureAction(failure=failure, text=text))
-            said = f"{info.name} stays in service although {reason}: {why}"
-            out.record(job, records.IsolationWithheld(node=info.name, slots=slots, reason=said))
-            return False
-        aside = f"{info.name} is put aside: {reason}"
-        out.record(job, records.Isolated(node=info.name, reason=aside))
-    text = f"{REASON}: {reason}"[:REASON_LENGTH]
-    set_down(view, job, agent.element, info.name, failure, text, out)
+    asked = mark is not None and mark.agent == agent.agent and view.now - mark.at < view.config.isolate_seconds
+    if asked or (info.node and info.node != agent.node):
+        out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
+        return True
+    action = Action(
+        "requeue_hold",
+        job.job,
+        agent.element,
+        agent.node,
+        f"its job leaves {agent.node}: {reason}"[:400],
+        f"{OURS}: held until there is another node than {agent.node}",
+    )
+    why = _must_stay(view, job, agent.node, suspect) or bounds.Bounds(view).refuse(action)
+    if why:
+        out.record(job, records.FailureAction(failure=failure, text=f"{here} stays on {agent.node}: {why}"))
+        said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
+        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
+        return False
+    said = one_line(f"job {job.job} leaves {agent.node}: {reason}")[:400]
+    text = f"move {here} off {agent.node}" + (
+        f"; the node is a suspect, `{admission.pair_test_command(agent.node)}` tests it" if suspect else ""
+    )
+    out.record(job, records.FailureAction(failure=failure, text=text))
+    avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
+    out.record(job, avoided)
+    out.requests.append(Run((action,), urgent=True))
     return True
 
 
+def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
+    """Why the job must not leave the node; empty when it may."""
+    now, window = view.now, view.config.isolation_window_seconds
+    left = [name for name, mark in job.avoid.items() if now - mark.at < window]
+    here = {record.node for record in job.agents.values() if not record.gone}
+    why = bounds.left_too_many(job.job, left, here, node, view.config)
+    if why or suspect or view.unfit(node):
+        return why
+    return "" if _other_node(view, job, node) else "no other node is free, and nothing is held against this one"
+
+
+def _other_node(view: View, job: JobState, node: str) -> bool:
+    """A node is free for the job."""
+    seen = view.slurm.seen
+    if seen is None:
+        return False
+    taken = {element.node for element in seen.elements if element.node and element.state in OCCUPIES}
+    taken |= {node, *view.avoided(job), *view.state.out_of_service}
+    return any(info.healthy and info.name not in taken for info in seen.nodes)
+
+
+# ---------------------------------------------------------------- dead nodes
 def set_down(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
-    """Asks Slurm for it, unless the node is out of service already."""
+    """Asks Slurm to set a node down that was shown dead, unless it is out of service already or a limit forbids it."""
     info = view.slurm.node(node)
     if info is None:
         return
@@ -106,22 +114,83 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.FailureAction(failure=failure, text=already))
         return
     if view.unfit(node):
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is being set down already"))
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
         return
-    done = f"set {node} down in Slurm: {text}; once it is back, `{pair_test_command(node)}` tests it"
+    why = _too_many(view, node, "DOWN", out)
+    if why:
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {why}"))
+        said = f"{node} stays in service although it is dead: {why}"
+        out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
+        out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
+        return
+    done = f"set {node} down in Slurm: {text}; once it is back, `{admission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
-    action = Action("down", job.job, element, node, "a node that is out of order must get no work", text)
+    out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    action = Action("down", job.job, element, node, "a dead node must get no work", text)
     out.requests.append(Run((action,), urgent=True))
 
 
+def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
+    count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
+    taken = {**view.state.isolated}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    return bounds.too_many(node, taken, count, view.config, view.now, state)
+
+
+# ---------------------------------------------------------------- living nodes
+def drain(view: View, node: str, text: str, out: Outcome) -> bool:
+    """Asks Slurm to drain a living node; what runs there goes on. False when a limit forbids it.
+
+    Only on the word of root, of Slurm or of an admin: never on what a user's process says.
+    """
+    why = _too_many(view, node, "DRAIN", out)
+    if why:
+        known = view.state.withheld.get(node)
+        if known is None or view.now - known.at >= view.config.isolation_window_seconds:
+            said = f"{node} is not drained although {text}: {why}"
+            out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
+        return False
+    out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
+    out.requests.append(Run((action,), urgent=True))
+    return True
+
+
+def proven_bad(view: View) -> Outcome:
+    """Drains nodes that their health checks have proven bad, where they have not done so themselves; takes note of
+    those that have, so that they are given back once the checks pass."""
+    out, seen = Outcome(), view.slurm.seen
+    for name, known in sorted(view.state.nodes.items()) if seen else ():
+        report, info = known.health, view.slurm.node(name)
+        if report is None or info is None or report.verdict != "bad" or not report.drain or known.downed:
+            continue
+        news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
+        if not news:
+            continue
+        if info.states & {"DOWN", "DRAIN"}:
+            if info.reason.startswith(HEALTH):
+                text = info.reason
+                out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+                intent = records.SlurmAction(
+                    action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
+                )
+                out.record(None, intent)
+                out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
+        elif view.now - report.at >= DRAIN_SECONDS:
+            drain(view, name, f"{HEALTH}: {report.reason}", out)
+    return out
+
+
+# ---------------------------------------------------------------- what Slurm made of it
 def refused(view: View, action: Action, error: str) -> Outcome:
-    """Slurm does not set the node down: it gets no work of ours all the same, and Slurm is asked again."""
+    """Slurm does not take the node out of service: it gets no work of ours all the same, and Slurm is asked again."""
     out = Outcome()
     if view.state.node(action.node).refused:
         return out
+    state = "DRAIN" if action.action == "drain" else "DOWN"
     reason = (
-        f"Slurm does not set {action.node} down ({error}): it gets no work here, but other jobs may run on it. "
-        f"Set it down by hand: `scontrol update NodeName={action.node} State=DOWN Reason=...`"
+        f"Slurm does not set {action.node} {state} ({error}): it gets no work here, but other jobs may run on it. "
+        f"Do it by hand: `scontrol update NodeName={action.node} State={state} Reason=...`"
     )
     failed = records.ActionFailed(
         slot=-1, node=action.node, failed="isolate", action="isolate", severity=1, reason=reason
@@ -131,30 +200,37 @@ def refused(view: View, action: Action, error: str) -> Outcome:
 
 
 def gone_down(view: View, out: Outcome) -> None:
-    """Nodes that were to be set down and that Slurm shows out of service, whoever did it: no more is asked for them."""
+    """Nodes that were to be taken out of service and that Slurm shows so, whoever did it: no more is asked for them."""
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
         if info is not None and info.states & {"DOWN", "DRAIN"} and (known.going_down or known.refused):
             said = f"{name} is out of service ({info.reason or 'no reason given'})"
-            out.record(None, records.SlurmDone(action="down", node=name, reason=said))
+            out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))
 
 
-def down_again(view: View) -> list[Action]:
+def down_again(view: View, under_way: Collection[tuple[str, str, int, str]]) -> list[Action]:
     """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer."""
-    found = []
+    found, waited_for = [], {key[3] for key in under_way}
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
         seen = view.slurm.seen
         late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
-        if known.going_down and info is not None and info.healthy and not late:
+        if known.going_down and info is not None and info.healthy and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
-            found.append(Action("down", known.refused_for, -1, name, why, known.reason or REASON))
+            action = _action(known.drained)
+            found.append(Action(action, known.refused_for, -1, name, why, known.reason or REASON))
     return found
 
 
+def _action(drained: bool) -> str:
+    return "drain" if drained else "down"
+
+
+# ---------------------------------------------------------------- what an admin has to know
 @dataclass(frozen=True)
 class Attention:
-    """A node for which an admin is needed. since: seconds since the epoch."""
+    """Something for which an admin is needed: a node, or "" and a limit that was reached. since: seconds since the
+    epoch."""
 
     node: str
     since: float
@@ -163,14 +239,21 @@ class Attention:
 
 
 def attention(view: View) -> list[Attention]:
-    """All such nodes."""
+    """All of it."""
     window = view.config.isolation_window_seconds
     found = [
         Attention(node, mark.at, mark.job, mark.reason)
         for node, mark in sorted(view.state.withheld.items())
         if view.now - mark.at < window and (info := view.slurm.node(node)) is not None and info.healthy
     ]
+    for _, mark in sorted(view.state.withheld_takes.items()):
+        if view.now - mark.at < window:
+            found.append(Attention("", mark.at, mark.job, mark.reason))
     for name, known in sorted(view.state.nodes.items()):
         if known.refused:
             found.append(Attention(name, known.refused_at, known.refused_for, known.refused))
+        elif not known.downed and (said := admission.suspect(view, name)):
+            test = admission.pair_test_command(name)
+            reason = f"{name} is a suspect ({said}): `{test}` proves or clears it"
+            found.append(Attention(name, known.suspected_at or view.now, "", reason))
     return found

@@ -77,7 +77,9 @@ def _input(view: View, listing: Listing, job: JobState, nodes: set[str]) -> JobI
         if e.state in OCCUPIES or (e.state == "PENDING" and not held_by_others(e)) or e.element in dead
     )
     alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in nodes)
-    most = max(1, min(job.settings.max_nodes, possible))
+    here = {e.node for e in elements if e.state in OCCUPIES}
+    fit = len(nodes - (view.avoided(job) - here))
+    most = max(1, min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes)))
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.elements(job.members))
     rate = job.measured.get(measured_nodes, 0.0)

@@ -19,6 +19,7 @@ OCCUPIES = frozenset(
 )
 WORKS = frozenset({"RUNNING", "CONFIGURING"})
 ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
 PIN_SECONDS = 30.0  # then another node is tried
 
@@ -26,7 +27,8 @@ PIN_SECONDS = 30.0  # then another node is tried
 @dataclass(frozen=True)
 class Need:
     """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
-    leaving: chosen before to leave. home: the node that an element ran on last."""
+    leaving: chosen before to leave. home: the node that an element ran on last. requeued: when Slurm was asked to start
+    an element again whose agent has not come yet. avoid: nodes where none is to start."""
 
     job: str
     desired: int
@@ -34,6 +36,8 @@ class Need:
     dead: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
     home: Mapping[int, str] = field(default_factory=dict)
+    requeued: Mapping[int, float] = field(default_factory=dict)
+    avoid: frozenset[str] = frozenset()
     why: str = ""
 
 
@@ -88,15 +92,21 @@ class _Place:
             if (need.job, number) in self.pins and e.state in WORKS:
                 self.out.unpinned.append((need.job, number))
             if number in need.dead and e.state in WORKS | ENDED_BADLY:
-                self.act(
-                    "requeue", e, e.node or "", "its agent died, but the node lives: start the element again in place"
-                )
+                if not self._begins(need, e):
+                    self.act("requeue", e, e.node or "", "its agent died, but the node lives: start the element again")
                 groups["limbo"].append(number)
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e):
                 groups["coming" if self._pin_holds(e) else "waiting"].append(number)
         return groups
+
+    def _begins(self, need: Need, e: ElementInfo) -> bool:
+        """Slurm has begun it again since its agent died: what is starting is not ended once more."""
+        asked = need.requeued.get(e.element)
+        if e.state in WORKS:
+            return asked is not None or e.node != need.home.get(e.element, e.node)
+        return asked is not None and self.now - asked < REQUEUE_SECONDS
 
     def _pin_holds(self, e: ElementInfo) -> bool:
         pin = self.pins.get((e.job, e.element))
@@ -150,7 +160,8 @@ def place(
             | set(group["limbo"])
         )
         # As many as the job is still short of may wait unheld: a node for them is on its way.
-        soon = max(0, _missing(need, group, leavers[need.job], started[need.job]))
+        # Not where the job avoids nodes: Slurm knows nothing of that, and could start it there.
+        soon = max(0, _missing(need, group, leavers[need.job], started[need.job])) if not need.avoid else 0
         hopeful = {e.element for e in _candidates(work, need, group, started[need.job])[:soon]}
         for number in group["waiting"]:
             if number not in wanted | hopeful and not job[number].held:
@@ -193,10 +204,11 @@ def _give_free_nodes(
     free = sorted(work.good - work.taken)
     for need in needs:
         for e in _candidates(work, need, groups[need.job], ()):
-            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0 or not free:
+            fit = [node for node in free if node not in need.avoid]
+            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0 or not fit:
                 break
-            home = need.home.get(e.element)
-            node = home if home in free else free[0]
+            home = need.home.get(e.element, "")
+            node = home if home in fit else fit[0]
             free.remove(node)
             work.start(e, node, f"{need.job} is to have {need.desired} nodes and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
@@ -222,6 +234,7 @@ def _take_nodes(
             for other in needs:
                 if (
                     other.job != need.job
+                    and node not in other.avoid
                     and _missing(other, groups[other.job], leavers[other.job], started[other.job]) > 0
                 ):
                     taker = next(iter(_candidates(work, other, groups[other.job], started[other.job])), None)

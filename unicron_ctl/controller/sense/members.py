@@ -118,8 +118,10 @@ def taken_away(job: JobState, element: int) -> bool:
 
 
 def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:
-    """The node was put out of service and the job went on without it: what ends there is no news."""
-    if not view.unfit(agent.node):
+    """The node was put out of service, or the job leaves it, and the job went on without it: what ends there is no
+    news."""
+    mark = job.avoid.get(agent.node)
+    if not view.unfit(agent.node) and (mark is None or mark.agent != agent.agent):
         return False
     return not any((s in job.members or s in job.joining) and s not in job.lost for s in agent.slots)
 

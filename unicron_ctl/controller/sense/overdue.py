@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from detector.escalation import ISOLATE, REATTEMPT, RESTART, State
+from detector.escalation import MOVE, REATTEMPT, RESTART, State
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState, Phase
@@ -19,7 +19,7 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 
 LOOK_SECONDS = 0.5
-NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: ISOLATE}
+NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: MOVE}
 
 
 @dataclass
@@ -70,13 +70,14 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
     status = agent.ranks.get(slot)
     if status is None or job.finished(slot):
         return ""
-    if state is State.ISOLATING and record.node == node and node in unfit:
+    leaves = record.node in unfit or known.moves(element)
+    if state is State.ISOLATING and record.node == node and leaves:
         return f"its agent on {node} still runs"
     if status.state in ("starting", "exited"):
         return f"its process (incarnation {status.incarnation}) is not ready"
     if known.phase in (Phase.RUNNING, Phase.OFFERING) and slot in known.members and status.state == "running":
         return ""  # the monitor judges its iterations
-    if known.phase in (Phase.FORMING, Phase.BREAKING) or record.node in unfit:
+    if known.phase in (Phase.FORMING, Phase.BREAKING) or leaves:
         return ""  # it waits for others, or is late to stop, which has limits of its own
     if known.phase in (Phase.ENTERING, Phase.OFFERING) and status.state == "entering":
         return ""  # a transfer is judged by its progress

@@ -39,9 +39,10 @@ def test_a_thousand_ranks_that_stop_at_once_regroup_and_few_are_named() -> None:
     world.check_replay()
 
 
-def test_one_jobs_broken_judge_does_not_keep_an_unfit_node_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_jobs_broken_judge_does_not_keep_another_on_an_unfit_node(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm(4)
     world = World(slurm, max_isolated_job_share=1.0)
+    slurm.submit("2", 2)
     first, second = world.start_job("1", nodes=2), world.start_job("2", nodes=2)
     world.run(1.0)
     real = failures.JUDGES[What.NODE]
@@ -53,13 +54,21 @@ def test_one_jobs_broken_judge_does_not_keep_an_unfit_node_in_service(monkeypatc
 
     monkeypatch.setitem(failures.JUDGES, What.NODE, broken)
     line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
-    event = wire.NodeEvent(
-        job="2", element=1, agent=second[1].agent, number=1, source="kernel", text=line, at=world.now, code="xid 79"
-    )
-    world.to_core(second[1], event)
+    for agent in (first[1], second[1]):
+        event = wire.NodeEvent(
+            job=agent.job,
+            element=1,
+            agent=agent.agent,
+            number=1,
+            source="kernel",
+            text=line,
+            at=world.now,
+            code="xid 79",
+        )
+        world.to_core(agent, event)
     world.run(2.0)
-    assert first and world.job("1").set_aside and not world.job("2").set_aside
-    assert slurm.node_states["n2"] == {"DOWN"}
+    assert world.job("1").set_aside and not world.job("2").set_aside
+    assert ("requeue_hold", "2", 1, "n2") in slurm.calls and slurm.node_states["n2"] == {"IDLE"}
 
 
 def test_a_stall_of_the_controller_ends_no_patience() -> None:

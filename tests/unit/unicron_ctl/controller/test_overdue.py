@@ -42,13 +42,13 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     world.run(50)
     assert failed(world) == [] and agents[1].ranks[1].state == "starting"
     world.run(12)
-    assert failed(world) == [("restart", "isolate")]
+    assert failed(world) == [("restart", "move")]
     event = next(e for e in world.log if e.kind == "action_failed")
     assert "not done within 60 s: its process (incarnation 1) is not ready" in event.record.reason
-    assert agents[1].ranks[1].incarnation == 2, "without Slurm no node can be put aside: it is started again"
+    assert agents[1].ranks[1].incarnation == 2, "without Slurm there is no other node: it is started again"
     assert world.job().failures[-1].detected_by == "time limit"
     world.run(41)
-    assert failed(world) == [("restart", "isolate"), ("isolate", "isolate")] and agents[1].ranks[1].incarnation == 3
+    assert failed(world) == [("restart", "move"), ("move", "move")] and agents[1].ranks[1].incarnation == 3
     agents[1].ready()
     world.run(1)
     for agent in agents:
@@ -59,14 +59,15 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     world.check_replay()
 
 
-def test_a_restart_that_times_out_puts_the_node_aside_in_slurm():
+def test_a_restart_that_times_out_is_tried_on_another_node_and_blames_none():
     world, slurm = on_slurm(4, 3, restart_seconds=60.0)
     agent = next(a for a in world.agents if a.element == 1)
     agent.die(1)
     world.run(64)
-    assert failed(world) == [("restart", "isolate")]
-    assert slurm.node_states["n2"] == {"DOWN"} and "not done within 60 s" in slurm.reasons["n2"]
-    assert slurm.queue["1", 1]["node"] == "n4"
+    assert failed(world) == [("restart", "move")]
+    assert slurm.node_states["n2"] == {"IDLE"} and not [c for c in slurm.calls if c[0] in ("down", "drain")]
+    assert slurm.queue["1", 1]["node"] == "n4" and ("requeue_hold", "1", 1, "n2") in slurm.calls
+    assert not attention(world.core.view) and world.job().failures[-1].severity == 2
     world.check_replay()
 
 
@@ -92,21 +93,24 @@ def test_the_clock_stands_still_while_the_plan_has_no_node_for_the_element():
     agent = next(a for a in world.agents if a.element == 1)
     agent.set(1, fault=ECC)
     world.run(2)
-    assert slurm.node_states["n2"] == {"DOWN"} and slurm.queue["1", 1]["state"] == "PENDING"
+    assert slurm.queue["1", 1]["state"] == "PENDING", "n2 is free, but this job avoids it"
+    assert slurm.node_states["n2"] == {"IDLE"}
     follow(world, "1", 3)
     world.run(120)
     assert failed(world) == []
 
 
-def test_an_element_that_slurm_does_not_start_again_costs_its_node():
-    world, slurm = on_slurm(3, 3, restart_seconds=30.0)
+def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node():
+    world, slurm = on_slurm(4, 3, restart_seconds=30.0)
     slurm.requeue = lambda job, element: None  # accepted, and nothing comes of it
     next(a for a in world.agents if a.element == 1).silent = True
     world.run(25)
     assert failed(world) == []
     world.run(10)
-    assert failed(world) == [("restart", "isolate")]
+    assert failed(world) == [("restart", "move")]
     assert any("no agent came back within 30 s" in f.reason for f in world.job().failures)
+    assert len([c for c in slurm.calls if c[0] == "requeue"]) == 1, "what may be starting is not requeued again"
+    assert ("requeue_hold", "1", 1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n4"
 
 
 def test_a_restarted_controller_begins_the_clock_anew():
@@ -119,7 +123,7 @@ def test_a_restarted_controller_begins_the_clock_anew():
     world.run(50)
     assert failed(world) == []
     world.run(15)
-    assert failed(world) == [("restart", "isolate")]
+    assert failed(world) == [("restart", "move")]
 
 
 def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
@@ -133,17 +137,26 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
 
 
 # ---------------------------------------------------------------- Slurm refuses
-def test_a_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
+def power_off(world: World, *nodes: str) -> None:
+    world.dead_nodes.update(nodes)
+    for agent in world.agents:
+        agent.silent = agent.silent or agent.node in nodes
+
+
+def asked(slurm: FakeSlurm, action: str) -> list[str]:
+    """The nodes for which this was asked."""
+    return [call[3] for call in slurm.calls if call[0] == action]
+
+
+def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
     world, slurm = on_slurm(3, 3)
     slurm.refuse_down = "slurm_update error: Invalid user id"
-    agent = next(a for a in world.agents if a.element == 1)
-    agent.set(1, fault=ECC)
+    power_off(world, "n2")
     world.run(20)
-    assert failed(world) == [("isolate", "isolate")]
     assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
     item = attention(world.core.view)[0]
     assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
-    assert len([c for c in slurm.calls if c[0] == "down"]) > 2, "Slurm is asked again"
+    assert len(asked(slurm, "down")) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
     assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
@@ -153,16 +166,16 @@ def test_a_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called
 def test_a_node_that_an_admin_sets_down_instead_is_not_asked_for_any_more():
     world, slurm = on_slurm(3, 3)
     slurm.refuse_down = "slurm_update error: Invalid user id"
-    next(a for a in world.agents if a.element == 1).set(1, fault=ECC)
+    power_off(world, "n2")
     world.run(10)
     assert attention(world.core.view)
     slurm.node_states["n2"], slurm.reasons["n2"] = {"IDLE", "DRAIN"}, "bad fan"
     world.run(3)
     assert attention(world.core.view) == [] and "n2" in world.core.state.out_of_service
-    asked = len(slurm.calls)
+    before = len(slurm.calls)
     slurm.node_states["n2"] = {"IDLE"}
     world.run(3)
-    assert not [c for c in slurm.calls[asked:] if c[0] == "down"] and "n2" not in world.core.state.out_of_service
+    assert not [c for c in slurm.calls[before:] if c[0] == "down"] and "n2" not in world.core.state.out_of_service
     world.check_replay()
 
 
@@ -178,42 +191,44 @@ def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listin
     assert slurm.calls.count(("down", "", -1, "n2")) == 1 and slurm.reasons["n2"] == "unicron[x]: y"
 
 
-# ---------------------------------------------------------------- many nodes at once
-def test_a_third_node_within_the_window_is_not_set_down_without_an_admin():
-    world, slurm = on_slurm(8, 6, max_isolated_job_share=1.0, isolation_window_seconds=600.0)
+# ---------------------------------------------------------------- many at once
+def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
+    world, slurm = on_slurm(9, 5, max_isolated_job_share=0.4)
     for element in (1, 2, 3):
         next(a for a in world.agents if a.element == element and not a.silent).set(element, fault=ECC)
         world.run(3)
-    down = [name for name, states in slurm.node_states.items() if states == {"DOWN"}]
-    assert down == ["n2", "n3"]
+        follow(world, "1", 5)
+        world.run(1)
+    assert asked(slurm, "requeue_hold") == ["n2", "n3"] and not asked(slurm, "down") + asked(slurm, "drain")
     event = next(e for e in world.log if e.kind == "isolation_withheld")
-    assert event.record.node == "n4" and "n2, n3 were set down within 600 s" in event.record.reason
-    assert "scontrol update NodeName=n4 State=DRAIN" in event.record.reason
-    assert attention(world.core.view)[0].node == "n4"
+    assert event.record.node == "n4" and "has left n2, n3 within 3600 s" in event.record.reason
+    assert {item.node for item in attention(world.core.view)} == {"n2", "n3", "n4"}
     agent = next(a for a in world.agents if a.element == 3 and not a.silent)
     assert agent.ranks[3].incarnation == 1, "its process is started again in place"
-    assert any("n4 is not set down" in text for text in world.job().failures[-1].actions)
+    assert any("stays on n4" in text for text in world.job().failures[-1].actions)
     world.check_replay()
-    world.core.append("", 0, records.NodeResumed(node="n2", reason="an admin gave it back"))
-    agent.ready()
-    agent.set(3, state="exited", exit=wire.Exit(code=1, at=world.now, lived=60.0), fault=ECC)
-    world.run(3)
-    assert slurm.node_states["n4"] == {"DOWN"}, "an admin has looked: there is room again"
-    assert not attention(world.core.view)
 
 
-def test_nodes_that_are_dead_are_facts_and_do_not_count():
-    world, slurm = on_slurm(8, 6, max_isolated_job_share=1.0)
-    for node in ("n2", "n3", "n4"):
-        world.dead_nodes.add(node)
-        for agent in world.agents:
-            agent.silent = agent.silent or agent.node == node
+def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached():
+    world, slurm = on_slurm(8, 6, max_isolated_nodes=2)
+    power_off(world, "n2", "n3", "n4")
     world.run(4)
-    assert [slurm.node_states[node] for node in ("n2", "n3", "n4")] == [{"DOWN"}] * 3
-    assert world.core.state.isolated == {}
-    next(a for a in world.agents if a.element == 4 and not a.silent).set(4, fault=ECC)
-    world.run(3)
-    assert slurm.node_states["n5"] == {"DOWN"}
+    down = [node for node, states in slurm.node_states.items() if states == {"DOWN"}]
+    assert len(down) == 2 and sorted(world.job().members) == [0, 4, 5], "healing needs no node"
+    (left,) = {"n2", "n3", "n4"} - set(down)
+    item = next(item for item in attention(world.core.view) if item.node == left)
+    assert "were taken out of service within 3600 s, and no more than 2 of 8" in item.reason
+    assert f"scontrol update NodeName={left} State=DOWN" in item.reason
+    assert left in world.job().avoid, "its next start avoids it"
+    world.run(600)
+    power_off(world, "n5")
+    world.run(4)
+    assert slurm.node_states["n5"] == {"IDLE"}, "nobody has looked, and the hour is not over"
+    world.core.append("", 0, records.NodeResumed(node=down[0], by_others=True, reason="an admin gave it back"))
+    power_off(world, "n6")
+    world.run(4)
+    assert slurm.node_states["n6"] == {"DOWN"}, "an admin has looked: there is room again"
+    world.check_replay()
 
 
 @pytest.mark.parametrize(

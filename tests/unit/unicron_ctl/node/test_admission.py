@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from detector.health import Settings
 from unicron_ctl.controller.nodes.admission import Report, checked
 from unicron_ctl.controller.plan.placement import OURS
 from unicron_ctl.errors import UserError
@@ -52,11 +53,16 @@ def test_another_tools_note_on_a_node_in_service_is_kept() -> None:
     )
 
 
+def state(tmp_path) -> list[str]:
+    return ["--state", str(tmp_path / "state")]
+
+
 def run(tmp_path, *words: str, config: str = "") -> tuple[int, str]:
     file, log = tmp_path / "unicron.toml", tmp_path / "log"
     file.write_text(config)
     log.unlink(missing_ok=True)
-    status = admission.main(["--config", str(file), "--log", str(log), "--node", "n1", "--drain", "off", *words])
+    usual = ["--config", str(file), "--log", str(log), "--node", "n1", "--drain", "off", *state(tmp_path)]
+    status = admission.main([*usual, *words])
     return status, log.read_text() if log.exists() else ""
 
 
@@ -74,7 +80,8 @@ def test_mistakes_in_the_configuration_are_said_and_drain_nobody(tmp_path) -> No
     assert status == 0 and "has no key 'memory'" in log
     status, log = run(tmp_path, "--skip", "fans")
     assert status == 0 and "no check 'fans'" in log
-    assert admission.main(["--config", str(tmp_path / "none"), "--log", str(tmp_path / "log2")]) == 0
+    missing = ["--config", str(tmp_path / "none"), "--log", str(tmp_path / "log2"), *state(tmp_path)]
+    assert admission.main(missing) == 0
     assert "the defaults are used" in (tmp_path / "log2").read_text()
 
 
@@ -94,7 +101,7 @@ def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
 
 def test_a_report_that_cannot_be_sent_is_one_line() -> None:
     with pytest.raises(UserError, match="no address"):
-        admission.report("nonsense", "n1", "interval", admission.run(), 0.0)
+        admission.report("nonsense", "n1", "interval", admission.run(Settings(skip=("all",))), 0.0)
 
 
 def test_reports_go_to_the_address_of_the_configuration(tmp_path, monkeypatch) -> None:
@@ -118,3 +125,39 @@ def test_the_usual_configuration_is_read_where_none_is_named(tmp_path, monkeypat
     assert admission._usual_config() == str(tmp_path / "unicron.toml")
     monkeypatch.setenv("UNICRON_CONFIG", "/nonexistent")
     assert admission._usual_config() is None
+
+
+class Cluster:
+    """A Slurm whose other nodes are drained."""
+
+    def __init__(self, nodes: int, drained: int, reason: str) -> None:
+        names = [f"n{number}" for number in range(1, nodes + 1)]
+        self.asked: list[str] = []
+        self.listed = [
+            NodeInfo(name, frozenset({"IDLE", "DRAIN"} if 1 <= i <= drained else {"IDLE"}), reason, "h", 1, START, 0)
+            for i, name in enumerate(names)
+        ]
+
+    def nodes(self) -> list[NodeInfo]:
+        return self.listed
+
+    def drain(self, node: str, reason: str) -> None:
+        self.asked.append(node)
+
+
+def test_no_more_nodes_drain_themselves_than_the_limit_allows() -> None:
+    """A line of [health] that is wrong is wrong on every node."""
+    for nodes, drained, reason, allowed in (
+        (20, 2, "unicron[health]: x", True),
+        (20, 3, "unicron[health]: x", False),
+        (20, 9, "fan", True),
+        (50, 4, "unicron[health]: x", True),
+        (50, 5, "unicron[health]: x", False),
+    ):
+        cluster = Cluster(nodes, drained, reason)
+        if allowed:
+            assert "is drained" in admission.drain(cluster, "n1", "memory", most=3)
+        else:
+            with pytest.raises(admission.TooMany, match=f"{drained} nodes are drained by their checks"):
+                admission.drain(cluster, "n1", "memory", most=3)
+        assert cluster.asked == ["n1"] * allowed

@@ -79,8 +79,10 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
     return world, slurm
 
 
-def tell(world: World, node: str, verdict: str, reason: str = "why", source: str = "interval") -> None:
-    arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now}
+def tell(
+    world: World, node: str, verdict: str, reason: str = "why", source: str = "interval", drain: bool = False
+) -> None:
+    arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now, "drain": drain}
     assert answers.answer(world.core, None, "health", arguments, EVERYBODY) == {"taken": True}
     world.log.extend(world.core.events)
     world.core.events = []

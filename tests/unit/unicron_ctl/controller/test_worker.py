@@ -1,0 +1,134 @@
+"""The threads that speak to Slurm: what is urgent overtakes, and what changes the same thing keeps its order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.processes import wait_for
+from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.worker import LEFT_OUT, Worker
+from unicron_ctl.slurm.client import SlurmError
+
+
+class SlowSlurm:
+    """Each call is noted as it begins; those on what `blocked` names wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.blocked: set[str] = set()
+        self.refused: set[str] = set()
+        self.go = threading.Event()
+
+    def _call(self, what: str) -> None:
+        self.began.append(what)
+        if what in self.blocked:
+            assert self.go.wait(60)
+        if what in self.refused:
+            raise SlurmError("no")
+
+    def nodes(self) -> list[Any]:
+        self._call("poll")
+        return []
+
+    def elements(self) -> list[Any]:
+        return []
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        self._call(f"hold {job}_{element}")
+
+    def release(self, job: str, element: int) -> None:
+        self._call(f"release {job}_{element}")
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        self._call(f"requeue_hold {job}_{element}")
+
+    def down(self, node: str, reason: str) -> None:
+        self._call(f"down {node}")
+
+    def resume(self, node: str) -> None:
+        self._call(f"resume {node}")
+
+
+class Answers:
+    """What the core would hear."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def on_action(self, action: Action, error: str) -> None:
+        self.heard.append((action.label, error))
+
+    def on_actions_done(self, urgent: bool) -> None:
+        self.heard.append(("all", str(urgent)))
+
+    def on_listing(self, nodes: Any, elements: Any) -> None:
+        self.heard.append(("listing", ""))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.slurm, self.core = SlowSlurm(), Answers()
+        self.worker = Worker(self.slurm, 0.5)  # type: ignore[arg-type]
+
+    def submit(self, *actions: Action, urgent: bool = False) -> None:
+        self.worker.submit(Run(actions, urgent) if actions else Poll(), self.core)  # type: ignore[arg-type]
+
+    def heard(self, count: int) -> list[tuple[str, str]]:
+        def enough() -> bool:
+            for result in self.worker.take():
+                result()
+            return len(self.core.heard) >= count
+
+        wait_for(enough, f"{count} answers", now=lambda: (self.core.heard, self.slurm.began))
+        return self.core.heard
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.slurm.go.set()
+    bench.worker.close()
+    os.close(bench.worker.wake_read)
+
+
+def act(action: str, element: int = -1, node: str = "") -> Action:
+    return Action(action, "1" if element >= 0 else "", element, node, "a test", "unicron: x")
+
+
+def test_what_is_urgent_does_not_wait_behind_a_slow_listing_or_slow_actions(bench: Bench) -> None:
+    """Defect: `down` waited in one queue behind calls of 10 s each."""
+    bench.slurm.blocked = {"poll", "hold 1_0"}
+    bench.submit()
+    bench.submit(act("hold", 0), act("hold", 1))
+    bench.submit(act("down", node="n3"), urgent=True)
+    assert bench.heard(2) == [("down n3", ""), ("all", "True")]
+    bench.slurm.go.set()
+    assert bench.heard(6)[2:] == [("listing", ""), ("hold 1_0", ""), ("hold 1_1", ""), ("all", "False")]
+
+
+def test_actions_on_the_same_element_or_node_keep_their_order(bench: Bench) -> None:
+    bench.slurm.blocked = {"release 1_2"}
+    bench.submit(act("release", 2), act("resume", node="n3"))
+    wait_for(lambda: bench.slurm.began == ["release 1_2"], "the first is under way")
+    bench.submit(act("down", node="n3"), act("requeue_hold", 2), urgent=True)
+    bench.submit(act("hold", 2))
+    bench.slurm.go.set()
+    bench.heard(8)
+    began = bench.slurm.began
+    assert began.index("release 1_2") < began.index("requeue_hold 1_2") < began.index("hold 1_2")
+    assert began.index("resume n3") < began.index("down n3")
+
+
+def test_what_follows_an_action_that_failed_is_left_out_and_heard_of(bench: Bench) -> None:
+    bench.slurm.refused = {"release 1_0"}
+    bench.submit(act("release", 0), act("hold", 0), act("hold", 1))
+    assert bench.heard(4) == [("release 1_0", "no"), ("hold 1_0", LEFT_OUT), ("hold 1_1", ""), ("all", "False")]
+    assert "hold 1_0" not in bench.slurm.began
+    bench.submit(act("hold", 0))
+    assert bench.heard(6)[4:] == [("hold 1_0", ""), ("all", "False")]

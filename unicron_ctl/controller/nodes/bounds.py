@@ -1,0 +1,135 @@
+"""How much may be taken: nodes out of service, elements requeued and held. Every limit is over a stretch of time.
+
+A detector that is wrong about one node is wrong about many: a bad rule, or a fault of the switch, must not take the
+cluster out of service. At a limit the controller stops taking, says so, and goes on with what takes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.cluster import REQUEUES, Mark
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome, View
+
+MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
+
+
+# ---------------------------------------------------------------- nodes
+def allowed(config: ControllerConfig, cluster_nodes: int) -> int:
+    """How many nodes may be taken out of service within the window."""
+    return max(config.max_isolated_nodes, int(config.max_isolated_share * cluster_nodes))
+
+
+def too_many(
+    node: str, isolated: Mapping[str, Mark], cluster_nodes: int, config: ControllerConfig, now: float, state: str
+) -> str:
+    """Why the node must not be taken out of service now, and what to do; empty when it may be. Pure.
+
+    isolated: those that were, and that nobody else has given back. state: what it would be, in Slurm's words.
+    """
+    window = config.isolation_window_seconds
+    recent = [name for name, item in isolated.items() if now - item.at < window and name != node]
+    most = allowed(config, cluster_nodes)
+    if len(recent) < most:
+        return ""
+    return (
+        f"{_names(recent)} taken out of service within {window:g} s, and no more than {most} of {cluster_nodes} nodes "
+        f"may be (max_isolated_nodes, max_isolated_share): look at it, then "
+        f"`scontrol update NodeName={node} State={state} Reason=...`, or raise the limit"
+    )
+
+
+def left_too_many(
+    job: str, left: Collection[str], job_nodes: Collection[str], node: str, config: ControllerConfig
+) -> str:
+    """Why the job must not leave this node, too; empty when it may. Pure. left: those that it left within the window.
+    job_nodes: where it runs."""
+    others = set(left) - {node}
+    size = len({*job_nodes, *others, node})
+    most = max(1, int(config.max_isolated_job_share * size))
+    if len(others) < most:
+        return ""
+    return (
+        f"job {job} has left {', '.join(sorted(others)[:8])} within {config.isolation_window_seconds:g} s, and no more "
+        f"than {most} of its {size} nodes may be left (max_isolated_job_share)"
+    )
+
+
+def _names(nodes: Collection[str]) -> str:
+    names = sorted(nodes)
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{shown} {'were' if len(names) > 1 else 'was'}" if names else "none was"
+
+
+# ---------------------------------------------------------------- elements
+class Bounds:
+    """What may still be asked of Slurm in this turn."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._asked: list[Action] = []
+
+    def refuse(self, action: Action) -> str:
+        """Why this must not be asked for now; empty when it may be, and then it counts."""
+        why = ""
+        if action.action in REQUEUES:
+            why = self._of_job(action.job) or self._of_all(REQUEUES, "max_requeues_per_minute")
+        elif action.action == "hold":
+            why = self._of_all(("hold",), "max_holds_per_minute")
+        if not why:
+            self._asked.append(action)
+        return why
+
+    def _of_job(self, job: str) -> str:
+        view, window = self._view, self._view.config.isolation_window_seconds
+        known = view.state.jobs.get(job)
+        most = max(view.config.max_requeues_per_job, len(known.agents) if known else 0)
+        count = self._count(REQUEUES, window, job)
+        return _limit(f"of job {job} were requeued", count, window, most, "max_requeues_per_job")
+
+    def _of_all(self, actions: tuple[str, ...], name: str) -> str:
+        done = "were held" if actions == ("hold",) else "were requeued"
+        most: int = getattr(self._view.config, name)
+        return _limit(done, self._count(actions, MINUTE, ""), MINUTE, most, name)
+
+    def _count(self, actions: tuple[str, ...], within: float, job: str) -> int:
+        now, found = self._view.now, 0
+        for take in reversed(self._view.state.taken):
+            if now - take.at >= within:
+                break
+            found += take.action in actions and (not job or take.job == job)
+        return found + sum(a.action in actions and (not job or a.job == job) for a in self._asked)
+
+
+def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
+    if count < most:
+        return ""
+    return f"{count} elements {done} within {seconds:g} s, and no more than {most} may be ({name})"
+
+
+def within(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
+    """Those that no limit forbids. With an element that is not taken from its node falls what was to start there."""
+    bounds, found, kept = Bounds(view), [], set()
+    for action in actions:
+        why = bounds.refuse(action)
+        if why:
+            kept.add(action.node)
+            withhold(view, action, why, out)
+        else:
+            found.append(action)
+    return [action for action in found if not action.node or action.node not in kept]
+
+
+def withhold(view: View, action: Action, why: str, out: Outcome) -> None:
+    """Records, once a minute, that this is not asked of Slurm."""
+    known, which = view.state.withheld_takes.get(f"{action.action} {action.job}"), (action.job, action.action)
+    said = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)
+    if said or (known is not None and view.now - known.at < MINUTE):
+        return
+    job = view.state.jobs.get(action.job)
+    reason = f"{action.label} is not done: {why}; raise the limit if that is usual here"
+    record = records.TakeWithheld(action=action.action, element=action.element, node=action.node, reason=reason)
+    out.records.append((action.job, job.generation if job else 0, record))
