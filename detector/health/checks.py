@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from detector.classify import default_classifier
+from detector.classify import Classifier, default_classifier
 from detector.health import kernel
 from detector.severity import SeverityTableError
 
@@ -116,8 +116,6 @@ def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess
 
 def judge_gpus(status: int, table: str, said: str, settings: Settings) -> Finding:
     """Pure: the verdict on nvidia-smi's answer (``_SMI_FIELDS`` as CSV, one line per GPU)."""
-    from detector.classify import default_classifier
-
     if status != 0:
         # 9: the driver is not loaded, 15: a GPU is lost (nvidia-smi(1), RETURN VALUE).
         known = default_classifier().match(said)
@@ -325,10 +323,7 @@ def check_kernel(settings: Settings) -> Finding:
     state = Path(settings.kernel_state, f"kernel-{node}.json")
     try:
         boot = _root(settings, "proc/sys/kernel/random/boot_id").read_text().strip()
-        rules = default_classifier()
-        if settings.severity:
-            rules = rules.load({"severity": settings.severity})
-        bad = kernel.look(_root(settings, "dev/kmsg"), boot, state, rules)
+        bad = kernel.look(_root(settings, "dev/kmsg"), boot, state, lambda: _rules(settings))
     except OSError as error:
         return Finding(WARNING, f"the kernel log is not read: {error.filename or 'kmsg'}: {error.strerror}")
     except SeverityTableError as error:
@@ -336,6 +331,12 @@ def check_kernel(settings: Settings) -> Finding:
     if bad:
         return Finding(BAD, f"{'; '.join(bad)} (until a reboot, or `rm {state}`)", {"lines": bad})
     return Finding(GOOD, "the kernel has not called the hardware broken")
+
+
+def _rules(settings: Settings) -> Classifier:
+    """The severity table with the admin's rules before it."""
+    rules = default_classifier()
+    return rules.load({"severity": settings.severity}) if settings.severity else rules
 
 
 CHECKS: dict[str, Callable[[Settings], Finding]] = {

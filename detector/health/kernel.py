@@ -12,11 +12,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from detector.classify import Classifier, default_classifier
+from detector.classify import Classifier
 from detector.kernel_log import RECORD_BYTES, line_of
 from detector.severity import Severity, Verdict
 
@@ -57,17 +57,18 @@ def proven(line: str, classifier: Classifier) -> Verdict | None:
     return verdict if fatal else None
 
 
-def look(log: Path, boot: str, state: Path, classifier: Classifier | None = None) -> list[str]:
+def look(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:
     """Lines since the first check of this boot that prove the hardware broken, with what they mean; the first check of
     all only notes where the log ends. `state`: where that is kept, in a folder that only this user can write; without
-    it, once the hardware is mended, nothing is held against the node. Raises OSError.
+    it, once the hardware is mended, nothing is held against the node. classifier: made only where a line needs it.
+    Raises OSError.
     """
-    classifier = classifier or default_classifier()
     seen = _load(state, boot)
     last, bad = (seen.last, seen.bad) if seen else (-1, [])
     for number, line in _records(log):
-        if seen is not None and number > last and len(bad) < KEPT and (verdict := proven(line, classifier)):
-            bad.append(f"{verdict.cause}: {line[:120]}")
+        if seen is not None and number > last and len(bad) < KEPT and _OWN.match(line):
+            if verdict := proven(line, classifier()):
+                bad.append(f"{verdict.cause}: {line[:120]}")
         last = max(last, number)
     _save(state, Seen(boot, last, bad))
     return bad

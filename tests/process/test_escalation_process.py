@@ -106,7 +106,7 @@ def test_a_restart_that_gets_stuck_is_ended_and_the_next_severity_follows(tmp_pa
     limits = "restart_seconds = 3.0\nisolate_seconds = 3.0\n"
     with World(tmp_path, 2, limits, command=[sys.executable, str(script)], UNICRON_MODE="session") as job:
         event = job.wait(lambda: next(iter(job.events("action_failed")), None), "the time limit is over")
-        assert event["failed"] == "restart" and event["action"] == "isolate"
+        assert event["failed"] == "restart" and event["action"] == "move"
         assert "not done within 3 s: its process (incarnation 1) is not ready" in event["reason"]
         job.wait(lambda: job.rank(1)["incarnation"] == 2 and job.rank(1)["state"] == "waiting", "one more process")
-        assert any(f["kind"] == "action" and f["severity"] == 1 for f in job.failures())
+        assert any(f["kind"] == "action" and f["severity"] == 2 for f in job.failures())
