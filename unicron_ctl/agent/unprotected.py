@@ -21,7 +21,10 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
 
     Raises UserError when it cannot be found out which ranks the job has, or the command cannot be started.
     """
-    world = static_world(place)
+    try:
+        world = static_world(place)
+    except UserError as error:
+        raise UserError(f"{why}; {error}", error.exit_code) from None
     print(f"unicron: {place.label} on {place.node}: {why}; the job runs unprotected", file=sys.stderr, flush=True)
     base = {**os.environ, "PYTHONPATH": package_path(os.environ)}
     environments = [base | world.environment(local) for local in range(world.ranks_per_node)]
