@@ -336,7 +336,7 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
     why = {
         address: f"no controller answers at {address}",
         "": "no controller is configured (UNICRON_CONTROLLER)",
-        "head node": "head node is no address of a controller (tcp://HOST:PORT)",
+        "head node": "head node is no address of a controller: write tcp://HOST:PORT",
     }
     jobs = [
         Job(tmp_path, where, str(30 + i), 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="0.5")

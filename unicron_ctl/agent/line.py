@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import zmq
@@ -133,7 +134,8 @@ class Line:
 
     def _connect(self, theirs: str) -> None:
         if self._theirs is not None:
-            self.socket.disconnect(self._address)
+            with contextlib.suppress(zmq.ZMQError):  # an injected loss of the network has done so already
+                self.socket.disconnect(self._address)
         self.key = secure_client(self.socket, theirs, self.pair)
         self.socket.connect(self._address)
         self._theirs = theirs

@@ -21,7 +21,10 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
 
     Raises UserError when it cannot be found out which ranks the job has, or the command cannot be started.
     """
-    world = static_world(place)
+    try:
+        world = static_world(place)
+    except UserError as error:
+        raise UserError(f"{why}; {error}", error.exit_code) from None
     print(f"unicron: {place.label} on {place.node}: {why}; the job runs unprotected", file=sys.stderr, flush=True)
     # The step of a job that is no array has the job's nodes, and what it says of them is true.
     mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)

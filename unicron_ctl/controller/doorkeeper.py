@@ -102,10 +102,13 @@ class Doorkeeper:
             ready = dict(poller.poll())
             if self._stopped in ready:
                 break
-            if self._events in ready:
-                self._notice()
-            if self._zap in ready:
-                self._admit()
+            try:
+                if self._events in ready:
+                    self._notice()
+                if self._zap in ready:
+                    self._admit()
+            except Exception:  # without this thread nobody could connect any more
+                log.exception("couldn't look after a connection")
         for source in (self._zap, self._events, self._stopped):
             source.close(0)
 

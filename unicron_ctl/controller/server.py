@@ -58,7 +58,9 @@ SAVED = (  # what a snapshot holds
 )
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
-QUEUE = 20000  # messages to one peer that does not read, and connections that wait to be accepted at once
+QUEUE = 20000  # connections that wait to be accepted at once
+UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
+UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
 UNREAD = 1000  # messages of one peer that were not looked at yet; then TCP holds it back
 MAX_SOCKETS = 16384
 # Messages a second, and at once; see throttle.cost. An agent has 20 a second in its busiest moments.
@@ -66,6 +68,7 @@ OF_AN_AGENT = 500.0, 3000.0
 OF_AN_ADDRESS = 300.0, 3000.0  # of all there that are not registered: registrations, questions
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
+TRIES = 5  # to find a port that is free for TCP and for UDP
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
@@ -120,7 +123,8 @@ class Server:
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 200),
-            (zmq.SNDHWM, QUEUE),
+            (zmq.SNDHWM, UNSENT),
+            (zmq.TCP_MAXRT, UNREAD_MS),
             (zmq.RCVHWM, UNREAD),
             (zmq.BACKLOG, QUEUE),
             (zmq.TCP_KEEPALIVE, 1),
@@ -132,8 +136,7 @@ class Server:
         self.doorkeeper = Doorkeeper(self._context, self._router, connections)
         try:
             self.key = self._secure(config.controller, store.path.parent)
-            self.address = self._bind(listen)
-            self._hints = self._bind_hints()
+            self.address, self._hints = self._bind(listen)
         except UserError:
             self.doorkeeper.close()
             self._context.destroy(linger=0)
@@ -336,22 +339,22 @@ class Server:
     # ------------------------------------------------------------ out
     def _on_ask(self, route: Route, ask: wire.Ask, key: str, address: str) -> None:
         if not self._munge:
-            self._answer(route, ask, EVERYBODY)
+            self._answer(route, ask, EVERYBODY, address)
             return
         if not ask.credential:
-            self._answer(route, ask, NOBODY)
+            self._answer(route, ask, NOBODY, address)
             return
 
         def then(found: Asker | Unproven) -> None:
             if isinstance(found, Asker):
-                self._answer(route, ask, found)
+                self._answer(route, ask, found, address)
             else:
                 self._send(route, wire.Answer(ok=False, error=found.reason))
 
         if not self._verifier.verify(ask.credential, claims.of_asker(key), address, then):
             self._send(route, wire.Answer(ok=False, error="the controller is asked too much at once: try again"))
 
-    def _answer(self, route: Route, ask: wire.Ask, asker: Asker) -> None:
+    def _answer(self, route: Route, ask: wire.Ask, asker: Asker, address: str) -> None:
         self.core.now = self.now()
         self.core.settle()
         self.flush()  # the log must hold what the answer says
@@ -362,7 +365,10 @@ class Server:
         except Exception as error:  # a question must not end the controller
             log.exception("couldn't answer %s", ask.what[:50])
             reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
-        self._send(route, reply)
+        data = wire.encode(reply)
+        if self._munge:  # who asks for much and does not read it may not fill the memory
+            self._others.charge(address, self.now(), cost(len(data)) - 1)
+        self._send_bytes(route, data)
 
     def flush(self) -> None:
         """Stores what was decided, then lets it out."""
@@ -408,7 +414,19 @@ class Server:
             return PLAIN
         return secure_server(self._router, folder, config.public_key)
 
-    def _bind(self, listen: str) -> str:
+    def _bind(self, listen: str) -> tuple[str, socket.socket]:
+        """Where it can be reached, and the socket for datagrams at the same port."""
+        tries = TRIES if listen.endswith(":0") else 1
+        while True:
+            address, tries = self._bind_router(listen), tries - 1
+            try:
+                return address, self._bind_hints()
+            except UserError:
+                if not tries:
+                    raise
+                self._router.unbind(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _bind_router(self, listen: str) -> str:
         try:
             self._router.bind(listen)
         except zmq.ZMQError as error:

@@ -29,6 +29,11 @@ class Throttle:
             self.buckets.popitem(last=False)
         return allowed
 
+    def charge(self, name: str, now: float, cost: float) -> None:
+        """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
+        left, at = self.buckets.pop(name, (self.burst, now))
+        self.buckets[name] = min(self.burst, left + (now - at) * self.rate) - cost, now
+
 
 def cost(size: int) -> float:
     """Of a message of so many bytes."""

@@ -64,6 +64,13 @@ def test_a_burst_then_a_rate() -> None:
     assert sum(throttle.allows("a", 100.0 + step / 1000) for step in range(1000)) == 5 + 9
 
 
+def test_what_an_answer_costs_is_taken_from_later_questions() -> None:
+    throttle = Throttle(rate=10.0, burst=5.0)
+    assert throttle.allows("a", 0.0)
+    throttle.charge("a", 0.0, 14.0)
+    assert not throttle.allows("a", 1.0) and throttle.allows("a", 1.2)
+
+
 def test_large_messages_count_for_more_and_every_allowed_size_passes_a_full_bucket() -> None:
     from unicron_ctl.controller.server import OF_AN_ADDRESS, OF_AN_AGENT
     from unicron_ctl.protocol.wire import MAX_BYTES
