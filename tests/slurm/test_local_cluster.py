@@ -20,7 +20,8 @@ import pytest
 
 from tests.support.processes import ROOT, unicronctl, wait_for
 from unicron_ctl.errors import UserError
-from unicron_ctl.localslurm import LocalCluster, binaries, ports
+from unicron_ctl.localslurm import LocalCluster, binaries, ports, protection
+from unicron_ctl.protocol.client import ask
 from unicron_ctl.reach import Reach, reach
 
 pytestmark = pytest.mark.slurm
@@ -305,3 +306,26 @@ def test_the_command_brings_a_cluster_up_shows_it_and_takes_it_down(small: Local
     assert json.loads(_unicronctl(folder, "status", "--json").stdout)["state"] == "down"
     off = _unicronctl(folder, "power-on", "n2")
     assert off.returncode == 1 and "is down; start it with: unicronctl cluster up" in off.stderr
+
+
+def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> None:
+    folder = small.layout.state_dir
+    assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none").returncode == 0
+    refused = _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron")
+    assert refused.returncode == 2 and "a different cluster (2 nodes) is up" in refused.stderr
+    assert protection.address(small.layout) == "", "the unicrond that was started for it has ended"
+    assert _unicronctl(folder, "down").returncode == 0
+
+    up = _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron")
+    assert up.returncode == 0 and 'Unicron is on them: eval "$(unicronctl cluster env)"' in up.stdout, up.stderr
+    address = protection.address(small.layout)
+    assert ask({"kind": "ping"}, address, timeout=30.0) == {"pong": True}
+    assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron").returncode == 0, "once more"
+    shown = _unicronctl(folder, "env").stdout.splitlines()
+    assert f"export UNICRON_CONTROLLER={address}" in shown
+    assert f"export SLURM_CONF={folder}/etc/slurm.conf" in shown
+    assert address in (folder / "etc" / "plugstack.conf").read_text()
+
+    assert _unicronctl(folder, "down").returncode == 0
+    _assert_nothing_left(LocalCluster.load(folder))
+    assert protection.address(small.layout) == ""

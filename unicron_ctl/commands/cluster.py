@@ -47,11 +47,18 @@ def up(
     state_dir: Path,
 ) -> None:
     """Start the cluster, or what is missing of it."""
+    layout = Layout(state_dir)
+    fresh = protected and not protection.address(layout)
     if protected:
         protection.plugin_line("")  # before anything is started
-        plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(Layout(state_dir))))
+        plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))
     cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links)
-    cluster.up()
+    try:
+        cluster.up()
+    except BaseException:
+        if fresh:
+            protection.stop(layout)
+        raise
     click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
     if protected:
         click.echo('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')

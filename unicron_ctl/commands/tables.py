@@ -198,7 +198,7 @@ def failures(listed: list[dict[str, Any]]) -> Listing:
             failure["node"] if failure["kind"] == "node" else f"slot{failure['slot']}",
             str(failure["severity"]),
             failure["cause"],
-            failure["detected_by"],
+            failure["detected_by"].replace(" ", "-"),
             f"{resumed - failure['detected_at']:.2f}" if resumed else "-",
             str(failure["reused_micro_batches"]),
             str(failure["recomputed_micro_batches"]),

@@ -109,24 +109,27 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 def tables(result: dict[str, Any]) -> list[Listing]:
     """The two tables at the end of the demo."""
-    failures = Listing("sev", "cause", "by", "found", "again", "kept", "taken", "twice", "whole", "what broke")
+    failures = Listing(
+        "job", "what", "sev", "cause", "by", "found", "again", "kept", "taken", "twice", "whole", title="failures"
+    )
     for f in result["failures"]:
         began = f["injected_at"]
         failures.add_row(
+            f["job"],
+            f["kind"],
             str(f["severity"]),
             f["cause"],
-            f["detected_by"],
+            f["detected_by"].replace(" ", "-"),
             f"{f['detected_at'] - began:.2f}",
             _after(f["resumed_at"], began),
             str(f["reused_micro_batches"]),
             str(f["redistributed_micro_batches"]),
             str(f["recomputed_micro_batches"]),
             _after(f["restored_at"], began),
-            f["what"],
         )
     for join in result["joins"]:
-        what = f"(a repaired node comes back, goes to {join['job']})"
-        failures.add_row(*["-"] * 8, f"{join['used_at'] - join['at']:.2f}", what)
+        failures.add_row(join["job"], "join", *["-"] * 8, f"{join['used_at'] - join['at']:.2f}")
+    failures.add_note("rank: kill -9 of one; node: power-off; join: a repaired node comes back and goes to this job")
     failures.add_note("found, again, whole: seconds until it was noticed, until the next step, until no node lacked")
     failures.add_note("kept, taken: micro-batches in survivors' gradients, and those that they took over from the lost")
     failures.add_note("twice: of the latter, those that the lost rank was known to have finished")
