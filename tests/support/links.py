@@ -190,12 +190,22 @@ class LinksCluster:
     """Nodes n1 ... nN and a head, each with its own link, and a unicrond on the head. A context manager.
 
     settings: lines of [controller]. plugin: the built SPANK plugin; without it the agent is written in the jobs.
+    config_lines: lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4, settings: str = "", plugin: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 4,
+        settings: str = "",
+        plugin: Path | None = None,
+        config_lines: Sequence[str] = (),
+    ):
         self.folder, self.plugin = folder, plugin
         folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, links=True)
+        self.cluster = LocalCluster(
+            folder / "slurm", nodes=nodes, gpus_per_node=1, config_lines=config_lines, links=True
+        )
         self.environment = outside_slurm() | self.cluster.env() | {"OMP_NUM_THREADS": "1"}
         self.environment["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.environment["PATH"]])
         try:
