@@ -77,7 +77,7 @@ class Sites:
                 _clean(self._site)
                 return self._site
             except (AssertionError, UserError, OSError) as error:
-                print(f"      a new cluster: {one_line(str(error))[:100]}", flush=True)
+                print(f"      a new cluster: {one_line(str(error)).partition('; now:')[0][:100]}", flush=True)
                 self.close()
         self._count += 1
         # As on a site: what the local cluster has by default lets Slurm itself set silent nodes down after 20 s.
@@ -93,7 +93,7 @@ class Sites:
             try:
                 site.close()
             except AssertionError as error:  # a unicrond that does not end by itself; the cluster is down
-                print(f"      {one_line(str(error))[:100]}", flush=True)
+                print(f"      {one_line(str(error)).partition('; now:')[0][:100]}", flush=True)
 
 
 def _clean(site: LinksCluster) -> None:
@@ -143,7 +143,7 @@ def play(row: Row, sites: Sites) -> Result:
             storm = Storm(sites.fresh())
             row.play(storm)
     except Exception as problem:  # whatever it is, the other rows are to be seen
-        told = one_line(str(problem))[:200]
+        told = one_line(str(problem)).partition("; now:")[0][:200]
         error = f"{type(problem).__name__}: {told}"
         if isinstance(problem, TooLong):
             sites.close()
@@ -180,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if os.getuid():
         parser.error("links of their own need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its cluster goes with it
     results = run(chosen, options.slurmd_timeout, options.keep)
     print("\n" + summary(results))
     if options.json:

@@ -18,6 +18,7 @@ ELEMENTS = 3
 START_LIMIT = 150.0  # seconds; the ranks of all nodes start on this machine's few cores
 HEAL_LIMIT = 90.0  # for whatever must come: a row that waited for it in vain has failed and goes on to the next
 BUSY_PAUSE = 5.0  # between two steps of a job that nobody disturbs, while other programs use the cores
+NEVER = float("inf")
 STALE = 1.0  # a step of an older generation so long after the first of a younger one: two halves go on
 OUT_OF_SERVICE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL"}
 
@@ -68,6 +69,9 @@ class Storm:
     # ------------------------------------------------------------ figures
     def figure(self, name: str, value: object, unit: str = "") -> None:
         """Note what was seen."""
+        if value == NEVER:
+            self.seen[name] = f"not within {HEAL_LIMIT:g} s"
+            return
         text = f"{value:.1f}" if isinstance(value, float) else str(value)
         self.seen[name] = f"{text} {unit}".strip()
 
@@ -82,11 +86,22 @@ class Storm:
         self.ask(seconds <= limit, f"{name} <= {limit:g} s")
 
     def next_step(self, since: float) -> float:
-        """When the job took its first step in a new generation."""
-        return self.job.next_step(since, HEAL_LIMIT)
+        """When the job took its first step in a new generation, or NEVER."""
+        try:
+            return self.job.next_step(since, HEAL_LIMIT)
+        except AssertionError:
+            return NEVER
+
+    def goes_on(self) -> None:
+        """Ask that the job trains some iterations more."""
+        try:
+            self.job.reached(5, HEAL_LIMIT)
+        except AssertionError:
+            self.wrong.append("the job goes on")
 
     def whole_again(self, members: int = ELEMENTS) -> float:
-        """When the last of so many ranks took its first step in one generation younger than that before the storm."""
+        """When the last of so many ranks took its first step in one generation younger than that before the storm, or
+        NEVER."""
 
         def found() -> float:
             first: dict[int, dict[int, float]] = {}
@@ -95,7 +110,10 @@ class Storm:
                     first.setdefault(step["generation"], {}).setdefault(step["slot"], step["time"])
             return min((max(times.values()) for times in first.values() if len(times) == members), default=0.0)
 
-        return wait_for(found, f"{members} ranks train together again", HEAL_LIMIT, self.job.told)
+        try:
+            return wait_for(found, f"{members} ranks train together again", HEAL_LIMIT)
+        except AssertionError:
+            return NEVER
 
     def failures(self) -> list[dict[str, Any]]:
         """What the controller has on record of this job."""
