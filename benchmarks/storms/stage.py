@@ -54,8 +54,13 @@ class Storm:
         (self.job.folder / "gate.1").touch()
 
     def pid(self, slot: int) -> int:
-        """The process of a rank."""
-        return int(self.site.controller.rank(slot, self.job.id)["pid"])
+        """The process of a rank, whatever the controller knows of it. Raises LookupError."""
+        mark = f"UNICRON_SLOT={slot}".encode()
+        tasks = [p for p in self.site.cluster.processes() if p.kind == "task"]
+        found = [p for p in tasks if mark in _words(p.pid, "environ")]
+        if not found:
+            raise LookupError(f"no rank of slot {slot} runs")
+        return min(found, key=lambda p: p.started).pid
 
     def kill_rank(self, slot: int) -> float:
         """kill -9; returns the time."""
@@ -167,8 +172,12 @@ def halted(slot: int, at: str, count: int) -> str:
 
 
 def _is_agent(pid: int) -> bool:
+    return any(word.endswith(b"/unicron-agent") for word in _words(pid, "cmdline")[:2])
+
+
+def _words(pid: int, file: str) -> list[bytes]:
+    """/proc/PID/cmdline or environ; empty when the process is gone."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
     except OSError:
-        return False
-    return any(word.endswith(b"/unicron-agent") for word in words[:2])
+        return []

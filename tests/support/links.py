@@ -56,6 +56,8 @@ class HeadController(Controller):
         self.namespace = MOUNTS / cluster.layout.network.namespace(HEAD)
         self._asker = ThreadPoolExecutor(1, initializer=self._enter)
         self._listen = f"tcp://{cluster.address(HEAD)}:{PORT}"
+        self._munge = os.environ.get("MUNGE_SOCKET")
+        os.environ["MUNGE_SOCKET"] = cluster.env()["MUNGE_SOCKET"]  # who asks is shown by this cluster's munge
         super().__init__(folder, settings, outside_slurm() | cluster.env())
 
     @property
@@ -85,6 +87,8 @@ class HeadController(Controller):
             super().close()
         finally:
             self._asker.shutdown()
+            os.environ.pop("MUNGE_SOCKET", None)
+            os.environ.update({"MUNGE_SOCKET": self._munge} if self._munge else {})
 
     def _enter(self) -> None:
         """A network namespace is a thread's own, and the threads that ZeroMQ starts from it inherit it."""
