@@ -92,7 +92,7 @@ class Sites:
         if site is not None:
             try:
                 site.close()
-            except AssertionError as error:  # a unicrond that does not end by itself; the cluster is down
+            except (AssertionError, UserError) as error:  # a unicrond that does not end by itself, a busy machine
                 print(f"      {one_line(str(error)).partition('; now:')[0][:100]}", flush=True)
 
 
