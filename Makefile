@@ -8,12 +8,14 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= tests
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
+# Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
+STORMS_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system plugin demo test test-unit lint bench clean
+.PHONY: help venv system plugin demo test test-unit lint bench storms clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -52,6 +54,9 @@ lint: venv       ## ruff, the rules of who may import whom, types, the guide's t
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run
+
+storms: system venv plugin  ## as root: a job on a cluster with real links, and what it must survive
+	$(BIN)/python -m benchmarks.storms $(STORMS_ARGS)
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean

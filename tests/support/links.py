@@ -56,6 +56,8 @@ class HeadController(Controller):
         self.namespace = MOUNTS / cluster.layout.network.namespace(HEAD)
         self._asker = ThreadPoolExecutor(1, initializer=self._enter)
         self._listen = f"tcp://{cluster.address(HEAD)}:{PORT}"
+        self._munge = os.environ.get("MUNGE_SOCKET")
+        os.environ["MUNGE_SOCKET"] = cluster.env()["MUNGE_SOCKET"]  # who asks is shown by this cluster's munge
         super().__init__(folder, settings, outside_slurm() | cluster.env())
 
     @property
@@ -85,6 +87,8 @@ class HeadController(Controller):
             super().close()
         finally:
             self._asker.shutdown()
+            os.environ.pop("MUNGE_SOCKET", None)
+            os.environ.update({"MUNGE_SOCKET": self._munge} if self._munge else {})
 
     def _enter(self) -> None:
         """A network namespace is a thread's own, and the threads that ZeroMQ starts from it inherit it."""
@@ -190,12 +194,22 @@ class LinksCluster:
     """Nodes n1 ... nN and a head, each with its own link, and a unicrond on the head. A context manager.
 
     settings: lines of [controller]. plugin: the built SPANK plugin; without it the agent is written in the jobs.
+    config_lines: lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4, settings: str = "", plugin: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 4,
+        settings: str = "",
+        plugin: Path | None = None,
+        config_lines: Sequence[str] = (),
+    ):
         self.folder, self.plugin = folder, plugin
         folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, links=True)
+        self.cluster = LocalCluster(
+            folder / "slurm", nodes=nodes, gpus_per_node=1, config_lines=config_lines, links=True
+        )
         self.environment = outside_slurm() | self.cluster.env() | {"OMP_NUM_THREADS": "1"}
         self.environment["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.environment["PATH"]])
         try:

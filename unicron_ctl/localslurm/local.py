@@ -26,7 +26,7 @@ from unicron_ctl.slurm.client import NodeInfo, SlurmError
 from unicron_ctl.slurm.command_line import CommandLineClient
 
 _START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
-_KILL_LIMIT = 10.0
+_KILL_LIMIT = 60.0  # on a busy machine what was killed takes its time to go
 _ATTEMPTS = 3
 _SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
 

@@ -7,6 +7,7 @@ side by side and what a crash has left is known by its name. The registry says w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import json
@@ -84,17 +85,16 @@ class Network:
         REGISTRY.mkdir(mode=0o755, exist_ok=True)
         with open(REGISTRY / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            taken = _routed()
-            for entry in REGISTRY.glob("*.json"):
-                known = json.loads(entry.read_text() or "{}")
-                if entry != self._entry and known:
-                    taken.append(IPv4Network(known["network"]))
+            others = (IPv4Network(known["network"]) for entry, known in _registered() if entry != self._entry)
+            taken = [*_routed(), *others]
             free = (net for net in _candidates(self.digest) if not any(net.overlaps(other) for other in taken))
             network = next(free, None)
             if network is None:
                 pools = " and ".join(map(str, POOLS))
                 raise UserError(f"no free /{SIZE} in {pools}: end a cluster with 'unicronctl cluster down'")
-            self._entry.write_text(json.dumps({"state_dir": str(state_dir), "network": str(network)}))
+            draft = self._entry.with_suffix(".new")
+            draft.write_text(json.dumps({"state_dir": str(state_dir), "network": str(network)}))
+            os.replace(draft, self._entry)
             return str(network)
 
     def make(self, network: str, nodes: Sequence[str]) -> None:
@@ -144,8 +144,14 @@ class Network:
 
 def abandoned() -> list[Path]:
     """State folders that are gone while something of their clusters' networks may still be there."""
-    entries = [json.loads(entry.read_text() or "{}") for entry in REGISTRY.glob("*.json")]
-    return [folder for entry in entries if entry and not (folder := Path(entry["state_dir"])).exists()]
+    return [folder for _, known in _registered() if not (folder := Path(known["state_dir"])).exists()]
+
+
+def _registered() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Each cluster's entry in the registry; others may come and go meanwhile."""
+    for entry in REGISTRY.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            yield entry, json.loads(entry.read_text())
 
 
 def _candidates(seed: str) -> Iterator[IPv4Network]:

@@ -1,0 +1,183 @@
+"""One storm: a job on a cluster with real links, what is done to it, and what is seen and asked of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.links import LinksCluster, LinksJob
+from tests.support.processes import wait_for
+
+ELEMENTS = 3
+START_LIMIT = 150.0  # seconds; the ranks of all nodes start on this machine's few cores
+HEAL_LIMIT = 90.0  # for whatever must come: a row that waited for it in vain has failed and goes on to the next
+BUSY_PAUSE = 5.0  # between two steps of a job that nobody disturbs, while other programs use the cores
+NEVER = float("inf")
+STALE = 1.0  # a step of an older generation so long after the first of a younger one: two halves go on
+OUT_OF_SERVICE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL"}
+
+
+@dataclass
+class Storm:
+    """What rows work with. `wrong`: what was asked and not seen; `seen`: the figures."""
+
+    site: LinksCluster
+    seen: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    job: LinksJob = field(init=False)
+    generation: int = field(init=False, default=0)
+
+    # ------------------------------------------------------------ the job
+    def train(self, elements: int = ELEMENTS, **settings: str) -> None:
+        """Submit the job and wait until all its elements train together; one node stays spare."""
+        self.job = self.site.submit(elements, **settings)
+        self.job.whole(elements, START_LIMIT)
+        self.job.reached(5)
+        self.generation = self.job.steps()[-1]["generation"]
+
+    def arm(self, slot: int, at: str, act: Callable[[], object] = lambda: None) -> None:
+        """Stop the rank at the gate that `halted` describes, in its next iteration, or once `act` has led it there."""
+        before = set(self.job.folder.glob(f"fault.{slot}.*"))
+        (self.job.folder / "armed").touch()
+        act()
+        found = lambda: set(self.job.folder.glob(f"fault.{slot}.*")) - before  # noqa: E731
+        wait_for(found, f"slot {slot} stops at {at}", HEAL_LIMIT, self.job.told)
+
+    def open_gate(self) -> None:
+        """Let the halted rank go on."""
+        (self.job.folder / "gate.1").touch()
+
+    def pid(self, slot: int) -> int:
+        """The process of a rank, whatever the controller knows of it. Raises LookupError."""
+        mark = f"UNICRON_SLOT={slot}".encode()
+        tasks = [p for p in self.site.cluster.processes() if p.kind == "task"]
+        found = [p for p in tasks if mark in _words(p.pid, "environ")]
+        if not found:
+            raise LookupError(f"no rank of slot {slot} runs")
+        return min(found, key=lambda p: p.started).pid
+
+    def kill_rank(self, slot: int) -> float:
+        """kill -9; returns the time."""
+        os.kill(self.pid(slot), signal.SIGKILL)
+        return time.time()
+
+    def agents(self) -> list[int]:
+        """Process ids of all agents."""
+        return [p.pid for p in self.site.cluster.processes() if p.kind == "task" and _is_agent(p.pid)]
+
+    # ------------------------------------------------------------ figures
+    def figure(self, name: str, value: object, unit: str = "") -> None:
+        """Note what was seen."""
+        if value == NEVER:
+            self.seen[name] = f"not within {HEAL_LIMIT:g} s"
+            return
+        text = f"{value:.1f}" if isinstance(value, float) else str(value)
+        self.seen[name] = f"{text} {unit}".strip()
+
+    def ask(self, fulfilled: bool, what: str) -> None:
+        """Note what was asked where it was not fulfilled."""
+        if not fulfilled:
+            self.wrong.append(what)
+
+    def at_most(self, name: str, seconds: float, limit: float) -> None:
+        """Note a time, and ask that it is not longer than that."""
+        self.figure(name, seconds, "s")
+        self.ask(seconds <= limit, f"{name} <= {limit:g} s")
+
+    def next_step(self, since: float) -> float:
+        """When the job took its first step in a new generation, or NEVER."""
+        try:
+            return self.job.next_step(since, HEAL_LIMIT)
+        except AssertionError:
+            return NEVER
+
+    def goes_on(self) -> None:
+        """Ask that the job trains some iterations more."""
+        try:
+            self.job.reached(5, HEAL_LIMIT)
+        except AssertionError:
+            self.wrong.append("the job goes on")
+
+    def whole_again(self, members: int = ELEMENTS) -> float:
+        """When the last of so many ranks took its first step in one generation younger than that before the storm, or
+        NEVER."""
+
+        def found() -> float:
+            first: dict[int, dict[int, float]] = {}
+            for step in self.job.steps():
+                if step["generation"] > self.generation:
+                    first.setdefault(step["generation"], {}).setdefault(step["slot"], step["time"])
+            return min((max(times.values()) for times in first.values() if len(times) == members), default=0.0)
+
+        try:
+            return wait_for(found, f"{members} ranks train together again", HEAL_LIMIT)
+        except AssertionError:
+            return NEVER
+
+    def failures(self) -> list[dict[str, Any]]:
+        """What the controller has on record of this job."""
+        return [failure for failure in self.site.controller.failures() if failure["job"] == self.job.id]
+
+    def out_of_service(self) -> list[str]:
+        """Nodes that are drained or down."""
+        return sorted(node for node, states in self.site.nodes().items() if states & OUT_OF_SERVICE)
+
+    def requeues(self) -> int:
+        """How often Slurm has requeued elements of the job."""
+        listed = self.site.slurm("squeue", "-h", "-r", "-j", self.job.id, "-O", "RestartCnt:10", check=False)
+        return sum(int(word) for word in listed.split())
+
+    # ------------------------------------------------------------ what rows have in common
+    def no_two_halves(self) -> None:
+        """Ask that no older generation went on while a younger one did."""
+        begun: dict[int, float] = {}
+        stale = 0
+        for step in self.job.steps():
+            begun.setdefault(step["generation"], step["time"])
+            stale += any(g > step["generation"] and step["time"] > at + STALE for g, at in begun.items())
+        self.ask(not stale, f"never two generations that both go on ({stale} steps of an older one)")
+
+    def nothing_lost(self) -> None:
+        """Ask that no iteration was trained twice, and that none was computed wrongly."""
+        again = self.job.repeated()
+        self.ask(not again, f"no iteration lost ({again} trained again)")
+        violations = self.job.status().get("ledger_violations", 0)
+        self.ask(not violations, f"no micro-batch lost or counted twice ({violations} iterations)")
+
+    def untouched(self, since: float, steady: float = BUSY_PAUSE) -> None:
+        """Ask that the job has trained on since then as if nothing had been, and that every node serves."""
+        self.at_most("longest pause", self.job.pause(since), steady)
+        broken = sorted({step["generation"] for step in self.job.steps()} - set(range(self.generation + 1)))
+        self.ask(not broken, f"no job broken (generations {broken} after {self.generation})")
+        self.nothing_lost()
+        self.in_service(but=())
+
+    def in_service(self, but: tuple[str, ...]) -> None:
+        """Ask that no node is drained or down, save these."""
+        out = [node for node in self.out_of_service() if node not in but]
+        self.figure("out of service", ",".join(self.out_of_service()) or "none")
+        self.ask(not out, f"no node drained or down ({','.join(out)})")
+
+
+def halted(slot: int, at: str, count: int) -> str:
+    """TINY_FAULT that stops a rank there before the gate, once the file `armed` is in the job's folder."""
+    place = {"slot": slot, "iteration": "any", "at": at, "count": count, "file": "armed"}
+    return json.dumps([place | {"kind": "wait", "gate": 1}])
+
+
+def _is_agent(pid: int) -> bool:
+    return any(word.endswith(b"/unicron-agent") for word in _words(pid, "cmdline")[:2])
+
+
+def _words(pid: int, file: str) -> list[bytes]:
+    """/proc/PID/cmdline or environ; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
+    except OSError:
+        return []
