@@ -25,6 +25,11 @@ report_timeout = 40
 enter_timeout = 80
 restart_grace = 20
 """
+ACTS = """
+[partition.default]
+mode = "act"
+max_weight = 100
+"""
 T = TypeVar("T")
 
 
@@ -54,7 +59,7 @@ class Controller:
         """Write its configuration; a running one reads it at SIGHUP."""
         given = {line.split("=")[0].strip() for line in settings.splitlines()}
         kept = [line for line in CALM.splitlines() if line.split("=")[0].strip() not in given]
-        self.config.write_text("\n".join(["[controller]", *kept, settings]))
+        self.config.write_text("\n".join(["[controller]", *kept, settings, ACTS]))
 
     def start(self) -> None:
         """Start it, at the address that it had before."""

@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
+from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
@@ -326,7 +327,9 @@ class World:
 
     def __init__(self, slurm: FakeSlurm | None = None, **settings: Any) -> None:
         self.now = 1000.0
-        self.config = ControllerConfig(auth="none", forming_settle_seconds=2.0, slurm_poll_seconds=1.0, **settings)
+        usual = {"auth": "none", "forming_settle_seconds": 2.0, "slurm_poll_seconds": 1.0}
+        usual |= {"observe": False, "partitions": {"default": PartitionConfig(max_weight=100.0)}}
+        self.config = ControllerConfig(**{**usual, **settings})
         self.slurm = slurm
         self.core = Core(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
         self.agents: list[FakeAgent] = []

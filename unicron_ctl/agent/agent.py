@@ -81,6 +81,7 @@ class Agent:
         self._number = 0  # of the last status
         self.exit_code: int | None = None
         self.alone = False  # the controller says that the others have done this already
+        self.unprotected = False
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
         self._stop_seconds = STOP_SECONDS
@@ -98,7 +99,11 @@ class Agent:
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        while not self._welcomed and not self.alone and self.exit_code is None and time.monotonic() < deadline:
+        while (
+            not (self._welcomed or self.alone or self.unprotected)
+            and self.exit_code is None
+            and time.monotonic() < deadline
+        ):
             if time.monotonic() - self._last_register >= REGISTER_SECONDS:
                 self._register()
             self._serve(0.1)
@@ -454,6 +459,8 @@ class Agent:
         self.refusal, self.alone = message.reason, self.alone or message.alone
         if message.alone and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
+        elif message.unprotected:
+            self.unprotected = not self._registered  # one that trains already goes on as it does
         elif message.final:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")

@@ -104,6 +104,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return agent.exit_code
     if agent.alone:
         return run_unprotected(place.alone(), command, agent.refusal)
+    if agent.unprotected:
+        return run_unprotected(place, command, agent.refusal)
     refusal = f" ({agent.refusal})" if agent.refusal else ""
     return run_unprotected(place, command, f"no controller answers at {address}{refusal}")
 

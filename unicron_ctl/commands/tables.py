@@ -38,8 +38,7 @@ def status(data: dict[str, Any]) -> RenderableType:
 def _foot(data: dict[str, Any]) -> str:
     controller = data["controller"]
     words = [f"WAF {rate(data['waf'])}", f"unicrond up {duration(controller['time'] - controller['since'])}"]
-    if controller["observe"]:
-        words.append("OBSERVE MODE: nothing is done")
+    words.append(", ".join(f"{name}: {mode}" for name, mode in controller["modes"].items()))
     slurm = controller["slurm"]
     if slurm["error"]:
         words.append(f"Slurm: {slurm['error']}")
@@ -194,6 +193,8 @@ def explanation(data: dict[str, Any]) -> RenderableType:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data.get("set_aside") and not data["ended"]:
         lines.append(f"set aside: {data['set_aside']}")
+    if data.get("bounds"):
+        lines.append(f"bounds: {data['bounds']}")
     if data["plan_reason"]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     if data.get("alternative"):

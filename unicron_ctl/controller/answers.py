@@ -16,13 +16,15 @@ from typing import Any
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import Failure, JobState
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.inputs import inputs, usable_nodes
+from unicron_ctl.controller.plan.inputs import bounds, inputs, usable_nodes, weight
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.controller.sense.timing import Slow
+from unicron_ctl.partitions import DEFAULT
 
 FAILURE_KEYS = (
     "id",
@@ -74,7 +76,7 @@ def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
             "pid": os.getpid(),
             "since": core.view.started_at,
             "time": core.now,
-            "observe": core.config.observe,
+            "modes": modes(core),
             "events": core.state.last_event,
             "slurm": {
                 "used": core.view.slurm.used,
@@ -91,6 +93,14 @@ def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def modes(core: Core) -> dict[str, str]:
+    """The mode of each partition that Slurm shows, of those that the configuration names, and of all others
+    ("default")."""
+    seen = core.view.slurm.seen
+    shown = {name for node in (seen.nodes if seen else ()) for name in node.partitions}
+    return {name: core.config.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
+
+
 def jobs(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
     """All jobs, the ended ones last."""
     return [
@@ -104,7 +114,7 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
     seconds, view = state.seconds, core.view.job(state)
     nodes_now = len(state.elements(state.members)) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
-    weight = state.settings.weight
+    counts = weight(core.view, state)
     enough = nodes_now >= state.settings.min_nodes
     last = state.failures[-1] if state.failures else None
     return {
@@ -126,9 +136,9 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
         "loss": state.loss,
         "degraded": _slow(core, state),
         "anomalies": _anomalies(core, state.job),
-        "weight": weight,
+        "weight": counts,
         "flops": flops,
-        "waf": weight * flops if enough and not state.ended else 0.0,
+        "waf": counts * flops if enough and not state.ended else 0.0,
         "ledger_violations": state.ledger_violations,
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
@@ -229,9 +239,16 @@ def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
         "planned_nodes": core.state.assignment.get(state.job),
         "plan_reason": report.reasons.get(state.job, "") if report else "",
         "plan_trigger": report.trigger if report else "",
+        "bounds": bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
         "decisions": [dataclasses.asdict(decided) for decided in state.decisions],
         "failures": [failure_record(failure) for failure in state.failures],
     }
+
+
+def _planned_with(core: Core, state: JobState) -> list[JobState]:
+    """The jobs that are planned for together with this one."""
+    acts = permission.acts(core.view, state)
+    return [job for job in core.state.jobs.values() if not job.over and permission.acts(core.view, job) is acts]
 
 
 def scenario(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:

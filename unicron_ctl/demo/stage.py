@@ -38,6 +38,10 @@ slurm = "command"
 slurm_poll_seconds = 0.5
 throughput = "linear"
 hang_floor_seconds = 60.0
+
+[partition.default]
+mode = "act"
+max_weight = 10
 """
 # A model small enough that two cores train five ranks of it and two reference runs.
 MODEL_OPTIONS = (

@@ -256,11 +256,12 @@ class Ping(Message, tag="ping"):
 
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message; `final` means that asking again is useless, `alone`
-    that the command is to run in a world of its own node."""
+    that the command is to run in a world of its own node, `unprotected` that the job is to run without a controller."""
 
     reason: str
     final: bool = False
     alone: bool = False
+    unprotected: bool = False
 
 
 class Break(Message, tag="break"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -135,7 +136,9 @@ class CommandLineClient:
         self._change(["scancel", job if element is None else self._id(job, element)])
 
     def _comment(self, job: str, element: int, comment: str) -> None:
-        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
+        """Words for people: where they are refused, what they are about is done all the same."""
+        with contextlib.suppress(SlurmError):
+            self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
 
     def _id(self, job: str, element: int) -> str:
         """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no element 0."""

@@ -7,6 +7,7 @@ first, and each of its calls is limited by that file's MessageTimeout.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -85,13 +86,13 @@ class PyslurmClient(CommandLineClient):
         what = f"requeuehold {job}_{element}"
         if self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED:
             self._call(what, record.hold)
-        self._modify(what, record, admin_comment=one_line(comment))
+        self._say(what, record, comment)
 
     def hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().hold(job, element, comment)
         self._call(f"hold {job}_{element}", record.hold)
-        self._modify(f"hold {job}_{element}", record, admin_comment=one_line(comment))
+        self._say(f"hold {job}_{element}", record, comment)
 
     def release(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
@@ -113,6 +114,10 @@ class PyslurmClient(CommandLineClient):
         """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""
         number = self._own_record.get((job, element))
         return None if number is None or self._dry_run is not None else self._pyslurm.Job(number)
+
+    def _say(self, what: str, record: Any, comment: str) -> None:
+        with contextlib.suppress(SlurmError):  # as in `_comment`
+            self._modify(what, record, admin_comment=one_line(comment))
 
     def _modify(self, what: str, record: Any, **changes: object) -> None:
         self._call(what, lambda: record.modify(self._pyslurm.JobSubmitDescription(**changes)))

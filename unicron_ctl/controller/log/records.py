@@ -397,7 +397,14 @@ class InjectRefused(Record, frozen=True, tag="inject_refused"):
 
 
 class Observed(Record, frozen=True, tag="observed"):
+    """Decided and not done, for the admin does not allow it in this partition. action: the call of Slurm. nodes: what
+    the plan would give the job (action "plan")."""
+
     would: str
+    action: str = ""
+    node: str = ""
+    element: int = -1
+    nodes: int = 0
 
 
 # ---------------------------------------------------------------- Slurm and nodes

@@ -49,6 +49,8 @@ class ClusterState:
     withheld: dict[str, Mark] = field(default_factory=dict)
     """Nodes that should have been, and were not."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
+    held: set[tuple[str, int]] = field(default_factory=set)
+    """(job, element) that were held here and not released since: nobody else's hold is touched."""
     assignment: dict[str, int] = field(default_factory=dict)
     plan_inputs: str = ""
     plan_report: PlanReport | None = None

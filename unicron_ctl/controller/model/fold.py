@@ -31,6 +31,7 @@ from unicron_ctl.controller.model.node import NodeState
 
 SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements
 ENDED_KEPT = 100  # jobs
+HOLDS = ("hold", "requeue_hold")
 
 
 class Unfoldable(Exception):
@@ -95,10 +96,28 @@ def _job_registered(state: ClusterState, event: Event, record: records.JobRegist
 
 
 def _slurm_action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
+    key = event.job, record.element
     if record.action == "pin":
-        state.pins[event.job, record.element] = Pin(record.node, event.time)
-    elif record.action in ("hold", "requeue_hold", "cancel"):
-        state.pins.pop((event.job, record.element), None)
+        state.pins[key] = Pin(record.node, event.time)
+    elif record.action in (*HOLDS, "cancel"):
+        state.pins.pop(key, None)
+    if record.action in HOLDS:
+        state.held.add(key)
+    elif record.action == "release":
+        state.held.discard(key)
+
+
+def _slurm_failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
+    """What was asked for did not happen."""
+    if record.action in HOLDS:
+        state.held.discard((event.job, record.element))
+    elif record.action == "release":
+        state.held.add((event.job, record.element))
+
+
+def _started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
+    """An element that runs is held no more, whoever released it."""
+    state.held.discard((event.job, record.element))
 
 
 def _unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
@@ -168,12 +187,15 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
         oldest = state.jobs.get(name := state.ended.pop(0))
         if oldest is not None and oldest.ended and name not in state.ended:
             del state.jobs[name]
+            state.held = {key for key in state.held if key[0] != name}
 
 
 _Rule = Callable[[Any, Event, Any], None]
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: _job_registered,
     records.SlurmAction: _slurm_action,
+    records.SlurmFailed: _slurm_failed,
+    records.AgentRegistered: _started,
     records.Unpinned: _unpinned,
     records.NodeResumed: _node_resumed,
     records.Isolated: _isolated,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
@@ -81,7 +82,10 @@ def put_out_of_service(
     if "DOWN" not in info.states and not view.unfit(info.name):
         here = {record.node for record in job.agents.values() if not record.gone}
         count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
-        why = withheld(info.name, view.state.isolated, count, job.job, here, view.config, view.now)
+        barred = permission.refusal(view, _down(job, agent.element, info.name, reason))
+        if barred:
+            out.requests.append(Run((_down(job, agent.element, info.name, reason),), urgent=True))
+        why = barred or withheld(info.name, view.state.isolated, count, job.job, here, view.config, view.now)
         if why:
             text = f"{info.name} is not set down: {why}"
             out.record(job, records.FailureAction(failure=failure, text=text))
@@ -108,10 +112,16 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
     if view.unfit(node):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is being set down already"))
         return
+    action = _down(job, element, node, text)
     done = f"set {node} down in Slurm: {text}; once it is back, `{pair_test_command(node)}` tests it"
+    if barred := permission.refusal(view, action):
+        done = f"{node} is not set down: {barred}"
     out.record(job, records.FailureAction(failure=failure, text=done))
-    action = Action("down", job.job, element, node, "a node that is out of order must get no work", text)
     out.requests.append(Run((action,), urgent=True))
+
+
+def _down(job: JobState, element: int, node: str, text: str) -> Action:
+    return Action("down", job.job, element, node, "a node that is out of order must get no work", text)
 
 
 def refused(view: View, action: Action, error: str) -> Outcome:
