@@ -102,6 +102,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
     Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
+    Limit("controller", "WEEK_SECONDS", 7 * DAY, "between two sums of what acting would have saved"),
     Limit("controller", "SUSPECT_SECONDS", DAY, "for which a flapping node is remembered"),
     Limit("agent", "PERIODS[0]", 0.01, "shortest heartbeat period that an agent accepts"),
     Limit("agent", "PERIODS[1]", 60.0, "longest heartbeat period that an agent accepts"),

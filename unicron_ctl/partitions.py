@@ -18,18 +18,18 @@ DEFAULT = "default"  # the table for all partitions that have none of their own
 Mode = Literal["off", "observe", "act"]
 Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel"]
 PERMISSIONS: tuple[str, ...] = get_args(Permission)
-# Calls of a SlurmClient and what allows them. Whoever may take a node may give it back, and so for holds and pins.
-NEEDED = {
-    "drain": "drain",
-    "down": "down",
-    "resume": "down",
-    "requeue": "requeue",
-    "requeue_hold": "move",
-    "hold": "hold",
-    "release": "hold",
-    "pin": "pin",
-    "start_now": "pin",
-    "cancel": "cancel",
+# Calls of a SlurmClient and what allows them, any of it. Whoever may take a node may give it back, and so for holds.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "drain": ("drain",),
+    "down": ("down",),
+    "resume": ("drain", "down"),
+    "requeue": ("requeue",),
+    "requeue_hold": ("move",),
+    "hold": ("hold",),
+    "release": ("hold",),
+    "pin": ("pin",),
+    "start_now": ("pin", "requeue"),
+    "cancel": ("cancel",),
 }
 _STRICTEST = (OFF, OBSERVE, ACT)
 
@@ -73,7 +73,7 @@ class Rules:
 
     def may(self, call: str) -> bool:
         """Whether this call of a SlurmClient is allowed."""
-        return self.mode == ACT and NEEDED[call] in self.actions
+        return self.mode == ACT and not self.actions.isdisjoint(NEEDED[call])
 
     def refusal(self, call: str) -> str:
         """Why it is not, and what would change that; empty when it is."""
@@ -81,7 +81,7 @@ class Rules:
             return ""
         if self.mode != ACT:
             return f'partition {self.partition} is in mode "{self.mode}"'
-        return f"the actions of partition {self.partition} do not include {NEEDED[call]}"
+        return f"the actions of partition {self.partition} do not include {' or '.join(NEEDED[call])}"
 
     def most_weight(self, account: str, qos: str) -> float:
         """The most that a job of this account and QOS may claim."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from unicron_ctl.localslurm import LocalCluster, binaries
-from unicron_ctl.slurm import CommandLineClient, ElementInfo, SlurmClient, SlurmError
+from unicron_ctl.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
 
 pytestmark = pytest.mark.slurm
@@ -117,6 +118,19 @@ def test_an_element_tells_what_its_user_asked_for(client: SlurmClient, submit: S
     assert [info.admin_comment for info in _of(client, job).values()] == ["", "unicron: not now"]
     node = client.nodes()[0]
     assert node.partitions == ("main",) and node.gres == "gpu:1" and node.reservations == ()
+
+
+def test_partitions_are_listed_and_what_is_allowed_in_them(cluster: LocalCluster, tmp_path: Path) -> None:
+    assert cluster.client().partitions() == [PartitionInfo("main", 6, "UP")]
+    (tmp_path / "unicron.toml").write_text("[partition.main]\nmode = 'act'\n[partition.mian]\nmode = 'off'\n")
+    call = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
+    command = [*call, "config", "check", "--config", tmp_path / "unicron.toml"]
+    env = os.environ | cluster.env()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert lines[0] == ["main", "6", "UP", "act", "0", "1", "all"], done.stderr
+    assert lines[1][:4] == ["mian", "-", "-", "off"] and lines[2][:4] == ["default", "-", "-", "observe"]
+    assert done.stderr.strip() == "[partition.mian]: Slurm has no such partition: it has main" and done.returncode == 2
 
 
 def test_a_reservation_is_seen_at_its_nodes(client: SlurmClient, cluster: LocalCluster) -> None:

@@ -31,6 +31,7 @@ def status(data: dict[str, Any]) -> RenderableType:
     if data["failures"]:
         parts.append(failures(data["failures"][-8:]))
     parts += [Text(f"needs an admin: {item['reason']}", style="red") for item in data.get("attention", ())]
+    parts += [Text(line, style="yellow") for line in data.get("observed", ())]
     parts.append(Text(_foot(data), style="dim"))
     return Group(*parts)
 

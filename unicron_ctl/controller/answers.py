@@ -1,8 +1,9 @@
 """What `unicronctl` is told: views of the state as plain data with stable keys.
 
-status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the keys of the single items are those of
-         `job`, `node` and `FAILURE_KEYS`; attention lists nodes that need an admin (node, since, job, reason); times
-         are seconds since the epoch, durations seconds, rates FLOP/s.
+status   {"controller", "jobs", "nodes", "failures", "attention", "observed", "waf", "plan"}: the keys of the single
+         items are those of `job`, `node` and `FAILURE_KEYS`; attention lists nodes that need an admin (node, since,
+         job, reason), observed what acting would have saved, in lines; times are seconds since the epoch, durations
+         seconds, rates FLOP/s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.log import savings
+from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import Failure, JobState
@@ -88,9 +91,20 @@ def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
         "nodes": nodes(core, store, args),
         "failures": [failure_record(f) for f in failures[-100:]],
         "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)],
+        "observed": [week.reason for week in (core.state.observed_week, observed(core, store)) if week],
         "waf": sum(item["waf"] for item in listed),
         "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report else {},
     }
+
+
+def observed(core: Core, store: Store) -> ObservedWeek | None:
+    """What acting would have saved since the last sum; None when nothing is only observed."""
+    state = core.state
+    if not state.observed_since:
+        return None
+    per_node = {name: job.settings.ranks_per_node for name, job in state.jobs.items()}
+    events = store.of_kinds(savings.KINDS, state.observed_after)
+    return savings.saved(events, state.observed_since, core.now, per_node, state.observed_week)
 
 
 def modes(core: Core) -> dict[str, str]:

@@ -23,6 +23,7 @@ from unicron_ctl.config import Config
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.savings import WEEK_SECONDS
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
 from unicron_ctl.controller.model.fold import replay
@@ -40,7 +41,7 @@ log = logging.getLogger("unicron.controller")
 SAVED = (  # what a snapshot holds
     *(ClusterState, Mark, Pin, PlanReport, JobState, Failure, SlotState, AgentRecord, Decided, Ending),
     *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
-    *(Identity, wire.Plan, wire.Settings, records.NodeEvent),
+    *(Identity, wire.Plan, wire.Settings, records.NodeEvent, records.ObservedWeek),
 )
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
@@ -139,9 +140,19 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 self.core.tick(now)
+                self._sum_up(now)
                 next_tick = now + TICK_SECONDS
             self.watchdog(now)
             self.flush()
+
+    def _sum_up(self, now: float) -> None:
+        """Once a week: what acting would have saved."""
+        since = self.core.state.observed_since
+        if since and now - since >= WEEK_SECONDS:
+            self.flush()
+            week = answers.observed(self.core, self.store)
+            if week is not None:
+                self.core.append("", 0, week)
 
     def started(self) -> None:
         """Goes into the log once the controller can be reached."""

@@ -25,6 +25,15 @@ class SlurmError(UserError):
 
 
 @dataclass(frozen=True)
+class PartitionInfo:
+    """A partition: how many nodes it has, and its state (UP, DOWN, DRAIN, INACTIVE)."""
+
+    name: str
+    nodes: int
+    state: str
+
+
+@dataclass(frozen=True)
 class Reserved:
     """A reservation's name and time, in seconds since the epoch."""
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from unicron_ctl.errors import one_line
 from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmError
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
@@ -63,6 +63,17 @@ class CommandLineClient:
         reserved = parse_reservations(self._run(["scontrol", "--all", "--oneliner", "show", "reservation"]))
         nodes = [node for line in text.split("\n") if (node := parse_node(line)) is not None]
         return [replace(node, reservations=tuple(reserved.get(node.name, ()))) for node in nodes]
+
+    def partitions(self) -> list[PartitionInfo]:
+        """All partitions, hidden ones included."""
+        found = []
+        for line in self._run(["scontrol", "--all", "--oneliner", "show", "partition"]).split("\n"):
+            fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
+            if "PartitionName" in fields:
+                count = fields.get("TotalNodes", "")
+                nodes = int(count) if count.isdigit() else 0
+                found.append(PartitionInfo(fields["PartitionName"], nodes, fields.get("State", "")))
+        return found
 
     def elements(self) -> list[ElementInfo]:
         facts = listing.parse_facts(self._squeue("-o", listing.FACTS_FORMAT).decode(errors="replace"))

@@ -9,6 +9,7 @@ import pytest
 from unicron_ctl.config import parse, understand
 from unicron_ctl.errors import UserError
 from unicron_ctl.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
+from unicron_ctl.slurm import SlurmClient
 
 FILE = """
 [partition.default]
@@ -47,7 +48,9 @@ def test_observe_is_the_default_and_the_setting_of_release_0_1_is_still_read() -
 
 
 def test_every_call_of_slurm_needs_a_permission_that_can_be_given() -> None:
-    assert set(NEEDED.values()) <= set(PERMISSIONS)
+    assert {one for needed in NEEDED.values() for one in needed} == set(PERMISSIONS)
+    calls = {name for name in vars(SlurmClient) if not name.startswith("_")} - {"nodes", "elements"}
+    assert calls == NEEDED.keys()
 
 
 def test_a_job_of_several_partitions_has_the_least_of_them() -> None:

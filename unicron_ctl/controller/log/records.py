@@ -407,6 +407,17 @@ class Observed(Record, frozen=True, tag="observed"):
     nodes: int = 0
 
 
+class ObservedWeek(Record, frozen=True, tag="observed_week"):
+    """What acting would have saved since `since` (seconds since the epoch). calls: of Slurm, not made, by kind.
+    planned, nodes: by job, how things stand at its end."""
+
+    since: float
+    node_hours: float
+    calls: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    nodes: dict[str, int] = {}
+
+
 # ---------------------------------------------------------------- Slurm and nodes
 class SlurmAction(Record, frozen=True, tag="slurm_action"):
     """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from detector.escalation import History
+from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState
 
@@ -54,6 +55,10 @@ class ClusterState:
     assignment: dict[str, int] = field(default_factory=dict)
     plan_inputs: str = ""
     plan_report: PlanReport | None = None
+    observed_since: float = 0.0
+    """Since when calls that are not made are summed up, and after which event; 0 when nothing is only observed."""
+    observed_after: int = 0
+    observed_week: ObservedWeek | None = None
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that must get no work of ours now, whatever Slurm says of them yet."""

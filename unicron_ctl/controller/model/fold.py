@@ -177,6 +177,17 @@ def _remember_progress(state: ClusterState, event: Event, record: records.Record
             state.history.recovered(event.job, slot, event.time)
 
 
+def _observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+    if not state.observed_since:
+        state.observed_since, state.observed_after = event.time, event.id - 1
+
+
+def _observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
+    """The next week begins; with the next thing that is not done, if nothing is observed any more."""
+    state.observed_week = record
+    state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
+
+
 def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
@@ -202,6 +213,8 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.IsolationWithheld: _isolation_withheld,
     records.ActionFailed: _action_failed,
     records.Replanned: _replanned,
+    records.Observed: _observed,
+    records.ObservedWeek: _observed_week,
     records.FailureDetected: _remember_fault,
     records.Step: _remember_progress,
     records.Steady: _remember_progress,

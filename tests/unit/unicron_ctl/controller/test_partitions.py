@@ -67,7 +67,7 @@ def test_one_partition_acts_and_another_is_only_watched() -> None:
     world.run(5.0)
     assert plan_of(world) == {"1": 2}, "the other job is not planned for"
     assert slurm.calls == [("hold", "1", 2, "")]
-    assert answers.status(world.core, None, {})["controller"]["modes"] == {  # type: ignore[arg-type]
+    assert answers.modes(world.core) == {
         "all": "observe",
         "cpu": "observe",
         "default": "observe",
