@@ -93,7 +93,8 @@ def test_a_hold_of_others_stays_and_so_does_the_users_comment(
     cluster.power_off(node)
     wait_for(lambda: any("unicron" in i.reason for i in client.nodes()), f"{node} is set down", now=client.nodes)
     job.controller.wait(
-        lambda: {e["element"] for e in job.controller.events("slurm_action") if e["action"] == "pin"} == {1}, "it is replaced"
+        lambda: {e["element"] for e in job.controller.events("slurm_action") if e["action"] == "pin"} == {1},
+        "it is replaced",
     )
     found = elements()
     assert found[2].held and found[2].comment == found[0].comment == "unicron", found  # type: ignore[attr-defined]

@@ -209,6 +209,7 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.desks.pop(name, None)
             self.clocks.forget(name)
+            self.observer.forget(name)
             for known in [known for known in self.view.views if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:

@@ -24,6 +24,10 @@ class Observer:
 
     said: set[tuple[str, str]] = field(default_factory=set)
 
+    def forget(self, job: str) -> None:
+        """A job that is over."""
+        self.said = {said for said in self.said if said[0] != job}
+
     def filter(self, outcome: Outcome, view: View) -> Outcome:
         """The outcome without what must not be done."""
         if not (outcome.findings or outcome.records or outcome.requests):

@@ -25,7 +25,6 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     """A new plan when what it depends on has changed: the nodes that are there, the jobs, what they can take."""
     out, state = Outcome(), view.state
     found = pools(inputs(view, jobs))
-    aheads.keep([pool.jobs for pool in found])
     key = key_of(found)
     if key == state.plan_inputs:
         _settle(view, found, state.assignment, aheads)
@@ -88,6 +87,7 @@ def _settle(view: View, found: Sequence[Pool], assignment: dict[str, int], ahead
     for pool in found:
         ahead = aheads.of(pool.jobs)
         ahead.settle(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
+    aheads.keep([pool.jobs for pool in found])
 
 
 def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list[str]:

@@ -16,8 +16,6 @@ from planner.gpus import node_peak
 from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
-WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
-
 
 @dataclass(frozen=True)
 class Reach:
@@ -31,16 +29,19 @@ class Reach:
 
 
 class Ground:
-    """The cluster's nodes by what makes them alike. Evaluates each ask once for each sort of node."""
+    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch."""
 
     def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:
-        self._now = now
-        sorts: dict[tuple[object, ...], list[NodeInfo]] = {}
-        for node in listing.nodes:
-            sorts.setdefault((node.partitions, node.features, node.gres, node.reservations), []).append(node)
-        self._sorts = list(sorts.values())
-        self._names = {node.name for node in listing.nodes}
-        self._rivals = _rivals(e for e in listing.elements if e.job not in managed)
+        self._now, self._sorts, self._names = now, listing.sorts, listing.by_name.keys()
+        self._rivals: dict[tuple[frozenset[str], float | None], ElementInfo] = {}
+        """(nodes, when) -> the most urgent pending element of others that may get them then."""
+        asked: set[tuple[object, ...]] = set()
+        for e in listing.waiting:
+            asks = (e.partition, e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
+            if e.job not in managed and asks not in asked:  # the first of its kind comes first
+                asked.add(asks)
+                nodes = e.planned_nodes or frozenset(self._names - self._barred(e).keys())
+                self._rivals.setdefault((nodes, e.starts if e.planned_nodes else None), e)
 
     def reach(self, elements: Iterable[ElementInfo], good: Collection[str], occupied: Collection[str]) -> Reach:
         """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now."""
@@ -50,16 +51,15 @@ class Ground:
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
         barred = self._barred(ask)
         priority = max(e.priority for e in listed)
-        for rival in self._rivals:
-            if rival.priority > priority:
-                promised = rival.planned_nodes or (self._names - self._barred(rival).keys())
-                for name in promised:
-                    barred.setdefault(name, f"about to go to pending job {rival.job}")
+        ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
+        for (nodes, starts), rival in self._rivals.items():
+            if rival.priority > priority and (starts is None or starts < ends):
+                barred |= dict.fromkeys(nodes - barred.keys(), f"about to go to pending job {rival.job}")
         here = {name for name in occupied if name in good}
-        nodes = {name for name in good if name not in barred} | here
+        nodes = frozenset(name for name in good if name not in barred) | here
         why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
         peaks = [node_peak(sort[0].gres) for sort in self._sorts if any(node.name in nodes for node in sort)]
-        return Reach(frozenset(nodes), _words(ask), dict(why), max(peaks, default=float("inf")))
+        return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
 
     def _barred(self, ask: ElementInfo) -> dict[str, str]:
         """node -> why Slurm would not start the element there."""
@@ -68,17 +68,6 @@ class Ground:
             if why := misfit(ask, sort[0], self._now):
                 barred |= {node.name: why for node in sort}
         return barred | {name: "excluded by the job" for name in ask.excluded_nodes if name in self._names}
-
-
-def _rivals(elements: Iterable[ElementInfo]) -> list[ElementInfo]:
-    """Pending elements of others that wait for nodes, one for each thing that is asked, the most urgent one."""
-    found: dict[tuple[object, ...], ElementInfo] = {}
-    for e in elements:
-        if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES:
-            asks = (e.partition, e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
-            if asks not in found or found[asks].priority < e.priority:
-                found[asks] = e
-    return sorted(found.values(), key=lambda e: (-e.priority, e.job, e.element))
 
 
 def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:

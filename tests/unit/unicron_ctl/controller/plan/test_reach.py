@@ -109,6 +109,8 @@ RIVAL = replace(ASK, job="9", priority=6, reason="Resources")
     [
         (RIVAL, ["n1"]),
         (replace(RIVAL, planned_nodes=frozenset({"n3"})), ["n1", "n2"]),
+        (replace(RIVAL, planned_nodes=frozenset({"n3"}), starts=1000.0 + 3600.0), ["n1", "n2", "n3"]),
+        (replace(RIVAL, planned_nodes=frozenset({"n3"}), starts=1000.0 + 3599.0), ["n1", "n2"]),
         (replace(RIVAL, priority=5), ["n1", "n2", "n3"]),
         (replace(RIVAL, reason="Dependency"), ["n1", "n2", "n3"]),
         (replace(RIVAL, reason="JobHeldUser"), ["n1", "n2", "n3"]),
