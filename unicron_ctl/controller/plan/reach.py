@@ -50,7 +50,7 @@ class Ground:
             return Reach(frozenset())
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
         barred = self._barred(ask)
-        priority = max(e.priority for e in listed)
+        priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
         ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
         for (nodes, starts), rival in self._rivals.items():
             if rival.priority > priority and (starts is None or starts < ends):
