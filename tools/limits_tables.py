@@ -14,7 +14,7 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from unicron_ctl.config import AgentConfig, ControllerConfig
+from unicron_ctl.config import ELSEWHERE, AgentConfig, ControllerConfig
 from unicron_ctl.limits import HOMES, LIMITS, RULES, Limit, Range, label, number
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "admin-guide.md"
@@ -57,6 +57,7 @@ def _fields(struct: type[msgspec.Struct]) -> list[tuple[str, ...]]:
     return [
         (f"`{prefix}{field.name}`", _default(field), _range(field.type), said[field.name])
         for field in msgspec.structs.fields(struct)
+        if field.name not in ELSEWHERE
     ]
 
 
@@ -64,6 +65,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return "none"
     return number(value) if isinstance(value, int | float) else f'`"{value}"`' if isinstance(value, str) else "none"
 
 

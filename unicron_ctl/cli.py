@@ -16,6 +16,7 @@ from unicron_ctl.errors import FAILURE, WRONG_USE, UserError, one_line
 COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("unicron_ctl.commands.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron_ctl.commands.cluster:command", "Run a private Slurm cluster on this machine."),
+    "config": ("unicron_ctl.commands.config:command", "Check unicron.toml against the cluster's partitions."),
     "demo": ("unicron_ctl.commands.demo:command", "Train two jobs, break them, watch them heal."),
     "events": ("unicron_ctl.commands.events:command", "Show the event log."),
     "explain": ("unicron_ctl.commands.explain:command", "Say why a job was treated as it was."),

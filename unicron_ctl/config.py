@@ -17,14 +17,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from unicron_ctl import limits
+from unicron_ctl import limits, partitions
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.limits import DAY, HEARTBEATS, Range
+from unicron_ctl.partitions import PartitionConfig, Rules
 
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to connect to
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
+ELSEWHERE = ("partitions",)  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -48,8 +50,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
-    observe: bool = False
-    """Decide and log, but change nothing."""
+    observe: bool | None = None
+    """Of release 0.1: false acts in every partition that has no mode of its own, true observes; leave it out."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
     """Between two messages of an agent that has no news."""
     lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
@@ -149,6 +151,14 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     size."""
     checkpoint_seconds: Annotated[float, Range(0.0, 30 * DAY)] = 1800.0
     """Between two checkpoints of a script in restart mode: half of it is what a restart costs."""
+
+    # ---- not of this section
+    partitions: dict[str, PartitionConfig] = {}
+    """The tables [partition.NAME]: see `unicron_ctl.partitions`."""
+
+    def rules(self, partition: str) -> Rules:
+        """What an admin allows in this Slurm partition."""
+        return partitions.rules(self.partitions, self.observe, partition)
 
     @property
     def lease(self) -> float:
@@ -323,19 +333,25 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
 
 def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
     """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
-    own = ", ".join(f"[{section}]" for section in ("controller", "agent", *OTHER_SECTIONS))
+    own = ", ".join(f"[{section}]" for section in ("controller", "agent", "partition", *OTHER_SECTIONS))
     found = [
         f"unknown section [{section}]: use one of {own}"
         for section in raw
-        if section not in ("controller", "agent", *OTHER_SECTIONS)
+        if section not in ("controller", "agent", "partition", *OTHER_SECTIONS)
     ]
     controller, wrong = _section(ControllerConfig, "controller", raw)
+    controller.partitions, odd = partitions.understand(raw.get("partition", {}))
     agent, wrong_too = _section(AgentConfig, "agent", raw)
     severity = raw.get("severity", {})
     if not isinstance(severity, Mapping):
         found.append("[severity] must be a section")
         severity = {}
-    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), [*found, *wrong, *wrong_too]
+    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), [
+        *found,
+        *wrong,
+        *odd,
+        *wrong_too,
+    ]
 
 
 SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig)
@@ -346,7 +362,7 @@ def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tupl
     given = raw.get(name, {})
     if not isinstance(given, Mapping):
         return kind(), [f"[{name}] must be a section"]
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    types = {field.name: field.type for field in msgspec.structs.fields(kind) if field.name not in ELSEWHERE}
     values: dict[str, Any] = {}
     found = []
     for key, value in given.items():
@@ -357,7 +373,7 @@ def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tupl
         try:
             values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
         except msgspec.ValidationError as error:
-            found.append(f"[{name}] {key}: {error}")
+            found.append(f"[{name}] {key}: {str(error).replace(' | null', '')}")
     return kind(**values), found
 
 

@@ -117,6 +117,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
     Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
+    Limit("controller", "WEEK_SECONDS", 7 * DAY, "between two sums of what acting would have saved"),
     Limit("controller", "SUSPECT_SECONDS", DAY, "for which a suspect is remembered, and its job avoids it"),
     Limit("controller", "DRAIN_SECONDS", 5.0, "for a node to drain itself when its health checks have proven it bad"),
     Limit("controller", "REACH_SECONDS", 5.0, "between two tries to reach the slurmd of a node that was set down"),

@@ -350,6 +350,18 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
     silent.close()
 
 
+def test_where_the_admin_wants_no_job_protected_the_command_runs_unprotected(tmp_path):
+    controller = Controller(tmp_path, '[partition.default]\nmode = "off"\n')
+    job = Job(tmp_path, controller.address, "39", 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="60")
+    try:
+        assert job.agents[0].wait() == 7, job.agents[0].log
+        said = 'partition default is "off" in the configuration of unicrond; the job runs unprotected'
+        assert job.agents[0].log == f"unicron: {job.name}_0 on n0: {said}\n0 1\n"
+        assert controller.ask("status")["jobs"] == []
+    finally:
+        controller.close()
+
+
 def test_unprotected_ranks_of_a_node_start_together_and_the_first_failure_ends_them(tmp_path):
     script = (
         "import os, sys, time\nlocal, world = os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE']\n"

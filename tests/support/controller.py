@@ -25,13 +25,19 @@ report_timeout = 40
 enter_timeout = 80
 restart_grace = 20
 """
+ACTS = """
+[partition.default]
+mode = "act"
+max_weight = 100
+"""
 T = TypeVar("T")
 
 
 class Controller:
     """A unicrond whose configuration, state and log lie in a folder of its own.
 
-    settings: lines of [controller], in place of those of the same names in `usual`. environment: instead of the one
+    settings: lines of [controller], in place of those of the same names in `usual`; it acts in all partitions unless
+    they have tables of their own. environment: instead of the one
     outside Slurm.
     """
 
@@ -56,7 +62,8 @@ class Controller:
         """Write its configuration; a running one reads it at SIGHUP."""
         given = {line.split("=")[0].strip() for line in settings.splitlines()}
         kept = [line for line in self.usual.splitlines() if line.split("=")[0].strip() not in given]
-        self.config.write_text("\n".join(["[controller]", *kept, settings]))
+        acts = "" if "[partition" in settings else ACTS
+        self.config.write_text("\n".join(["[controller]", *kept, settings, acts]))
 
     def start(self) -> None:
         """Start it, at the address that it had before."""

@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
+from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
@@ -234,20 +235,23 @@ class FakeSlurm:
         self.node_states = {f"n{i}": {"IDLE"} for i in range(1, nodes + 1)}
         self.reasons: dict[str, str] = {}
         self.starts = dict.fromkeys(self.node_states, 1.0)
+        self.node_facts: dict[str, dict[str, Any]] = {}  # fields of NodeInfo that differ from the usual
         self.queue: dict[tuple[str, int], dict] = {}
         self.calls: list[tuple] = []
         self.refuse = ""
         self.refuse_down = ""
 
-    def submit(self, job: str, count: int) -> None:
+    def submit(self, job: str, count: int, **facts: Any) -> None:
+        """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on."""
         for element in range(count):
             self.queue[job, element] = {
                 "state": "PENDING",
                 "node": None,
                 "reason": "Resources",
-                "comment": "",
+                "admin_comment": "",
                 "restarts": 0,
                 "pin": None,
+                **facts,
             }
         self.schedule()
 
@@ -269,23 +273,27 @@ class FakeSlurm:
 
     def nodes(self) -> list[NodeInfo]:
         return [
-            NodeInfo(n, frozenset(s), self.reasons.get(n, ""), n, "slurmd", self.starts[n], 1)
+            NodeInfo(
+                n,
+                frozenset(s),
+                self.reasons.get(n, ""),
+                n,
+                "slurmd",
+                self.starts[n],
+                1,
+                **{"partitions": ("main",), "gres": "gpu:1", **self.node_facts.get(n, {})},
+            )
             for n, s in self.node_states.items()
         ]
 
     def elements(self) -> list[ElementInfo]:
+        usual = {"user": "ann", "comment": "", "partition": "main", "priority": 1, "submitted": 1.0}
         return [
             ElementInfo(
-                job,
-                element,
-                f"{job}{element}",
-                e["state"],
-                e["node"],
-                e["reason"],
-                f"job{job}",
-                "ann",
-                e["comment"],
-                e["restarts"],
+                job=job,
+                element=element,
+                slurm_id=f"{job}{element}",
+                **{**usual, "name": f"job{job}", **{name: value for name, value in e.items() if name != "pin"}},
             )
             for (job, element), e in self.queue.items()
         ]
@@ -316,11 +324,11 @@ class FakeSlurm:
         entry = self.queue[job, element]
         restarts = entry["restarts"] + (entry["state"] != "PENDING")
         held = "job requeued in held state"
-        entry.update(state="PENDING", node=None, reason=held, comment=comment, restarts=restarts)
+        entry.update(state="PENDING", node=None, reason=held, admin_comment=comment, restarts=restarts)
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:
-        self.queue[job, element].update(reason="JobHeldAdmin", comment=comment)
+        self.queue[job, element].update(reason="JobHeldAdmin", admin_comment=comment)
 
     def release(self, job: str, element: int) -> None:
         self.queue[job, element].update(reason="Priority")
@@ -345,7 +353,9 @@ class World:
 
     def __init__(self, slurm: FakeSlurm | None = None, **settings: Any) -> None:
         self.now = 1000.0
-        self.config = ControllerConfig(auth="none", forming_settle_seconds=2.0, slurm_poll_seconds=1.0, **settings)
+        usual = {"auth": "none", "forming_settle_seconds": 2.0, "slurm_poll_seconds": 1.0}
+        usual |= {"observe": False, "partitions": {"default": PartitionConfig(max_weight=100.0)}}
+        self.config = ControllerConfig(**{**usual, **settings})
         self.slurm = slurm
         self.core = Core(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
         self.agents: list[FakeAgent] = []

@@ -37,6 +37,7 @@ def status(data: dict[str, Any]) -> list[Listing | Text]:
     if data["failures"]:
         parts.append(failures(data["failures"][-8:]))
     parts += [Text(f"needs an admin: {item['reason']}", style="red") for item in data.get("attention", ())]
+    parts += [Text(line, style="yellow") for line in data.get("observed", ())]
     parts.append(Text(_foot(data), style="dim"))
     return parts
 
@@ -44,8 +45,7 @@ def status(data: dict[str, Any]) -> list[Listing | Text]:
 def _foot(data: dict[str, Any]) -> str:
     controller = data["controller"]
     words = [f"WAF {rate(data['waf'])}", f"unicrond up {duration(controller['time'] - controller['since'])}"]
-    if controller["observe"]:
-        words.append("OBSERVE MODE: nothing is done")
+    words.append(", ".join(f"{name}: {mode}" for name, mode in controller["modes"].items()))
     slurm = controller["slurm"]
     if slurm["error"]:
         words.append(f"Slurm: {slurm['error']}")
@@ -217,6 +217,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"set aside: {data['set_aside']}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
+    if data.get("bounds"):
+        lines.append(f"bounds: {data['bounds']}")
     if data["plan_reason"]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     if data.get("alternative"):

@@ -1,8 +1,9 @@
 """What `unicronctl` is told: views of the state as plain data with stable keys.
 
-status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the keys of the single items are those of
-         `job`, `node` and `FAILURE_KEYS`; attention lists nodes that need an admin (node, since, job, reason); times
-         are seconds since the epoch, durations seconds, rates FLOP/s.
+status   {"controller", "jobs", "nodes", "failures", "attention", "observed", "waf", "plan"}: the keys of the single
+         items are those of `job`, `node` and `FAILURE_KEYS`; attention lists nodes that need an admin (node, since,
+         job, reason), observed what acting would have saved, in lines; times are seconds since the epoch, durations
+         seconds, rates FLOP/s.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from typing import Any
 
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.log import savings
+from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Failure, JobState
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.inputs import inputs, usable_nodes
+from unicron_ctl.controller.plan.inputs import bounds, inputs, usable_nodes, weight
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.controller.sense.timing import Slow
+from unicron_ctl.partitions import DEFAULT
 
 FAILURE_KEYS = (
     "id",
@@ -74,7 +79,7 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
             "pid": os.getpid(),
             "since": core.view.started_at,
             "time": core.now,
-            "observe": core.config.observe,
+            "modes": modes(core),
             "events": core.state.last_event,
             "slurm": {
                 "used": core.view.slurm.used,
@@ -86,9 +91,28 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         "nodes": nodes(core, store, args, asker),
         "failures": [failure_record(f) for f in failures[-100:]],
         "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)],
+        "observed": [week.reason for week in (core.state.observed_week, observed(core, store)) if week],
         "waf": sum(item["waf"] for item in listed),
         "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report else {},
     }
+
+
+def observed(core: Core, store: Store) -> ObservedWeek | None:
+    """What acting would have saved since the last sum; None when nothing is only observed."""
+    state = core.state
+    if not state.observed_since:
+        return None
+    per_node = {name: job.settings.ranks_per_node for name, job in state.jobs.items()}
+    events = store.of_kinds(savings.KINDS, state.observed_after)
+    return savings.saved(events, state.observed_since, core.now, per_node, state.observed_week)
+
+
+def modes(core: Core) -> dict[str, str]:
+    """The mode of each partition that Slurm shows, of those that the configuration names, and of all others
+    ("default")."""
+    seen = core.view.slurm.seen
+    shown = {name for node in (seen.nodes if seen else ()) for name in node.partitions}
+    return {name: core.config.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
 
 
 def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
@@ -104,7 +128,7 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
     seconds, view = state.seconds, core.view.job(state)
     nodes_now = len(state.elements(state.members)) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
-    weight = state.settings.weight
+    counts = weight(core.view, state)
     enough = nodes_now >= state.settings.min_nodes
     last = state.failures[-1] if state.failures else None
     return {
@@ -126,9 +150,9 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
         "loss": state.loss,
         "degraded": _slow(core, state),
         "anomalies": _anomalies(core, state.job),
-        "weight": weight,
+        "weight": counts,
         "flops": flops,
-        "waf": weight * flops if enough and not state.ended else 0.0,
+        "waf": counts * flops if enough and not state.ended else 0.0,
         "ledger_violations": state.ledger_violations,
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
@@ -233,9 +257,16 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "planned_nodes": core.state.assignment.get(state.job),
         "plan_reason": report.reasons.get(state.job, "") if report else "",
         "plan_trigger": report.trigger if report else "",
+        "bounds": bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
         "decisions": [dataclasses.asdict(decided) for decided in state.decisions],
         "failures": [failure_record(failure) for failure in state.failures],
     }
+
+
+def _planned_with(core: Core, state: JobState) -> list[JobState]:
+    """The jobs that are planned for together with this one."""
+    acts = permission.acts(core.view, state)
+    return [job for job in core.state.jobs.values() if not job.over and permission.acts(core.view, job) is acts]
 
 
 def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:

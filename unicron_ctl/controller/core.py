@@ -30,6 +30,7 @@ from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.judge.failures import judge
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
@@ -150,8 +151,7 @@ class Core:
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
-        if self.config.observe:
-            outcome = self.observer.filter(outcome, self.state)
+        outcome = self.observer.filter(outcome, self.view)
         if not outcome:
             return False
         for job, generation, record in outcome.records:
@@ -200,8 +200,7 @@ class Core:
         return outcome
 
     def _send(self, send: Send) -> None:
-        if not self.config.observe or self.observer.may_send(send):
-            self.outbox.append(send)
+        self.outbox.append(send)
 
     def _request(self, request: Any) -> None:
         if isinstance(request, Run):
@@ -218,6 +217,7 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.desks.pop(name, None)
             self.clocks.forget(name)
+            self.observer.forget(name)
             for known in [known for known in self.view.views if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:
@@ -371,9 +371,8 @@ class Core:
         if view.live.ahead:
             self.turns.advance(job)
             return
-        if not self.config.observe:
-            for finding in list(overdue.look(self.view, self.clocks, job)):
-                self.judge(finding)
+        for finding in list(overdue.look(self.view, self.clocks, job)):
+            self.judge(finding)
         self.take(iterations.look(self.view, view, desk.times, desk.watch))
         self.take(parting.look(self.view, view))
         period = self.config.metrics_seconds
@@ -420,9 +419,12 @@ class Core:
         for job in reconcile.managed(self.view):  # one that cannot be planned for must not keep the others waiting
             self._contained(job.job, "its part in the plan", inputs, self.view, [job])
         jobs = reconcile.managed(self.view)
-        if jobs:
-            self.take(replan(self.view, listing, jobs, self.slurm.ahead))
-            self.take(reconcile.placing(self.view, self.slurm, listing, jobs))
+        planned = [job for job in jobs if permission.acts(self.view, job)]
+        if planned:
+            self.take(replan(self.view, planned, self.slurm.aheads))
+            self.take(reconcile.placing(self.view, self.slurm, listing, planned))
+        watched = [job for job in jobs if job not in planned]
+        self.take(reconcile.watching(self.view, self.slurm, listing, watched))
         self._dirty.update(job.job for job in jobs)
 
     def on_action(self, action: Action, error: str) -> None:

@@ -8,11 +8,13 @@ from unicron_ctl.controller.job import adoption, registration
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
+from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import wire
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
@@ -89,7 +91,7 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
-        refused = registration.answer(self._view, message, key, asker)
+        refused = self._admin_says(message) or registration.answer(self._view, message, key, asker)
         if refused is not None:
             self._take(Outcome(sends=[Send(route, refused)]))
             return
@@ -116,6 +118,24 @@ class Intake:
         mine.touched.add(message.element)
         mine.changed.update(message.slots)
         self._take(Outcome(sends=[Send(route, self._welcome(job))]))
+
+    def _admin_says(self, message: wire.Register) -> wire.Refused | None:
+        """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
+        view, config = self._view, self._view.config
+        if message.job in view.state.jobs:
+            return None
+        modes = {config.rules(name).mode for name in ("", *config.partitions)}
+        if OFF not in modes:
+            return None
+        if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(message.job)):
+            self._take(Outcome(hurry=True))
+            if len(modes) > 1:
+                return wire.Refused(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
+        rules = permission.of_job(view, message.job)
+        if rules.mode != OFF:
+            return None
+        reason = f'partition {rules.partition} is "off" in the configuration of unicrond'
+        return wire.Refused(reason=reason, final=True)
 
     def _welcome(self, job: JobState) -> wire.Welcome:
         config = self._view.config

@@ -1,26 +1,21 @@
-"""Observe mode: the controller decides as always, and this filter stands where decisions go out.
+"""Where decisions go out: what the admin does not allow becomes an `observed` record, said once, and is not done.
 
-What would touch a job or Slurm becomes an `observed` record, said once. A job meets the fate that it would have met
-without this controller: at its first loss it ends.
+Only what touches Slurm is held back. A job is healed within the nodes that it has in every mode: that is its owner's to
+ask for, and no other job and no node is touched by it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from detector.escalation import ISOLATE
 from detector.severity import REPORT
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Record
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.finding import What
-from unicron_ctl.controller.model.requests import Run
-from unicron_ctl.controller.model.view import Outcome, Send
-from unicron_ctl.protocol import wire
-
-NOT_SENT = (wire.Break, wire.StartRank, wire.StopRank)
-NOT_JUDGED = (What.HANG, What.COLLECTIVE, What.NODE, What.ACTION)  # their remedy is not carried out
-DROPPED = (records.RankStart, records.Avoided, records.Isolated, records.IsolationWithheld, records.ActionFailed)
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.finding import Finding, What
+from unicron_ctl.controller.model.requests import Action, Run
+from unicron_ctl.controller.model.view import Outcome, View
 
 
 @dataclass
@@ -29,60 +24,56 @@ class Observer:
 
     said: set[tuple[str, str]] = field(default_factory=set)
 
-    def filter(self, outcome: Outcome, state: ClusterState) -> Outcome:
+    def forget(self, job: str) -> None:
+        """A job that is over."""
+        self.said = {said for said in self.said if said[0] != job}
+
+    def filter(self, outcome: Outcome, view: View) -> Outcome:
         """The outcome without what must not be done."""
-        kept = Outcome(hurry=outcome.hurry)
-        kept.findings = [f for f in outcome.findings if f.what not in NOT_JUDGED]
-        kept.sends = [send for send in outcome.sends if self.may_send(send)]
-        last: Record | None = None
+        if not (outcome.findings or outcome.records or outcome.requests):
+            return outcome
+        kept = replace(outcome, records=[], findings=[], requests=[])
+        kept.findings = [finding for finding in outcome.findings if self._may_judge(view, finding)]
         for job, generation, record in outcome.records:
-            untrue = isinstance(record, records.FailureAction) and isinstance(last, records.RankStart)
-            last = record
-            if untrue:
-                continue  # the failure's story must not tell of a process that is not started
-            for changed in self._record(state, job, generation, record):
-                kept.records.append((job, generation, changed))
+            if isinstance(record, records.NodeVerdict) and record.action == ISOLATE:
+                record = self._verdict(view, record)
+            kept.records.append((job, generation, record))
         for request in outcome.requests:
             if isinstance(request, Run):
-                for action in request.actions:
-                    would = self._would(action.job, action.label, f"{action.label}: {action.reason}")
-                    kept.records += [(action.job, 0, observed) for observed in would]
-            else:
+                request = self._run(view, request, kept)
+            if request is not None:
                 kept.requests.append(request)
         return kept
 
-    @staticmethod
-    def may_send(send: Send) -> bool:
-        return not isinstance(send.message, NOT_SENT)
+    def _run(self, view: View, run: Run, kept: Outcome) -> Run | None:
+        """What may be asked of Slurm; the rest is said."""
+        refused = [(action, permission.refusal(view, action)) for action in run.actions]
+        for action, why in refused:
+            if why and (action.job, action.label) not in self.said:
+                self.said.add((action.job, action.label))
+                kept.records.append((action.job, 0, observed(action, why)))
+        may = tuple(action for action, why in refused if not why)
+        return replace(run, actions=may) if may else None
 
-    def _would(self, job: str, would: str, reason: str) -> list[Record]:
-        if (job, would) in self.said:
-            return []
-        self.said.add((job, would))
-        return [records.Observed(would=would, reason=f"observe mode: would {reason}")]
+    def _may_judge(self, view: View, finding: Finding) -> bool:
+        """A node that the job must not leave is not given up: its ranks train on until they die."""
+        if finding.what is not What.NODE:
+            return True
+        return permission.of_job(view, finding.job).may("requeue_hold")
 
-    def _record(self, state: ClusterState, job: str, generation: int, record: Record) -> list[Record]:
-        if isinstance(record, DROPPED):
-            return []
-        if isinstance(record, records.Hang):
-            said = f"{record.reason}; nothing is done in observe mode"
-            once = self._would(job, f"stop the hang in iteration {record.iteration} of generation {generation}", said)
-            return [records.Overdue(iteration=record.iteration, reason=said)] if once else []
-        if isinstance(record, records.NodeVerdict) and record.action == ISOLATE:
-            would = f"observe mode: would leave {record.node}: {record.reason}"
-            return [records.NodeVerdict(node=record.node, event=record.event, action=REPORT, reason=would)]
-        if isinstance(record, records.Break):
-            return self._break(state, job, generation, record)
-        return [record]
+    def _verdict(self, view: View, record: records.NodeVerdict) -> Record:
+        why = permission.refusal(view, Action("requeue_hold", "", -1, record.node, ""))
+        jobs = {agent.job for agent in view.live.on_node(record.node) if agent.alive}
+        if any(permission.of_job(view, job).may("requeue_hold") for job in jobs) or (not jobs and not why):
+            return record
+        why = next((permission.of_job(view, job).refusal("requeue_hold") for job in sorted(jobs)), why)
+        would = f"would leave {record.node}, but {why}: {record.reason}"
+        return records.NodeVerdict(node=record.node, event=record.event, action=REPORT, reason=would)
 
-    def _break(self, state: ClusterState, job: str, generation: int, record: records.Break) -> list[Record]:
-        if record.planned:
-            return []
-        lost = sorted(one.slot for one in record.lost)
-        then = f"go on without slots {lost}" if lost else "try again"
-        would = f"break generation {generation} and {then}"
-        known = state.jobs.get(job)
-        codes = [f.exit_code for f in known.failures if f.exit_code and set(f.slots) & set(lost)] if known else []
-        code = next((code for code in reversed(codes) if 0 < code < 256), 1)
-        observed = records.Observed(would=would, reason=f"observe mode: would {would}: {record.reason}")
-        return [observed, records.JobEnded(code=code, reason=f"observe mode: {record.reason}")]
+
+def observed(action: Action, why: str) -> records.Observed:
+    """The record for an action that is not carried out."""
+    reason = f"would {action.label}: {action.reason}; not done, for {why}"
+    return records.Observed(
+        would=action.label, action=action.action, node=action.node, element=action.element, reason=reason
+    )

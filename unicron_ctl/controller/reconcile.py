@@ -6,18 +6,20 @@ inputs. Without a fresh listing nothing is decided.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import OUT
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
-from unicron_ctl.controller.plan.ahead import Ahead
-from unicron_ctl.controller.plan.inputs import dead_elements
-from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, Need, Placement, held_by_others, place
+from unicron_ctl.controller.plan.ahead import Aheads
+from unicron_ctl.controller.plan.inputs import dead_elements, inputs, key_of, plan_for, reaches
+from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, WORKS, Need, Placement, held_by_others, place
+from unicron_ctl.controller.plan.pools import pools
 
 HURRY_SECONDS = 0.1
 RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
@@ -36,7 +38,9 @@ class Desk:
     refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
     missing_since: dict[str, float] = field(default_factory=dict)
     gate: admission.Gate = field(default_factory=admission.Gate)
-    ahead: Ahead = field(default_factory=Ahead)
+    aheads: Aheads = field(default_factory=Aheads)
+    watched: str = ""
+    """What the last plan depended on for jobs that are only watched."""
 
     def hurry(self, now: float) -> None:
         """Something changed: ask Slurm soon."""
@@ -73,7 +77,7 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     elements = listing.of(job.job).values()
     if job.ended:
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
-        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e)]
+        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, view.state.held)]
         return [Action("cancel", e.job, e.element, "", why) for e in waiting]
     dead = dead_elements(job)
     here = any(agent.alive for agent in view.job(job).agents.values())
@@ -91,10 +95,26 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     """Every job gets the nodes that the plan gives it."""
     out, state = Outcome(), view.state
     reasons = state.plan_report.reasons if state.plan_report else {}
+    found = _place(view, listing, jobs, state.assignment, reasons)
+    _allot(view, jobs, found, out)
+    for name, element in found.unpinned:
+        out.record(state.jobs[name], records.Unpinned(element=element))
+    _ask(view, desk, found.actions, out)
+    return out
+
+
+def _place(
+    view: View,
+    listing: Listing,
+    jobs: Sequence[JobState],
+    assignment: Mapping[str, int],
+    reasons: Mapping[str, str],
+) -> Placement:
+    state, within = view.state, reaches(view, jobs)
     needs = [
         Need(
             job=job.job,
-            desired=state.assignment.get(job.job, 0),
+            desired=assignment.get(job.job, 0),
             members=frozenset(job.elements({**job.members, **job.joining})),
             dead=dead_elements(job),
             leaving=tuple(job.leaving),
@@ -102,15 +122,35 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
             requeued=job.requeued,
             avoid=view.avoided(job),
             why=reasons.get(job.job, ""),
+            reach=within[job.job].nodes,
         )
         for job in jobs
     ]
     waiting = state.out_of_service | {inquiry.node for inquiry in view.inquiries.open.values()}
-    found = place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now)
-    _allot(view, jobs, found, out)
-    for name, element in found.unpinned:
-        out.record(state.jobs[name], records.Unpinned(element=element))
-    _ask(view, desk, found.actions, out)
+    return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
+
+
+def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Jobs whose partition the plan may not touch: they use what Slurm gives them, and what the plan would do with
+    them is said when it changes."""
+    out = Outcome()
+    for job in jobs:
+        elements = listing.of(job.job)
+        view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
+        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
+            reason = "the plan is not carried out in its partition: all elements may work"
+            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+    found = pools(inputs(view, jobs))
+    if (key := key_of(found) if jobs else "") == desk.watched:
+        return out
+    desk.watched = key
+    plan, _ = plan_for(view, found, Aheads())
+    for job in jobs:
+        nodes, name = plan.assignment[job.job], job.job
+        would = f"give {name} {nodes} nodes"
+        reason = f"would {would}: {plan.reasons[name]}; not done, for {permission.of_job(view, name).refusal('move')}"
+        out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
+    _ask(view, desk, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
 
 

@@ -26,6 +26,7 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
 from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.savings import WEEK_SECONDS
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState, Intent, Mark, Pin, PlanReport, Take
@@ -54,7 +55,7 @@ SAVED = (  # what a snapshot holds
     *(ClusterState, Mark, Pin, Take, Intent, PlanReport),
     *(JobState, Avoided, Failure, SlotState, AgentRecord, Decided, Ending),
     *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
-    *(Identity, wire.Plan, wire.Settings, records.NodeEvent),
+    *(Identity, wire.Plan, wire.Settings, records.NodeEvent, records.ObservedWeek),
 )
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
@@ -179,9 +180,19 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 self.core.tick(now)
+                self._sum_up(now)
                 next_tick = now + TICK_SECONDS
             self.watchdog(now)
             self.flush()
+
+    def _sum_up(self, now: float) -> None:
+        """Once a week: what acting would have saved."""
+        since = self.core.state.observed_since
+        if since and now - since >= WEEK_SECONDS:
+            self.flush()
+            week = answers.observed(self.core, self.store)
+            if week is not None:
+                self.core.append("", 0, week)
 
     def started(self) -> None:
         """Goes into the log once the controller can be reached."""

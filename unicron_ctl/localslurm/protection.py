@@ -30,6 +30,10 @@ slurm_poll_seconds = 0.5
 throughput = "linear"
 hang_floor_seconds = 60.0
 allow_inject = true
+
+[partition.default]
+mode = "act"
+max_weight = 10
 """
 
 

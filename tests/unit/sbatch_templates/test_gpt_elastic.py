@@ -65,7 +65,7 @@ def test_what_is_missing_is_one_clear_line(start):
 
 def test_what_the_design_asks_of_the_job():
     words = {line.removeprefix("#SBATCH ") for line in TEMPLATE.read_text().splitlines() if line.startswith("#SBATCH ")}
-    wanted = {"--nodes=1", "--exclusive", "--requeue", "--open-mode=append", "--array=0-3", "--comment=unicron"}
+    wanted = {"--nodes=1", "--exclusive", "--requeue", "--open-mode=append", "--array=0-3"}
     assert wanted <= words
 
 

@@ -448,7 +448,25 @@ class InjectRefused(Record, frozen=True, tag="inject_refused"):
 
 
 class Observed(Record, frozen=True, tag="observed"):
+    """Decided and not done, for the admin does not allow it in this partition. action: the call of Slurm. nodes: what
+    the plan would give the job (action "plan")."""
+
     would: str
+    action: str = ""
+    node: str = ""
+    element: int = -1
+    nodes: int = 0
+
+
+class ObservedWeek(Record, frozen=True, tag="observed_week"):
+    """What acting would have saved since `since` (seconds since the epoch). calls: of Slurm, not made, by kind.
+    planned, nodes: by job, how things stand at its end."""
+
+    since: float
+    node_hours: float
+    calls: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    nodes: dict[str, int] = {}
 
 
 # ---------------------------------------------------------------- Slurm and nodes

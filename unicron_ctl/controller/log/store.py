@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.records import Event, Record
 from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.errors import UserError
 
@@ -95,6 +95,12 @@ class Store:
     def replay(self, after: int = 0) -> Iterator[Event]:
         """All events with an id above `after`, oldest first."""
         return self._select("SELECT * FROM event WHERE id > ? ORDER BY id", (after,))
+
+    def of_kinds(self, kinds: Iterable[type[Record]], after: int = 0) -> Iterator[Event]:
+        """The events of these kinds with an id above `after`, oldest first."""
+        names = tuple(str(kind.__struct_config__.tag) for kind in kinds)
+        marks = ", ".join("?" * len(names))
+        return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
 
     def save_snapshot(self, event: int, state: bytes) -> None:
         """The state after that event, in place of the one saved before: a start replays only what came later."""

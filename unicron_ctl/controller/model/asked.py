@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.model.cluster import REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
+from unicron_ctl.controller.model.cluster import HOLDS, REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
 from unicron_ctl.controller.model.job import Avoided, JobState
 from unicron_ctl.controller.model.node import OUT
 
@@ -14,8 +14,12 @@ from unicron_ctl.controller.model.node import OUT
 def action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
     if record.action == "pin":
         state.pins[event.job, record.element] = Pin(record.node, event.time)
-    elif record.action in ("hold", "requeue_hold", "cancel"):
+    elif record.action in (*HOLDS, "cancel"):
         state.pins.pop((event.job, record.element), None)
+    if record.action in HOLDS:
+        state.held.add((event.job, record.element))
+    elif record.action == "release":
+        state.held.discard((event.job, record.element))
     key = record.action, event.job, record.element, record.node
     state.intents[key] = Intent(event.time, record.slurm_reason, record.restarts)
     if record.action in TAKES:
@@ -29,6 +33,10 @@ def done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
 
 def failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
     settled(state, event.job, record.action, record.element, record.node)
+    if record.action in HOLDS:
+        state.held.discard((event.job, record.element))
+    elif record.action == "release":
+        state.held.add((event.job, record.element))
     if record.action in TAKES:  # nothing was taken
         asked = (record.action, event.job, record.element)
         for take in reversed(state.taken):

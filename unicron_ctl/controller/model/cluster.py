@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from detector.escalation import History
+from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState
 
 TAKES_KEPT = 5000
 REQUEUES = ("requeue", "requeue_hold")
+HOLDS = ("hold", "requeue_hold")
 TAKES = (*REQUEUES, "hold")  # actions that take something from a job
 
 
@@ -79,9 +81,15 @@ class ClusterState:
     intents: dict[tuple[str, str, int, str], Intent] = field(default_factory=dict)
     """What was asked of Slurm and is not known to be done, by (action, job, element, node)."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
+    held: set[tuple[str, int]] = field(default_factory=set)
+    """(job, element) that were held here and not released since: nobody else's hold is touched."""
     assignment: dict[str, int] = field(default_factory=dict)
     plan_inputs: str = ""
     plan_report: PlanReport | None = None
+    observed_since: float = 0.0
+    """Since when calls that are not made are summed up, and after which event; 0 when nothing is only observed."""
+    observed_after: int = 0
+    observed_week: ObservedWeek | None = None
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that must get no work of ours now, whatever Slurm says of them yet."""

@@ -97,6 +97,11 @@ def _job_registered(state: ClusterState, event: Event, record: records.JobRegist
     )
 
 
+def _started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
+    """An element that runs is held no more, whoever released it."""
+    state.held.discard((event.job, record.element))
+
+
 def _node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
     if record.by_others:
@@ -152,6 +157,17 @@ def _remember_progress(state: ClusterState, event: Event, record: records.Record
             state.history.recovered(event.job, slot, event.time)
 
 
+def _observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+    if not state.observed_since:
+        state.observed_since, state.observed_after = event.time, event.id - 1
+
+
+def _observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
+    """The next week begins; with the next thing that is not done, if nothing is observed any more."""
+    state.observed_week = record
+    state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
+
+
 def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
@@ -164,6 +180,7 @@ def _forget(state: ClusterState, event: Event, record: records.JobEnded) -> None
         oldest = state.jobs.get(name := state.ended.pop(0))
         if oldest is not None and oldest.ended and name not in state.ended:
             del state.jobs[name]
+            state.held = {key for key in state.held if key[0] != name}
 
 
 _Rule = Callable[[Any, Event, Any], None]
@@ -174,11 +191,14 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.SlurmFailed: asked.failed,
     records.TakeWithheld: asked.withheld,
     records.Unpinned: asked.unpinned,
+    records.AgentRegistered: _started,
     records.NodeResumed: _node_resumed,
     records.Isolated: _isolated,
     records.IsolationWithheld: _isolation_withheld,
     records.ActionFailed: _action_failed,
     records.Replanned: _replanned,
+    records.Observed: _observed,
+    records.ObservedWeek: _observed_week,
     records.FailureDetected: _remember_fault,
     records.Step: _remember_progress,
     records.Steady: _remember_progress,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from detector.classify import Classifier
@@ -18,6 +19,7 @@ from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
+WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
 
 
 @dataclass
@@ -33,6 +35,20 @@ class Listing:
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
         for element in self.elements:
             self.by_job.setdefault(element.job, {})[element.element] = element
+
+    @cached_property
+    def sorts(self) -> list[list[NodeInfo]]:
+        """The nodes, those together that Slurm's scheduler cannot tell apart."""
+        found: dict[tuple[object, ...], list[NodeInfo]] = {}
+        for node in self.nodes:
+            found.setdefault((node.partitions, node.features, node.gres, node.reservations), []).append(node)
+        return list(found.values())
+
+    @cached_property
+    def waiting(self) -> list[ElementInfo]:
+        """Elements that wait for nodes and for nothing else, those first that come first."""
+        found = [e for e in self.elements if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
+        return sorted(found, key=lambda e: (-e.priority, e.job, e.element))
 
     def of(self, job: str) -> dict[int, ElementInfo]:
         """The job's elements by number."""

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
@@ -64,7 +65,10 @@ def move(
         f"its job leaves {agent.node}: {reason}"[:400],
         f"{OURS}: held until there is another node than {agent.node}",
     )
-    why = _must_stay(view, job, agent.node, suspect) or bounds.Bounds(view).refuse(action)
+    barred = permission.refusal(view, action)
+    if barred:
+        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
+    why = barred or _must_stay(view, job, agent.node, suspect) or bounds.Bounds(view).refuse(action)
     if why:
         out.record(job, records.FailureAction(failure=failure, text=f"{here} stays on {agent.node}: {why}"))
         said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
@@ -116,6 +120,11 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
     if view.unfit(node):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
         return
+    action = Action("down", job.job, element, node, "a dead node must get no work", text)
+    if barred := permission.refusal(view, action):
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {barred}"))
+        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
+        return
     why = _too_many(view, node, "DOWN", out)
     if why:
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {why}"))
@@ -126,7 +135,6 @@ def set_down(view: View, job: JobState, element: int, node: str, failure: int, t
     done = f"set {node} down in Slurm: {text}; once it is back, `{admission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
-    action = Action("down", job.job, element, node, "a dead node must get no work", text)
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -143,6 +151,10 @@ def drain(view: View, node: str, text: str, out: Outcome) -> bool:
 
     Only on the word of root, of Slurm or of an admin: never on what a user's process says.
     """
+    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
+    if permission.refusal(view, action):
+        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
+        return False
     why = _too_many(view, node, "DRAIN", out)
     if why:
         known = view.state.withheld.get(node)
@@ -151,7 +163,6 @@ def drain(view: View, node: str, text: str, out: Outcome) -> bool:
             out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
         return False
     out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
-    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
     out.requests.append(Run((action,), urgent=True))
     return True
 

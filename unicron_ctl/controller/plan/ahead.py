@@ -18,6 +18,27 @@ from unicron_ctl.controller.plan.planning import JobInput
 REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
 
 
+class Aheads:
+    """One for each pool of nodes, by the jobs that share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[frozenset[str], Ahead] = {}
+
+    def of(self, jobs: Sequence[JobInput]) -> Ahead:
+        """The one that has planned for most of these jobs; a new one when none has."""
+        names = frozenset(job.job for job in jobs)
+        nearest = max(self._known, key=lambda known: (len(known & names), sorted(known)), default=frozenset())
+        found = self._known.pop(nearest) if nearest & names else Ahead()
+        self._known[names] = found
+        return found
+
+    def keep(self, pools: Sequence[Sequence[JobInput]]) -> None:
+        """Ends those of pools that are no more."""
+        names = {frozenset(job.job for job in jobs) for jobs in pools}
+        for gone in self._known.keys() - names:
+            self._known.pop(gone).close()
+
+
 class Ahead:
     """Plans, from the table where it can. Not thread-safe; its table is made in a thread of its own."""
 

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.gpus import BEST
+from planner.plan import flops_text
+from planner.solve import Plan
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.plan.ahead import Ahead
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.placement import OCCUPIES, held_by_others, usable
 from unicron_ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan.pools import Pool, joined, pools
+from unicron_ctl.controller.plan.pools import plan as plan_pool
+from unicron_ctl.controller.plan.reach import Ground, Reach
+from unicron_ctl.partitions import ACT
 
 
-def replan(view: View, listing: Listing, jobs: Sequence[JobState], ahead: Ahead) -> Outcome:
+def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     """A new plan when what it depends on has changed: the nodes that are there, the jobs, what they can take."""
-    out, state, config = Outcome(), view.state, view.config
-    found, nodes = inputs(view, jobs), usable_nodes(view, listing, jobs)
-    key = f"{len(nodes)} nodes: " + ", ".join(
-        f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{' measured' if i.rate else ''}" for i in found
-    )
+    out, state = Outcome(), view.state
+    found = pools(inputs(view, jobs))
+    key = key_of(found)
     if key == state.plan_inputs:
-        ahead.settle(found, state.assignment, len(nodes), config.mtbf_node_hours, config.transition_seconds)
+        _settle(view, found, state.assignment, aheads)
         return out
-    plan, looked_up = ahead.plan(found, len(nodes), config.mtbf_node_hours, config.transition_seconds)
+    plan, looked_up = plan_for(view, found, aheads)
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
     out.record(
         None,
@@ -38,8 +45,49 @@ def replan(view: View, listing: Listing, jobs: Sequence[JobState], ahead: Ahead)
             reason=trigger,
         ),
     )
-    ahead.settle(found, plan.assignment, len(nodes), config.mtbf_node_hours, config.transition_seconds)
+    _settle(view, found, plan.assignment, aheads)
     return out
+
+
+def key_of(found: Sequence[Pool]) -> str:
+    """All that a plan depends on, in words; the plan is made anew when it changes."""
+    return "; ".join(
+        f"{pool.count} nodes: "
+        + ", ".join(
+            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{' measured' if i.rate else ''}"
+            for i in pool.jobs
+        )
+        for pool in found
+    )
+
+
+def _part(job: JobInput, pool: Pool) -> str:
+    return f" of {len(job.reach)}" if len(job.reach) < len(pool.nodes) else ""
+
+
+def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, bool]:
+    """The plan over all pools, and whether all of it was looked up."""
+    config, looked = view.config, []
+
+    def solve(jobs: Sequence[JobInput], nodes: int) -> Plan:
+        for pool in found:  # a part of a pool is solved as it comes
+            if pool.jobs == tuple(jobs):
+                plan, was = aheads.of(jobs).plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds)
+                looked.append(was)
+                return plan
+        looked.append(False)
+        return planning.plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds)
+
+    parts = [plan_pool(pool, solve) for pool in found]
+    return joined(parts, sum(len(pool.nodes) for pool in found)), all(looked)
+
+
+def _settle(view: View, found: Sequence[Pool], assignment: dict[str, int], aheads: Aheads) -> None:
+    config = view.config
+    for pool in found:
+        ahead = aheads.of(pool.jobs)
+        ahead.settle(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
+    aheads.keep([pool.jobs for pool in found])
 
 
 def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list[str]:
@@ -48,19 +96,33 @@ def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list
     return usable(listing.nodes, listing.elements, managed, view.state.out_of_service)
 
 
+def reaches(view: View, jobs: Sequence[JobState]) -> dict[str, Reach]:
+    """What each of the jobs may be given; {} without Slurm."""
+    listing = view.slurm.seen
+    if listing is None:
+        return {}
+    good, ground = set(usable_nodes(view, listing, jobs)), Ground(listing, {job.job for job in jobs}, view.now)
+    found = {}
+    for job in jobs:
+        elements = listing.of(job.job).values()
+        here = [e.node for e in elements if e.node and e.state in OCCUPIES]
+        found[job.job] = ground.reach(elements, good, here)
+    return found
+
+
 def inputs(view: View, jobs: Sequence[JobState]) -> list[JobInput]:
     """The jobs as the planner sees them; without Slurm, as they are."""
     listing = view.slurm.seen
     if listing is None:
-        return [_without_slurm(job) for job in jobs]
-    nodes = set(usable_nodes(view, listing, jobs))
-    return [_input(view, listing, job, nodes) for job in jobs]
+        return [_without_slurm(view, job) for job in jobs]
+    within = reaches(view, jobs)
+    return [_input(view, listing, job, within[job.job]) for job in jobs]
 
 
-def _without_slurm(job: JobState) -> JobInput:
+def _without_slurm(view: View, job: JobState) -> JobInput:
     count, s = len(job.elements(job.members)), job.settings
     rate = job.measured.get(count, 0.0)
-    return JobInput(job.job, s.weight, s.min_nodes, s.max_nodes, count, count, rate, count)
+    return JobInput(job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count)
 
 
 def dead_elements(job: JobState) -> frozenset[int]:
@@ -68,17 +130,25 @@ def dead_elements(job: JobState) -> frozenset[int]:
     return frozenset(element for element, agent in job.agents.items() if agent.gone == "agent died")
 
 
-def _input(view: View, listing: Listing, job: JobState, nodes: set[str]) -> JobInput:
+def weight(view: View, job: JobState) -> float:
+    """What the job's weight counts for: no more than the admin lets its account and QOS claim."""
+    listed = view.slurm.seen.of(job.job).values() if view.slurm.seen else ()
+    first = next(iter(listed), None)
+    most = permission.of_job(view, job.job).most_weight(first.account if first else "", first.qos if first else "")
+    return min(job.settings.weight, most)
+
+
+def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
     """Never more nodes than the job has elements that could run."""
     elements, dead = listing.of(job.job).values(), dead_elements(job)
     possible = sum(
         1
         for e in elements
-        if e.state in OCCUPIES or (e.state == "PENDING" and not held_by_others(e)) or e.element in dead
+        if e.state in OCCUPIES or (e.state == "PENDING" and not held_by_others(e, view.state.held)) or e.element in dead
     )
-    alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in nodes)
+    alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in within.nodes)
     here = {e.node for e in elements if e.state in OCCUPIES}
-    fit = len(nodes - (view.avoided(job) - here))
+    fit = len(within.nodes - (view.avoided(job) - here))
     most = max(1, min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes)))
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.elements(job.members))
@@ -87,14 +157,16 @@ def _input(view: View, listing: Listing, job: JobState, nodes: set[str]) -> JobI
         measured_nodes, rate = list(job.measured.items())[-1]
     return JobInput(
         job.job,
-        job.settings.weight,
+        weight(view, job),
         min(job.settings.min_nodes, most),
         most,
         max(before, alive),
         alive,
-        rate,
+        min(rate, measured_nodes * within.peak),
         measured_nodes,
-        _rates(view, job),
+        {count: min(one, count * within.peak) for count, one in _rates(view, job).items()},
+        within.nodes,
+        permission.of_job(view, job.job).spare_nodes,
     )
 
 
@@ -108,3 +180,27 @@ def _rates(view: View, job: JobState) -> dict[int, float]:
         if same and known is not job:
             rates |= known.measured
     return {count: rate for count, rate in {**rates, **job.measured}.items() if rate > 0}
+
+
+def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
+    """What limits a job's part of the plan, in one line for people; empty without Slurm."""
+    within, seen = reaches(view, jobs).get(job.job), view.slurm.seen
+    if within is None or seen is None:
+        return ""
+    said = [f"{len(within.nodes)} of {len(seen.nodes)} nodes are in reach ({within.asks})"]
+    if within.barred:
+        barred = sorted(within.barred.items(), key=lambda item: (-item[1], item[0]))
+        said.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))
+    rules, counts = permission.of_job(view, job.job), weight(view, job)
+    if counts < job.settings.weight:
+        said.append(f"weight {counts:g} of the {job.settings.weight:g} asked for: partition {rules.partition}")
+    if rules.spare_nodes:
+        said.append(f"{rules.spare_nodes} spare nodes are kept")
+    if within.peak < BEST * 1e6:
+        said.append(f"at most {flops_text(within.peak)} a node")
+    refused = [name for name in ("move", "pin", "requeue", "down") if name not in rules.actions]
+    if rules.mode != ACT:
+        said.append(f'partition {rules.partition} is in mode "{rules.mode}": the plan is not carried out')
+    elif refused:
+        said.append(f"partition {rules.partition} does not allow {', '.join(refused)}")
+    return "; ".join(said)

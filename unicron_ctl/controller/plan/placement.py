@@ -28,7 +28,8 @@ PIN_SECONDS = 30.0  # then another node is tried
 class Need:
     """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
     leaving: chosen before to leave. home: the node that an element ran on last. requeued: when Slurm was asked to start
-    an element again whose agent has not come yet. avoid: nodes where none is to start."""
+    an element again whose agent has not come yet. avoid: nodes where none is to start. reach: the nodes that its
+    elements may be given; None for all."""
 
     job: str
     desired: int
@@ -39,6 +40,10 @@ class Need:
     requeued: Mapping[int, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
     why: str = ""
+    reach: frozenset[str] | None = None
+
+    def may_have(self, node: str) -> bool:
+        return node not in self.avoid and (self.reach is None or node in self.reach)
 
 
 @dataclass
@@ -59,9 +64,9 @@ def usable(
     return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
 
 
-def held_by_others(element: ElementInfo) -> bool:
-    """A user or an admin holds it: it is not ours to release."""
-    return element.held and not element.comment.startswith(OURS)
+def held_by_others(element: ElementInfo, ours: Collection[tuple[str, int]]) -> bool:
+    """A user or an admin holds it: it is not ours to release. ours: what the log says was held here."""
+    return element.held and (element.job, element.element) not in ours
 
 
 class _Place:
@@ -74,9 +79,10 @@ class _Place:
         pins: Mapping[tuple[str, int], Pin],
         put_aside: Collection[str],
         now: float,
+        held: Collection[tuple[str, int]],
     ) -> None:
         self.out = Placement()
-        self.now, self.pins = now, pins
+        self.now, self.pins, self.held = now, pins, held
         self.good = {n.name for n in nodes if n.healthy and n.name not in put_aside}
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
         for e in elements:
@@ -97,7 +103,7 @@ class _Place:
                 groups["limbo"].append(number)
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)
-            elif e.state == "PENDING" and not held_by_others(e):
+            elif e.state == "PENDING" and not held_by_others(e, self.held):
                 groups["coming" if self._pin_holds(e) else "waiting"].append(number)
         return groups
 
@@ -137,18 +143,14 @@ def place(
     pins: Mapping[tuple[str, int], Pin] = {},
     put_aside: Collection[str] = (),
     now: float = 0.0,
+    held: Collection[tuple[str, int]] = (),
 ) -> Placement:
     """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
-    occupy nodes.
+    occupy nodes. held: elements that were held here.
     """
-    work = _Place(elements, nodes, pins, put_aside, now)
+    work = _Place(elements, nodes, pins, put_aside, now, held)
     groups = {need.job: work.survey(need) for need in needs}
-    leavers: dict[str, list[int]] = {}
-    for need in needs:
-        working = groups[need.job]["working"]
-        extra = len(working) - need.desired
-        order = sorted(working, key=lambda number: (number not in need.leaving, number in need.members, -number))
-        leavers[need.job] = sorted(order[:extra]) if extra > 0 else []
+    leavers = {need.job: _leavers(work, need, needs, groups) for need in needs}
     started = _give_free_nodes(work, needs, groups, leavers)
     _take_nodes(work, needs, groups, leavers, started)
     for need in needs:
@@ -179,6 +181,24 @@ def place(
     return work.out
 
 
+def _leavers(
+    work: _Place, need: Need, needs: Sequence[Need], groups: Mapping[str, Mapping[str, list[int]]]
+) -> list[int]:
+    """The elements that a job has too many: those chosen before, then those whose nodes others can use."""
+    working = groups[need.job]["working"]
+    extra = len(working) - need.desired
+    if extra <= 0:
+        return []
+    short = [other for other in needs if other.job != need.job and _missing(other, groups[other.job], (), ()) > 0]
+
+    def order(number: int) -> tuple[bool, bool, bool, int]:
+        node = work.by_job[need.job][number].node or ""
+        useless = bool(short) and not any(other.may_have(node) for other in short)
+        return number not in need.leaving, useless, number in need.members, -number
+
+    return sorted(sorted(working, key=order)[:extra])
+
+
 def _missing(need: Need, group: Mapping[str, list[int]], leavers: Sequence[int], started: Collection[int]) -> int:
     return (
         need.desired
@@ -204,11 +224,12 @@ def _give_free_nodes(
     free = sorted(work.good - work.taken)
     for need in needs:
         for e in _candidates(work, need, groups[need.job], ()):
-            fit = [node for node in free if node not in need.avoid]
+            fit = [node for node in free if need.may_have(node)]
             if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0 or not fit:
                 break
             home = need.home.get(e.element, "")
-            node = home if home in fit else fit[0]
+            # First what the fewest others can use: they may have no choice.
+            node = home if home in fit else min(fit, key=lambda name: sum(one.may_have(name) for one in needs))
             free.remove(node)
             work.start(e, node, f"{need.job} is to have {need.desired} nodes and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
@@ -234,7 +255,7 @@ def _take_nodes(
             for other in needs:
                 if (
                     other.job != need.job
-                    and node not in other.avoid
+                    and other.may_have(node)
                     and _missing(other, groups[other.job], leavers[other.job], started[other.job]) > 0
                 ):
                     taker = next(iter(_candidates(work, other, groups[other.job], started[other.job])), None)

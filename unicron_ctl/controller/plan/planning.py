@@ -16,7 +16,8 @@ UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measur
 class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
     measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
-    for every size that is to be trusted."""
+    for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
+    free."""
 
     job: str
     weight: float
@@ -27,6 +28,8 @@ class JobInput:
     rate: float = 0.0
     measured_nodes: int = 0
     rates: Mapping[int, float] = field(default_factory=dict)
+    reach: frozenset[str] = frozenset()
+    spare_nodes: int = 0
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:

@@ -374,12 +374,18 @@ def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
     assert world.job().plan.members == [0] and world.job().failures[-1].kind == "node"
 
 
-def test_observe_mode_breaks_nothing():
+def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():
+    """Release 0.1 ended it at its first lost rank."""
     world = World(observe=True)
     agents = world.start_job(nodes=2)
     agents[1].die(1, 7)
-    assert not messages(world, wire.Break) and not messages(world, wire.StartRank)
-    assert "observed" in world.kinds() and world.job().ended.code == 7
+    assert messages(world, wire.Break) and messages(world, wire.StartRank)
+    agents[1].ready()
+    world.run(1)
+    for agent in agents:
+        agent.take_offer()
+    world.run(1)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1] and not world.job().ended
 
 
 @pytest.mark.parametrize("slots", [[], [0, 1], [5], [-1]])

@@ -462,11 +462,11 @@ def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
     trained.check_replay()
 
 
-def test_observe_mode_only_says_it(trained):
+def test_a_hang_is_healed_also_where_the_admin_only_observes(trained):
     trained.core.config.observe = True
     hang(trained, [1])
     trained.run(10)
-    assert len(events(trained, "overdue")) == 1 and not sent(trained, ORDERS) and not trained.job("1").ended
+    assert sent(trained, wire.Break)[0].lost == [1] and not trained.job("1").ended
 
 
 def test_the_switch_turns_it_off(trained):

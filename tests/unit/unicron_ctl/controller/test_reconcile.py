@@ -81,9 +81,9 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
     for agent in world.agents:
         agent.take_offer()
     world.run(2.0)
-    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith(
-        "unicron"
-    )
+    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1][
+        "admin_comment"
+    ].startswith("unicron")
     assert slurm.queue["1", 0]["state"] == "RUNNING" and slurm.queue["1", 0]["node"] == "n4"
     order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
     assert order == ["pin", "requeue_hold", "start_now"]
@@ -147,7 +147,7 @@ def test_elements_that_the_plan_has_no_node_for_are_held_and_those_of_an_ended_j
     assert world.job().ended.code == 0 and slurm.queue["1", 4]["state"] == "CANCELLED"
 
 
-def test_observe_mode_asks_nothing_of_slurm():
+def test_where_the_admin_observes_the_job_is_healed_and_slurm_is_asked_nothing():
     slurm = FakeSlurm(3)
     world = World(slurm, observe=True)
     slurm.submit("1", 4)
@@ -156,6 +156,35 @@ def test_observe_mode_asks_nothing_of_slurm():
         agent.ready()
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == []
-    assert [e.record.would for e in world.log if e.kind == "observed"] == ["hold 1_3"]
-    world.agents[1].die(1)
-    assert world.job().ended.code == 1 and not world.job().failures[-1].actions, "no story of what was not done"
+    assert [e.record.would for e in world.log if e.kind == "observed"] == ["give 1 3 nodes", "hold 1_3"]
+    power_off(world, "n2")
+    world.run(4.0)
+    assert world.job().phase == "running" and world.job().plan.members == [0, 2] and slurm.calls == []
+    assert "down n2" in [e.record.would for e in world.log if e.kind == "observed"]
+    (failure,) = world.job().failures
+    assert 'n2 is not set down: partition main is in mode "observe"' in failure.actions
+    assert not world.core.state.out_of_service
+    world.check_replay()
+
+
+def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_it():
+    slurm = FakeSlurm(3)
+    world = World(slurm, observe=True)
+    slurm.submit("1", 3)
+    follow(world, "1", 3)
+    for agent in world.agents:
+        agent.ready()
+    world.run(4.0)
+    power_off(world, "n2")
+    slurm.down("n2", "Not responding")  # Slurm itself notices and requeues
+    world.run(4.0)
+    world.dead_nodes.clear()
+    slurm.resume("n2")
+    slurm.start_now("1", 1)
+    for agent in follow(world, "1", 3):
+        agent.ready()
+    world.run(1.0)
+    for agent in world.agents:
+        agent.take_offer()
+    world.run(1.0)
+    assert sorted(world.job().members) == [0, 1, 2]

@@ -311,8 +311,8 @@ def test_the_next_step_keeps_its_nodes():
     assert world.job().allotted == [0, 1] and not world.job().leaving
 
 
-def test_observe_mode_lets_a_newcomer_wait():
-    world = World(observe=True)
+def test_a_newcomer_is_taken_in_also_where_the_admin_only_observes():
+    world = World(observe=True, join_after_seconds=1.0)
     for element in range(2):
         agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=3)
         agent.register()
@@ -323,7 +323,7 @@ def test_observe_mode_lets_a_newcomer_wait():
     late.register()
     late.status()
     world.run(20)
-    assert len(world.job().members) == 2 and not world.job().ended
+    assert len(world.job().members) == 3 and not world.job().ended
 
 
 def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():

@@ -1,0 +1,105 @@
+"""What the admin allows, on a real Slurm: what is only observed is not touched, and nobody else's hold is released."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.controller import Controller
+from tests.support.jobs import AGENT
+from tests.support.processes import ROOT, call, outside_slurm, wait_for
+from unicron_ctl.localslurm import LocalCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+SETTINGS = """
+slurm = "command"
+slurm_poll_seconds = 0.5
+lease_periods = 3
+forming_settle_seconds = 1
+[partition.main]
+mode = "{mode}"
+"""
+
+
+@pytest.fixture
+def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
+    """start(mode, *options) runs an array of three elements whose agents keep a sleeping rank each."""
+    started: list[Controller] = []
+    environment = outside_slurm() | cluster.env()
+
+    def run(mode: str, *options: str) -> SimpleNamespace:
+        controller = Controller(tmp_path, SETTINGS.format(mode=mode), environment)
+        started.append(controller)
+        script = tmp_path / "job.sh"
+        script.write_text(
+            "#!/bin/bash\n"
+            f"export PYTHONPATH={ROOT} UNICRON_CONTROLLER={controller.address} UNICRON_NODE_ADDRESS=127.0.0.1\n"
+            f"export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=30\n"
+            f"exec {' '.join(AGENT)} run -- sleep 600\n"
+        )
+        usual = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-2", "--requeue", "-o", "/dev/null"]
+        done = call("sbatch", *usual, *options, script, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return SimpleNamespace(id=done.stdout.strip(), controller=controller, environment=environment)
+
+    yield run
+    for controller in started:
+        controller.close()
+
+
+def _nodes(job: SimpleNamespace) -> dict[int, str]:
+    return {e["element"]: e["node"] for e in job.controller.job().get("elements", []) if not e["gone"]}
+
+
+def test_where_it_only_observes_a_lost_node_is_slurms_matter(
+    cluster: LocalCluster, start: Callable[..., SimpleNamespace]
+) -> None:
+    job, client = start("observe"), cluster.client()
+    job.controller.wait(lambda: len(_nodes(job)) == 3, "three agents")
+    job.controller.wait(lambda: job.controller.job()["state"] == "running", "the job runs")
+    node = _nodes(job)[1]
+    cluster.power_off(node)
+    would = f"down {node}"
+    job.controller.wait(lambda: would in [e["would"] for e in job.controller.events("observed")], would)
+    job.controller.wait(
+        lambda: job.controller.job()["state"] == "running" and job.controller.job()["nodes"] == 2, "it goes on with two"
+    )
+    reasons = [info.reason for info in client.nodes()]
+    assert not any("unicron" in reason for reason in reasons), reasons
+    assert not job.controller.events("slurm_action")
+    assert job.controller.ask("status")["controller"]["modes"] == {"default": "observe", "main": "observe"}
+    assert "acting would have given" in job.controller.ask("status")["observed"][0]
+
+
+def test_a_hold_of_others_stays_and_so_does_the_users_comment(
+    cluster: LocalCluster, start: Callable[..., SimpleNamespace]
+) -> None:
+    """Release 0.1 released whatever had a Comment that begins with "unicron", which the template wrote."""
+    job, client = start("act", "--comment=unicron", "--hold", "--exclude=n5,n6"), cluster.client()
+
+    def elements() -> dict[int, object]:
+        return {info.element: info for info in client.elements() if info.job == job.id}
+
+    for element in (0, 1):
+        client.release(job.id, element)
+    call("scontrol", "update", f"JobId={job.id}_2", "AdminComment=unicron: mine", environment=job.environment)
+    job.controller.wait(lambda: len(_nodes(job)) == 2, "two agents")
+    job.controller.wait(lambda: job.controller.job()["state"] == "running", "the job runs")
+    node = _nodes(job)[1]
+    cluster.power_off(node)
+    wait_for(lambda: any("unicron" in i.reason for i in client.nodes()), f"{node} is set down", now=client.nodes)
+    job.controller.wait(
+        lambda: {e["element"] for e in job.controller.events("slurm_action") if e["action"] == "pin"} == {1},
+        "it is replaced",
+    )
+    found = elements()
+    assert found[2].held and found[2].comment == found[0].comment == "unicron", found  # type: ignore[attr-defined]
+    assert all(e["element"] != 2 for e in job.controller.events("slurm_action"))
+    pinned = {e["node"] for e in job.controller.events("slurm_action") if e["action"] == "pin"}
+    assert pinned <= {"n1", "n2", "n3", "n4"} and os.getuid() == found[0].uid  # type: ignore[attr-defined]
+    said = job.controller.ask("explain", job=job.id)["bounds"]
+    assert "in reach (partition main, gpu:1)" in said and "excluded by the job" in said

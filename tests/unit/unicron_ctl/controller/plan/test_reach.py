@@ -1,0 +1,131 @@
+"""Where Slurm would start an element: partitions, GRES, features, reservations, and who is before it in the queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.controller.model.view import Listing
+from unicron_ctl.controller.plan.reach import Ground, has_features, has_gres, misfit
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved
+
+NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
+ASK = ElementInfo(
+    "1", 0, "1", "PENDING", None, "", "", "", "", 0, partition="gpu", gres="gpu:8", priority=5, time_limit=3600.0
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"partition": "cpu"}, "not in partition cpu"),
+        ({"partition": "cpu,all"}, ""),
+        ({"gres": "gpu:h100:1"}, "without gpu:h100:1"),
+        ({"gres": "gpu:16"}, "without gpu:16"),
+        ({"features": "a100&ib"}, ""),
+        ({"features": "h100"}, "without the features h100"),
+        ({"reservation": "night"}, "not in reservation night"),
+    ],
+)
+def test_what_slurm_looks_at(changes: dict[str, str], why: str) -> None:
+    assert misfit(replace(ASK, **changes), NODE, 1000.0) == why
+
+
+def test_a_reserved_node_is_out_of_reach_unless_the_element_ends_before_or_has_the_reservation() -> None:
+    later = replace(NODE, reservations=(Reserved("night", 5000.0, 9000.0),))
+    assert misfit(ASK, later, 1000.0) == ""
+    assert misfit(ASK, later, 2000.0) == "reserved (night)"
+    assert misfit(replace(ASK, time_limit=None), later, 1000.0) == "reserved (night)"
+    assert misfit(ASK, later, 9000.0) == ""
+    assert misfit(replace(ASK, reservation="night"), later, 2000.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "fits"),
+    [
+        ("", "", True),
+        ("gpu", "gpu:1", True),
+        ("gpu:4", "gpu:a100:8", True),
+        ("gpu:a100:4", "gpu:8", False),
+        ("gpu:2,nic:1", "gpu:2", False),
+        ("gpu:a100:4,gpu:h100:1", "gpu:a100:4,gpu:h100:4", True),
+        ("gpu:5", "gpu:a100:4,gpu:h100:4", True),
+        ("shard:1k", "shard:1024", True),
+        ("gpu:8", "", False),
+    ],
+)
+def test_gres(asked: str, there: str, fits: bool) -> None:
+    assert has_gres(asked, there) is fits
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        ("a", True),
+        ("c", False),
+        ("a&b", True),
+        ("a&c", False),
+        ("c|b", True),
+        ("a|b&c", False),  # from the left, as sbatch(1) says
+        ("a|(b&c)", True),
+        ("[c|b]", True),
+        ("[a*2&c*1]", False),
+        ("a*4", True),
+        ("(a|c)&b", True),
+        ("a,b", True),
+        ("a&", False),
+        ("(a", False),
+        ("a b&…", False),
+        ("a)", False),
+    ],
+)
+def test_features(constraint: str, fits: bool) -> None:
+    assert has_features(constraint, {"a", "b"}) is fits
+
+
+@given(st.text("ab()[]&|*2, …", max_size=12))
+def test_no_constraint_is_an_error(text: str) -> None:
+    assert has_features(text, {"a"}) in (True, False)
+
+
+def _ground(*rivals: ElementInfo, nodes: int = 3) -> Ground:
+    listed = [replace(NODE, name=f"n{number}") for number in range(1, nodes + 1)]
+    return Ground(Listing(0.0, listed, [ASK, *rivals]), {"1"}, 1000.0)
+
+
+def _reach(ground: Ground, *occupied: str) -> list[str]:
+    return sorted(ground.reach([ASK], {"n1", "n2", "n3"}, occupied).nodes)
+
+
+RIVAL = replace(ASK, job="9", priority=6, reason="Resources")
+
+
+@pytest.mark.parametrize(
+    ("rival", "left"),
+    [
+        (RIVAL, ["n1"]),
+        (replace(RIVAL, planned_nodes=frozenset({"n3"})), ["n1", "n2"]),
+        (replace(RIVAL, planned_nodes=frozenset({"n3"}), starts=1000.0 + 3600.0), ["n1", "n2", "n3"]),
+        (replace(RIVAL, planned_nodes=frozenset({"n3"}), starts=1000.0 + 3599.0), ["n1", "n2"]),
+        (replace(RIVAL, priority=5), ["n1", "n2", "n3"]),
+        (replace(RIVAL, reason="Dependency"), ["n1", "n2", "n3"]),
+        (replace(RIVAL, reason="JobHeldUser"), ["n1", "n2", "n3"]),
+        (replace(RIVAL, state="RUNNING", node="n7"), ["n1", "n2", "n3"]),
+        (replace(RIVAL, gres="gpu:h100:8"), ["n1", "n2", "n3"]),
+        (replace(RIVAL, excluded_nodes=frozenset({"n2"})), ["n1", "n2"]),
+    ],
+)
+def test_a_pending_job_of_higher_priority_keeps_the_nodes_that_it_may_get(rival: ElementInfo, left: list[str]) -> None:
+    """n1 is the job's own and stays so."""
+    assert _reach(_ground(rival), "n1") == left
+
+
+def test_why_nodes_are_out_of_reach_is_counted() -> None:
+    ask = replace(ASK, excluded_nodes=frozenset({"n2"}))
+    found = _ground(replace(RIVAL, planned_nodes=frozenset({"n3"}))).reach([ask], {"n1", "n2", "n3"}, ())
+    assert found.barred == {"excluded by the job": 1, "about to go to pending job 9": 1}
+    assert found.asks == "partition gpu, gpu:8" and found.peak == 8 * 312e12

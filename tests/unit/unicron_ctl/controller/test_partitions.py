@@ -1,0 +1,233 @@
+"""What the admin allows in a partition, in the controller: who is healed, what Slurm is asked, whose hold is whose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller import answers
+from unicron_ctl.partitions import Claim, PartitionConfig
+from unicron_ctl.protocol import wire
+
+
+def world_of(nodes: int, **partitions: PartitionConfig) -> tuple[World, FakeSlurm]:
+    slurm = FakeSlurm(nodes)
+    return World(slurm, observe=None, partitions=partitions), slurm
+
+
+def run(world: World, slurm: FakeSlurm, job: str, count: int, weight: float = 1.0, **facts: Any) -> list[FakeAgent]:
+    """The job's elements are submitted, and agents come where Slurm runs them."""
+    slurm.submit(job, count, **facts)
+    return follow(world, slurm, job, count, weight)
+
+
+def follow(world: World, slurm: FakeSlurm, job: str, count: int, weight: float = 1.0) -> list[FakeAgent]:
+    found = []
+    for (owner, element), entry in slurm.queue.items():
+        known = any(a.job == job and a.element == element and a.node == entry["node"] for a in world.agents)
+        if owner == job and entry["state"] == "RUNNING" and not known:
+            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
+            agent.register()
+            agent.ready()
+            found.append(agent)
+    return found
+
+
+def would(world: World) -> list[str]:
+    return [event.record.would for event in world.log if event.kind == "observed" and event.record.action != "plan"]
+
+
+def plan_of(world: World) -> dict[str, int]:
+    return world.core.state.assignment
+
+
+def test_nothing_is_asked_of_slurm_unless_the_admin_says_so() -> None:
+    world, slurm = world_of(2)
+    run(world, slurm, "1", 3)
+    world.run(4.0)
+    assert world.job().phase == "running" and slurm.calls == [] and would(world) == ["hold 1_2"]
+
+
+def test_one_partition_acts_and_another_is_only_watched() -> None:
+    world, slurm = world_of(4, gpu=PartitionConfig(mode="act", max_weight=9.0))
+    for node, name in (("n1", "gpu"), ("n2", "gpu"), ("n3", "cpu"), ("n4", "cpu")):
+        slurm.node_facts[node] = {"partitions": (name, "all")}
+    run(world, slurm, "1", 3, weight=9.0, partition="gpu")
+    run(world, slurm, "2", 2, partition="cpu")
+    slurm.queue["1", 2].update(state="PENDING", node=None, reason="Resources")
+    slurm.queue["2", 0].update(state="RUNNING", node="n3")
+    slurm.queue["2", 1].update(state="RUNNING", node="n4")
+    world.agents.clear()
+    follow(world, slurm, "1", 3, 9.0)
+    follow(world, slurm, "2", 2)
+    world.run(5.0)
+    assert plan_of(world) == {"1": 2}, "the other job is not planned for"
+    assert slurm.calls == [("hold", "1", 2, "")]
+    assert answers.modes(world.core) == {
+        "all": "observe",
+        "cpu": "observe",
+        "default": "observe",
+        "gpu": "act",
+    }
+
+
+def test_a_job_in_several_partitions_may_what_all_of_them_allow() -> None:
+    world, slurm = world_of(2, gpu=PartitionConfig(mode="act"), slow=PartitionConfig(mode="observe"))
+    run(world, slurm, "1", 3, partition="gpu,slow")
+    world.run(4.0)
+    assert slurm.calls == [] and would(world) == ["hold 1_2"]
+
+
+def test_what_is_not_among_the_actions_is_only_said() -> None:
+    world, slurm = world_of(3, default=PartitionConfig(mode="act", actions=["hold", "pin"]))
+    run(world, slurm, "1", 4)
+    world.run(4.0)
+    assert ("hold", "1", 3, "") in slurm.calls
+    world.dead_nodes.add("n2")
+    world.agents[1].silent = True
+    world.run(4.0)
+    assert "down" not in {call[0] for call in slurm.calls} and "down n2" in would(world)
+    said = next(event.record.reason for event in world.log if event.kind == "observed")
+    assert said.endswith("not done, for the actions of partition main do not include down")
+
+
+def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> None:
+    world, slurm = world_of(2, main=PartitionConfig(mode="off"))
+    slurm.submit("1", 1)
+    agent = FakeAgent(world, "1", 0, "n1")
+    agent.obedient = False  # a real one asks again after a while, not at once
+    agent.register()
+    (first,) = agent.heard
+    assert isinstance(first, wire.Refused) and not first.final and "does not show job 1 yet" in first.reason
+    world.run(1.5)
+    agent.register()
+    told = agent.heard[-1]
+    assert isinstance(told, wire.Refused) and told.unprotected and not told.final
+    assert told.reason == 'partition main is "off" in the configuration of unicrond' and not world.core.state.jobs
+
+
+def test_without_slurm_the_default_says_whether_jobs_are_protected() -> None:
+    world = World(observe=None, partitions={"default": PartitionConfig(mode="off")})
+    agent = FakeAgent(world, "1", 0, "n1")
+    agent.obedient = False  # a real one asks again after a while, not at once
+    agent.register()
+    assert [m.unprotected for m in agent.heard if isinstance(m, wire.Refused)] == [True]
+
+
+def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None:
+    main = PartitionConfig(
+        mode="act", account={"lab": Claim(max_weight=4.0)}, qos={"high": Claim(max_weight=8.0)}, max_weight=2.0
+    )
+    for facts, counts in (({}, 2.0), ({"account": "lab"}, 4.0), ({"account": "lab", "qos": "high"}, 8.0)):
+        world, slurm = world_of(2, main=main)
+        run(world, slurm, "1", 2, weight=1e6, **facts)
+        world.run(3.0)
+        assert f"w{counts:g} " in world.core.state.plan_inputs
+        said = answers.explain(world.core, None, {"job": "1"})["bounds"]  # type: ignore[arg-type]
+        assert f"weight {counts:g} of the 1e+06 asked for: partition main" in said
+
+
+def test_a_huge_weight_takes_no_nodes_of_others() -> None:
+    world, slurm = world_of(6, default=PartitionConfig(mode="act"))
+    run(world, slurm, "1", 3)
+    run(world, slurm, "2", 6, weight=1e6)
+    world.run(6.0)
+    assert plan_of(world) == {"1": 3, "2": 3}
+
+
+def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
+    """Release 0.1 pinned an 8-GPU element to a CPU node."""
+    world, slurm = world_of(4, default=PartitionConfig(mode="act"))
+    slurm.node_facts["n4"] = {"gres": "", "partitions": ("main", "cpu")}
+    slurm.node_facts["n3"] = {"gres": "gpu:1"}
+    run(world, slurm, "1", 2, gres="gpu:1")
+    world.run(3.0)
+    world.dead_nodes |= {"n1", "n2"}
+    slurm.queue["9", 0] = slurm.queue["1", 0] | {"state": "RUNNING", "node": "n3"}  # somebody else's
+    for agent in world.agents:
+        agent.silent = agent.node == "n1"
+    world.run(4.0)
+    assert "n4" not in {call[3] for call in slurm.calls if call[0] == "pin"}
+    said = answers.explain(world.core, None, {"job": "1"})["bounds"]  # type: ignore[arg-type]
+    assert "in reach (partition main, gpu:1)" in said and "out of reach: 1 without gpu:1" in said
+
+
+def test_a_node_that_is_about_to_go_to_a_pending_job_of_higher_priority_is_left_to_it() -> None:
+    for priority, planned, taken in ((5, frozenset({"n3"}), False), (5, frozenset(), False), (0, frozenset(), True)):
+        world, slurm = world_of(3, default=PartitionConfig(mode="act"))
+        run(world, slurm, "1", 3, priority=1)
+        rival = {"planned_nodes": planned, "priority": priority, "partition": "main", "reason": "Resources"}
+        slurm.queue["1", 2].update(state="PENDING", node=None, reason="BeginTime")
+        slurm.queue["9", 0] = slurm.queue["1", 2] | rival | {"pin": "n9"}
+        world.agents = [agent for agent in world.agents if agent.element != 2]
+        world.core.state.jobs["1"].agents.pop(2, None)
+        world.core.view.live.remove("1", 2)
+        world.run(4.0)
+        assert (("pin", "1", 2, "n3") in slurm.calls) is taken
+
+
+def test_growth_leaves_the_spare_nodes_and_a_lost_node_may_be_replaced_by_one() -> None:
+    world, slurm = world_of(4, default=PartitionConfig(mode="act", spare_nodes=1))
+    slurm.node_states["n4"] = {"DOWN"}
+    run(world, slurm, "1", 4)
+    world.run(3.0)
+    slurm.node_states["n4"] = {"IDLE"}
+    world.run(3.0)
+    assert plan_of(world) == {"1": 3}, "it does not grow onto the spare"
+    world.dead_nodes.add("n1")
+    world.agents[0].silent = True
+    world.run(4.0)
+    assert "n4" in {call[3] for call in slurm.calls if call[0] == "pin"}
+
+
+@pytest.mark.parametrize("comment", ["", "unicron: held, the plan has no node for it"])
+def test_only_what_the_log_says_was_held_here_is_released(comment: str) -> None:
+    """Release 0.1 went by the Comment, which users write."""
+    world, slurm = world_of(3, default=PartitionConfig(mode="act"))
+    slurm.submit("1", 3)
+    slurm.queue["1", 2].update(
+        state="PENDING", node=None, reason="JobHeldAdmin", comment=comment or "unicron", admin_comment=comment
+    )
+    follow(world, slurm, "1", 3)
+    world.run(6.0)
+    assert "release" not in {call[0] for call in slurm.calls} and slurm.queue["1", 2]["reason"] == "JobHeldAdmin"
+
+
+def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_comment_stays() -> None:
+    world, slurm = world_of(2, default=PartitionConfig(mode="act"))
+    run(world, slurm, "1", 3, comment="mine")
+    world.run(4.0)
+    assert slurm.queue["1", 2]["reason"] == "JobHeldAdmin" and slurm.queue["1", 2]["comment"] == "mine"
+    assert world.core.state.held == {("1", 2)}
+    world.restart()
+    for agent in world.agents:
+        agent.register()
+        agent.status()
+    slurm.node_states["n3"], slurm.starts["n3"] = {"IDLE"}, 1.0
+    world.run(3.0)
+    assert ("release", "1", 2, "n3") in slurm.calls and not world.core.state.held
+    slurm.hold("1", 2, "the admin's")
+    slurm.queue["1", 2].update(state="PENDING", node=None)
+    before = len(slurm.calls)
+    world.run(40.0)
+    assert "release" not in {call[0] for call in slurm.calls[before:]}
+    world.check_replay()
+
+
+def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
+    world, slurm = world_of(4, default=PartitionConfig(mode="act"))
+    for node in slurm.node_states:
+        slurm.node_facts[node] = {"gres": "gpu:t4:2"}
+    agents = run(world, slurm, "1", 2, gres="gpu:2")
+    world.run(3.0)
+    job = world.job()
+    job.measured[2] = 1e30
+    job.members = dict(job.members)
+    found = answers.scenario(world.core, SimpleNamespace(), {})["job"][0]["flops"]  # type: ignore[arg-type]
+    assert agents and found["2"] == pytest.approx(4 * 65e12)
+    shown = replace(slurm.nodes()[0], gres="")
+    assert shown.gpus == 1

@@ -1,0 +1,85 @@
+"""`[partition.NAME]` of unicron.toml: what each says, what it leaves to the default, and what is wrong."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from unicron_ctl.config import parse, understand
+from unicron_ctl.errors import UserError
+from unicron_ctl.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
+from unicron_ctl.slurm import SlurmClient
+
+FILE = """
+[partition.default]
+mode = "observe"
+spare_nodes = 2
+[partition.default.account.lab]
+max_weight = 3
+[partition.gpu]
+mode = "act"
+actions = ["drain", "requeue"]
+max_weight = 2
+[partition.gpu.qos.high]
+max_weight = 8
+[partition.debug]
+mode = "off"
+"""
+
+
+def _rules(text: str, name: str) -> Rules:
+    return parse(tomllib.loads(text)).controller.rules(name)
+
+
+def test_a_partition_says_what_it_does_and_leaves_the_rest_to_the_default() -> None:
+    gpu, other, debug = (_rules(FILE, name) for name in ("gpu", "other", "debug"))
+    assert (gpu.mode, sorted(gpu.actions), gpu.max_weight, gpu.spare_nodes) == (ACT, ["drain", "requeue"], 2.0, 2)
+    assert (other.mode, other.actions, other.max_weight) == (OBSERVE, frozenset(PERMISSIONS), 1.0)
+    assert debug.mode == OFF and gpu.most_weight("lab", "high") == 8.0 and gpu.most_weight("lab", "") == 3.0
+    assert gpu.may("drain") and gpu.may("requeue") and not gpu.may("down") and not other.may("drain")
+
+
+def test_observe_is_the_default_and_the_setting_of_release_0_1_is_still_read() -> None:
+    assert _rules("", "gpu").mode == OBSERVE
+    assert _rules("[controller]\nobserve = false", "gpu").mode == ACT
+    assert _rules("[controller]\nobserve = true", "gpu").mode == OBSERVE
+    assert _rules("[controller]\nobserve = false\n[partition.gpu]\nmode = 'observe'", "gpu").mode == OBSERVE
+
+
+def test_every_call_of_slurm_needs_a_permission_that_can_be_given() -> None:
+    assert {one for needed in NEEDED.values() for one in needed} == set(PERMISSIONS)
+    calls = {name for name in vars(SlurmClient) if not name.startswith("_")} - {"nodes", "elements"}
+    assert calls == NEEDED.keys()
+
+
+def test_a_job_of_several_partitions_has_the_least_of_them() -> None:
+    both = strictest([_rules(FILE, "gpu"), _rules(FILE, "other")])
+    assert both.mode == OBSERVE and both.actions == {"drain", "requeue"} and both.max_weight == 1.0
+    assert both.most_weight("", "high") == 1.0 and both.most_weight("lab", "") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[partition.gpu]\nmode = 'on'", "[partition.gpu] mode: 'on': use one of off, observe, act"),
+        ("[partition.gpu]\nactions = ['kill']", "[partition.gpu] actions: 'kill': use some of drain, down"),
+        ("[partition.gpu]\nmod = 'act'", "[partition.gpu] mod: unknown key; did you mean mode?"),
+        ("[partition]\nmode = 'act'", "[partition] mode is no table: write [partition.default]"),
+        ("[partition.gpu]\nmax_weight = -1", "[partition.gpu] max_weight: Expected `float` >= 0.0"),
+        ("[partition.gpu]\nmax_weight = nan", "[partition.gpu] max_weight"),
+        ("[partition.gpu]\nspare_nodes = 1.5", "[partition.gpu] spare_nodes: Expected `int`"),
+        ("[partition.gpu.account.lab]\nweight = 2", "[partition.gpu] account: Object contains unknown field `weight`"),
+        ("partition = 3", "[partition] must hold tables: write [partition.NAME]"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_the_key(text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(tomllib.loads(text))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_has_no_meaning_keeps_its_default() -> None:
+    config, found = understand(tomllib.loads("[partition.gpu]\nmode = 'act'\nmax_weight = 'much'"))
+    assert len(found) == 1 and config.controller.rules("gpu").mode == ACT
+    assert config.controller.rules("gpu").max_weight == 1.0

@@ -1,0 +1,44 @@
+"""What the admin allows for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
+shows. Pure.
+"""
+
+from __future__ import annotations
+
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.partitions import ACT, OFF, Rules, strictest
+
+
+def of_job(view: View, job: str) -> Rules:
+    """The rules for a job by the partitions that Slurm shows for its elements; those of [partition.default] while
+    Slurm shows none. With several partitions it is what all of them allow."""
+    seen = view.slurm.seen
+    listed = {e.partition for e in seen.of(job).values()} if seen else set()
+    names = {name for text in listed for name in text.split(",")} or {""}
+    return strictest(view.config.rules(name) for name in sorted(names))
+
+
+def of_action(view: View, action: Action) -> Rules:
+    """The rules for a call of Slurm: its job's; for a node alone those of the partition of its own that allows most."""
+    if action.job:
+        return of_job(view, action.job)
+    info = view.slurm.node(action.node)
+    found = [view.config.rules(name) for name in (info.partitions if info else ()) or ("",)]
+    return next((one for one in found if one.may(action.action)), found[0])
+
+
+def refusal(view: View, action: Action) -> str:
+    """Why Slurm must not be asked for it; empty when it may be."""
+    return of_action(view, action).refusal(action.action)
+
+
+def acts(view: View, job: JobState) -> bool:
+    """The plan may give the job nodes and take them."""
+    return of_job(view, job.job).mode == ACT
+
+
+def is_off(view: View, job: str) -> bool:
+    """The admin wants no job of its partition protected. Without Slurm, or before it shows the job, nothing is known
+    of its partition but the default."""
+    return of_job(view, job).mode == OFF

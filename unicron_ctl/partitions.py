@@ -1,0 +1,165 @@
+"""`[partition.NAME]` of unicron.toml: what an admin lets the controller do to the jobs and nodes of a Slurm partition.
+
+Two permissions are apart. Healing a job within the nodes that it has is its owner's to ask for: it works in every mode
+but "off". Whatever touches Slurm is the admin's: in "observe" it is only decided and written down.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+OFF, OBSERVE, ACT = "off", "observe", "act"
+DEFAULT = "default"  # the table for all partitions that have none of their own
+Mode = Literal["off", "observe", "act"]
+Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel"]
+PERMISSIONS: tuple[str, ...] = get_args(Permission)
+# Calls of a SlurmClient and what allows them, any of it. Whoever may take a node may give it back, and so for holds.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "drain": ("drain",),
+    "down": ("down",),
+    "resume": ("drain", "down"),
+    "requeue": ("requeue",),
+    "requeue_hold": ("move",),
+    "hold": ("hold",),
+    "release": ("hold",),
+    "pin": ("pin",),
+    "start_now": ("pin", "requeue"),
+    "cancel": ("cancel",),
+}
+_STRICTEST = (OFF, OBSERVE, ACT)
+
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+
+
+class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """[partition.NAME.account.ACCOUNT] and [partition.NAME.qos.QOS]."""
+
+    max_weight: Weight
+
+
+class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [partition.NAME]. What one does not say is as in [partition.default]."""
+
+    mode: Mode | None = None
+    """off: its jobs run unprotected. observe: they are healed within their nodes, Slurm is left alone. act: all."""
+    actions: list[Permission] | None = None
+    """What may be done in "act"; by default everything."""
+    max_weight: Weight | None = None
+    """The most that a job's weight counts for; by default 1."""
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | None = None
+    """Nodes that jobs leave free when they grow; a lost node's place may be taken by one. By default 0."""
+    account: dict[str, Claim] = {}
+    """Accounts whose jobs may claim another weight."""
+    qos: dict[str, Claim] = {}
+    """The same by QOS; the larger one counts."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What counts for one partition."""
+
+    partition: str
+    mode: str
+    actions: frozenset[str] = frozenset(PERMISSIONS)
+    max_weight: float = 1.0
+    spare_nodes: int = 0
+    accounts: Mapping[str, float] = field(default_factory=dict)
+    qos: Mapping[str, float] = field(default_factory=dict)
+
+    def may(self, call: str) -> bool:
+        """Whether this call of a SlurmClient is allowed."""
+        return self.mode == ACT and not self.actions.isdisjoint(NEEDED[call])
+
+    def refusal(self, call: str) -> str:
+        """Why it is not, and what would change that; empty when it is."""
+        if self.may(call):
+            return ""
+        if self.mode != ACT:
+            return f'partition {self.partition} is in mode "{self.mode}"'
+        return f"the actions of partition {self.partition} do not include {' or '.join(NEEDED[call])}"
+
+    def most_weight(self, account: str, qos: str) -> float:
+        """The most that a job of this account and QOS may claim."""
+        claims = [known[name] for known, name in ((self.accounts, account), (self.qos, qos)) if name in known]
+        return max(claims, default=self.max_weight)
+
+
+def rules(partitions: Mapping[str, PartitionConfig], observe: bool | None, name: str) -> Rules:
+    """What counts for the partition `name` ("" for one that is not known). observe: the old setting of release 0.1,
+    which says what the default is."""
+    usual, own = partitions.get(DEFAULT, PartitionConfig()), partitions.get(name, PartitionConfig())
+    mode = own.mode or usual.mode or (ACT if observe is False else OBSERVE)
+    actions = next((found for found in (own.actions, usual.actions) if found is not None), PERMISSIONS)
+    weight = next((found for found in (own.max_weight, usual.max_weight) if found is not None), 1.0)
+    spare = next((found for found in (own.spare_nodes, usual.spare_nodes) if found is not None), 0)
+    accounts = {**usual.account, **own.account}
+    qos = {**usual.qos, **own.qos}
+    return Rules(
+        name or DEFAULT,
+        mode,
+        frozenset(actions),
+        weight,
+        spare,
+        {known: claim.max_weight for known, claim in accounts.items()},
+        {known: claim.max_weight for known, claim in qos.items()},
+    )
+
+
+def strictest(found: Iterable[Rules]) -> Rules:
+    """For a job that may be in any of several partitions: what all of them allow. `found` must not be empty."""
+    listed = list(found)
+    first = min(listed, key=lambda one: (_STRICTEST.index(one.mode), len(one.actions)))
+    if len(listed) == 1:
+        return first
+    accounts = {name: min(one.most_weight(name, "") for one in listed) for one in listed for name in one.accounts}
+    qos = {name: min(one.most_weight("", name) for one in listed) for one in listed for name in one.qos}
+    return Rules(
+        first.partition,
+        first.mode,
+        frozenset.intersection(*(one.actions for one in listed)),
+        min(one.max_weight for one in listed),
+        max(one.spare_nodes for one in listed),
+        accounts,
+        qos,
+    )
+
+
+def understand(raw: Any) -> tuple[dict[str, PartitionConfig], list[str]]:
+    """The tables below [partition], and what in them has no meaning: that keeps its default."""
+    if not isinstance(raw, Mapping):
+        return {}, ["[partition] must hold tables: write [partition.NAME]"]
+    found: dict[str, PartitionConfig] = {}
+    wrong: list[str] = []
+    types = {known.name: known.type for known in msgspec.structs.fields(PartitionConfig)}
+    for name, given in raw.items():
+        if not isinstance(given, Mapping):
+            near = f"[partition.{DEFAULT}]" if name in types else f"[partition.{name}]"
+            wrong.append(f"[partition] {name} is no table: write {near}")
+            continue
+        values = {}
+        for key, value in given.items():
+            if key not in types:
+                close = difflib.get_close_matches(key, types, 1)
+                said = f"; did you mean {close[0]}?" if close else f": use one of {', '.join(types)}"
+                wrong.append(f"[partition.{name}] {key}: unknown key{said}")
+                continue
+            try:
+                values[key] = msgspec.convert(value, types[key])
+            except msgspec.ValidationError as error:
+                wrong.append(f"[partition.{name}] {key}: {_plain(key, value, error)}")
+        found[name] = PartitionConfig(**values)
+    return found, wrong
+
+
+def _plain(key: str, value: object, error: msgspec.ValidationError) -> str:
+    choices = {"mode": get_args(Mode), "actions": PERMISSIONS}.get(key)
+    if choices is None:
+        return str(error).replace(" | null", "")
+    given = value if isinstance(value, list) else [value]
+    odd = next((one for one in given if one not in choices), value)
+    return f"{odd!r}: use {'one' if key == 'mode' else 'some'} of {', '.join(choices)}"
