@@ -103,8 +103,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
     Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
     Limit("controller", "SUSPECT_SECONDS", DAY, "for which a flapping node is remembered"),
-    Limit("agent", "PERIODS[0]", 0.01, "shortest heartbeat period that an agent accepts"),
-    Limit("agent", "PERIODS[1]", 60.0, "longest heartbeat period that an agent accepts"),
     Limit("agent", "REGISTER_SECONDS", 0.5, "between two tries to register"),
     Limit(
         "agent",
@@ -122,8 +120,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
     Limit("agent", "YOUNG_SECONDS", 20.0, "age up to which a restart-mode world that breaks may have a broken script"),
     Limit("agent", "OWN_END_SECONDS", 2.0, "for the processes of such a world to end by themselves"),
-    Limit("agent", "PROGRESS_PERIODS[0]", 0.05, "shortest time between two statuses of mere progress that it accepts"),
-    Limit("agent", "PROGRESS_PERIODS[1]", 60.0, "longest time between two such statuses that it accepts"),
     Limit("agent", "MERGE_SECONDS", 0.05, "that a rank's report of a step waits for those of the node's other ranks"),
     Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
     Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
@@ -160,7 +156,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("node", "START_SECONDS", 30.0, "for Slurm to start a pair test"),
     Limit("protocol", "TIME_LIMIT", 3.0, "for one call of munge"),
     Limit("protocol", "MAX_BYTES", 4 << 20, "bytes of one message"),
-    Limit("protocol", "MAX_MEMBERS", 1 << 20, "members of one plan"),
+    Limit("protocol", "LEAST_BEAT", 0.01, "shortest heartbeat period that an agent accepts"),
+    Limit("protocol", "MOST_BEAT", 60.0, "longest heartbeat period that it accepts, and time for progress"),
+    Limit("protocol", "LEAST_PROGRESS", 0.05, "shortest time between two statuses of mere progress that it accepts"),
+    Limit("protocol", "MOST_SECONDS", 1e9, "longest duration that a message may tell"),
+    Limit("protocol", "MOST_SLOTS", 1 << 20, "members of one plan"),
+    Limit("protocol", "MOST_RANKS", 1024, "ranks of one node"),
     Limit("process", "CONNECTIONS", 10000, "connections that the controller is made for"),
     Limit("plugin", "LOOKUP_NANOSECONDS", 0.5e9, "nanoseconds for the look-up of the controller's name"),
     Limit("prolog", "UNICRON_HEALTH_SECONDS", 4.0, "for the admission checks in the prolog (prolog.conf)"),
@@ -176,7 +177,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("slurm", "cred_expire", 120.0, "until a requeued job may start again (AuthInfo)"),
 )
 
-HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")  # agent.PERIODS
+HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")  # protocol.LEAST_BEAT, MOST_BEAT
 
 RULES: tuple[Rule, ...] = (
     # ---- what an admin can set
@@ -215,9 +216,8 @@ RULES: tuple[Rule, ...] = (
         "agent.REGISTER_TIMEOUT",
         "munge on both sides may be slow once",
     ),
-    Rule("agent.PERIODS[1]", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
-    Rule("agent.PROGRESS_PERIODS[0]", "controller.PROGRESS_SECONDS", "agents refuse anything else", equal=True),
-    Rule("agent.PERIODS[1]", "agent.PROGRESS_PERIODS[1]", "large jobs tell progress with their heartbeats", equal=True),
+    Rule("protocol.MOST_BEAT", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
+    Rule("protocol.LEAST_PROGRESS", "controller.PROGRESS_SECONDS", "agents refuse anything else", equal=True),
     Rule("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
     Rule(
         "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"

@@ -139,25 +139,16 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     ]
     for data in hostile:
         peer.send(data)
-    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.0, loss=0.0)
+    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.1, loss=0.0)
     peer.send(
         wire.encode(
             wire.Steps(job="7", element=0, agent="agent0", generation=1, iteration=0, total=4, at=0.0, ranks=[step])
         )
     )
-    peer.send(
-        wire.encode(
-            wire.Register(
-                job="7",
-                element=0,
-                agent="x",
-                node="n",
-                address="a",
-                slots=[9],
-                settings=wire.Settings(name="a", user="b"),
-            )
-        )
-    )
+    settings = wire.Settings(name="a", user="b")
+    wrong = wire.Register(job="7", element=0, agent="x", node="n", address="a", slots=[0], settings=settings)
+    wrong.slots = [9]
+    peer.send(wire.encode(wrong))
     answers = []
     while peer.poll(500):
         answers.append(peer.recv())

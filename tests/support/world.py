@@ -135,7 +135,7 @@ class FakeAgent:
                 for slot in self.slots:
                     self._plan(slot, message)
             case wire.StartRank():
-                if self.ranks[message.slot].incarnation < message.incarnation:
+                if message.slot in self.ranks and self.ranks[message.slot].incarnation < message.incarnation:
                     self.ranks[message.slot] = wire.RankStatus(
                         state="starting",
                         incarnation=message.incarnation,
@@ -147,7 +147,7 @@ class FakeAgent:
                     )
                     self.status()
             case wire.StopRank():
-                if self.ranks[message.slot].incarnation == message.incarnation:
+                if message.slot in self.ranks and self.ranks[message.slot].incarnation == message.incarnation:
                     self.die(message.slot)
 
     def _plan(self, slot: int, plan: wire.Plan) -> None:

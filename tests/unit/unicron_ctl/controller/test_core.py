@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -372,15 +371,6 @@ def test_observe_mode_breaks_nothing():
     agents[1].die(1, 7)
     assert not messages(world, wire.Break) and not messages(world, wire.StartRank)
     assert "observed" in world.kinds() and world.job().ended.code == 7
-
-
-@pytest.mark.parametrize("slots", [[], [0, 1], [5], [-1]])
-def test_a_registration_with_wrong_slots_is_refused(slots):
-    world = World()
-    agent = FakeAgent(world, "1", 0, "n1")
-    agent.slots = slots
-    agent.register()
-    assert messages(world, wire.Refused)[0].final and not world.core.state.jobs
 
 
 @settings(max_examples=60, deadline=None)
