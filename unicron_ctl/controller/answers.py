@@ -8,7 +8,6 @@ status   {"controller", "jobs", "nodes", "failures", "attention", "waf"}: the ke
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Failure, JobState
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
@@ -55,19 +55,19 @@ class Unanswerable(Exception):
     """The question makes no sense; the text says what would."""
 
 
-def answer(core: Core, store: Store, what: str, args: dict[str, Any]) -> Any:
-    """The data for a question. Raises Unanswerable."""
+def answer(core: Core, store: Store, what: str, args: dict[str, Any], asker: Asker) -> Any:
+    """The data for a question of `asker`. Raises Unanswerable."""
     ask = QUESTIONS.get(what)
     if ask is None:
         raise Unanswerable(
             f"this controller does not know the question {what!r}: it knows {', '.join(sorted(QUESTIONS))}"
         )
-    return ask(core, store, args)
+    return ask(core, store, args, asker)
 
 
-def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Everything at a glance."""
-    listed = jobs(core, store, args)
+    listed = jobs(core, store, args, asker)
     failures = sorted((f for job in core.state.jobs.values() for f in job.failures), key=lambda failure: failure.id)
     return {
         "controller": {
@@ -83,7 +83,7 @@ def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
             },
         },
         "jobs": listed,
-        "nodes": nodes(core, store, args),
+        "nodes": nodes(core, store, args, asker),
         "failures": [failure_record(f) for f in failures[-100:]],
         "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)],
         "waf": sum(item["waf"] for item in listed),
@@ -91,7 +91,7 @@ def status(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def jobs(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """All jobs, the ended ones last."""
     return [
         job(core, state)
@@ -161,7 +161,7 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
     }
 
 
-def nodes(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """All nodes that Slurm shows, and those on which an agent speaks."""
     seen = core.view.slurm.seen
     users: dict[str, list[str]] = {}
@@ -201,7 +201,7 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
     return {"time": seen.time} | {key: getattr(seen.said, key) for key in keys}
 
 
-def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any]]:
+def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """The log after an id: args after, limit, job, kinds."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
@@ -213,7 +213,7 @@ def events(core: Core, store: Store, args: dict[str, Any]) -> list[dict[str, Any
     ]
 
 
-def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
     state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
     report = core.state.plan_report
@@ -234,7 +234,7 @@ def explain(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def scenario(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """The planner's input of this moment, in the structure of a scenario file (planner/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
     running = [state for state in core.state.jobs.values() if not state.over]
@@ -288,15 +288,6 @@ def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
     return sample.values if sample else {}
 
 
-def owner_of(core: Core, args: dict[str, Any], what: str = "") -> str:
-    """Whose word counts beside root's and the admins': the owner of the job that an order is about; of nodes, the user
-    of this controller, who is a Slurm operator. Raises Unanswerable.
-    """
-    if what == "health":
-        return getpass.getuser()
-    return core.state.jobs[_job_id(core, str(args.get("job", "")))].settings.user
-
-
 def _job_id(core: Core, text: str) -> str:
     """A job by its id, or by its name where that is unique among living jobs. Raises Unanswerable."""
     if text in core.state.jobs:
@@ -309,7 +300,7 @@ def _job_id(core: Core, text: str) -> str:
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text!r}: jobs are {known}")
 
 
-def inject(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Breaks a rank on purpose: args fault, job, slot, node, seconds, dry_run."""
     slot, node, seconds = args.get("slot"), args.get("node"), args.get("seconds", 0.0)
     if not (slot is None or isinstance(slot, int)) or not (node is None or isinstance(node, str)):
@@ -317,6 +308,8 @@ def inject(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(seconds, int | float) or not 0 <= seconds <= 86400:
         raise Unanswerable("inject: seconds must be 0 to 86400")
     state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
+    if not asker.may_order(state):
+        raise Unanswerable(f"{asker} may not inject here: only the job's owner and admins")
     fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))
     try:
         done, outcome = injection.perform(core.view, core.view.job(state), fault, slot, node, float(seconds), dry_run)
@@ -326,8 +319,10 @@ def inject(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
-def health(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def health(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Takes a node's health report: args node, source, verdict, reason, at."""
+    if not asker.admin:
+        raise Unanswerable(f"{asker} may not report health here: only root and admins")
     report = admission.checked(args)
     if isinstance(report, str):
         raise Unanswerable(report)
@@ -338,12 +333,12 @@ def health(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
     return {"taken": True}
 
 
-def ping(core: Core, store: Store, args: dict[str, Any]) -> dict[str, Any]:
+def ping(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
     return {"pong": True}
 
 
-QUESTIONS: dict[str, Callable[[Core, Store, dict[str, Any]], Any]] = {
+QUESTIONS: dict[str, Callable[[Core, Store, dict[str, Any], Asker], Any]] = {
     "status": status,
     "jobs": jobs,
     "nodes": nodes,

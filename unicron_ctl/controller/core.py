@@ -29,6 +29,7 @@ from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.judge.failures import judge
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
@@ -259,12 +260,15 @@ class Core:
         log.error("couldn't handle %s, going on without it: %r\n%s", what[:200], error, where)
 
     # ------------------------------------------------------------ inputs
-    def receive(self, route: Route, message: wire.Message, now: float) -> None:
-        """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent."""
+    def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
+        """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent.
+
+        key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
+        """
         self._notice_time(now)
         name: str = getattr(message, "job", "")
         try:
-            self.intake.receive(route, message)
+            self.intake.receive(route, message, key, asker)
         except Exception as error:
             self._set_aside(name, repr(message), error)
         if name in self.state.jobs:

@@ -8,6 +8,7 @@ from unicron_ctl.controller.job import registration
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
@@ -16,6 +17,7 @@ from unicron_ctl.protocol import wire
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
+OfAgent = wire.Steps | wire.Metrics | wire.NodeEvent
 
 
 class Intake:
@@ -30,63 +32,72 @@ class Intake:
     ) -> None:
         self._view, self._desk, self._talk, self._take = view, desk, talk, take
 
-    def receive(self, route: Route, message: wire.Message) -> None:
-        """A message that passed the checks at the edge."""
+    def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
+        """A message that passed the checks at the edge, of the connection with this CURVE key."""
         match message:
             case wire.Register():
-                self._register(route, message)
+                self._register(route, message, key, asker)
             case wire.Status():
-                self._status(route, message)
+                self._status(route, message, key)
             case wire.Steps():
-                self._steps(route, message)
+                self._steps(route, message, key)
             case wire.Metrics():
-                if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
+                if (agent := self._of_agent(route, key, message)) is not None:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._desk(job).peers.take(agent, message, self._view.now)
             case wire.NodeEvent():
-                if (agent := self._of_agent(route, message.job, message.element, message.agent)) is not None:
+                if (agent := self._of_agent(route, key, message)) is not None:
                     self._take(judge_nodes.take(self._view, agent, message, self._talk))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
-                if (known := self._speaker(route, message.job, message.slot)) is not None:
+                if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._of_rank(known, message)
 
     # ------------------------------------------------------------ who speaks
-    def _of_agent(self, route: Route, job: str, element: int, name: str) -> AgentView | None:
-        """The agent that this is, if the message comes over its own connection; its lease begins again."""
-        agent = self._view.live.agent(job, element)
-        if agent is None or agent.route != route or agent.agent != name or job not in self._view.state.jobs:
+    def _of_agent(
+        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.NodeEvent
+    ) -> AgentView | None:
+        """The agent that this is, if the message is its own; its lease begins again."""
+        agent = self._view.live.agent(message.job, message.element)
+        if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
             return None
-        self._view.live.heard(agent, self._view.now)
-        return agent
+        return agent if self._heard(agent, route, key) else None
 
-    def _speaker(self, route: Route, name: str, slot: int) -> JobState | None:
+    def _speaker(self, route: Route, key: str, name: str, slot: int) -> JobState | None:
         """The job, if the message comes from the agent that has this slot."""
         job = self._view.state.jobs.get(name)
         agent = self._view.live.agent(name, job.element(slot)) if job else None
-        if agent is None or agent.route != route or slot not in agent.slots:
+        if agent is None or slot not in agent.slots:
             return None
+        return job if self._heard(agent, route, key) else None
+
+    def _heard(self, agent: AgentView, route: Route, key: str) -> bool:
+        """Whether it was this agent that spoke. It is known by its key, whichever connection it has at present; where
+        nothing is encrypted, by its connection."""
+        if agent.key != key or (not key and agent.route != route):
+            return False
+        agent.route = route
         self._view.live.heard(agent, self._view.now)
-        return job
+        return True
 
     # ------------------------------------------------------------ agents
-    def _register(self, route: Route, message: wire.Register) -> None:
-        refused = registration.answer(self._view, message)
+    def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
+        refused = registration.answer(self._view, message, key, asker)
         if refused is not None:
             self._take(Outcome(sends=[Send(route, refused)]))
             return
         if registration.begins(self._view, message):
-            self._take(registration.begin(message))
+            self._take(registration.begin(message, asker))
         job = self._view.state.jobs[message.job]
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
-        self._take(registration.join(job, message))
+        self._take(registration.join(job, message, key))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
         if agent is None:
             slots = list(message.slots)
-            agent = AgentView(message.job, message.element, message.agent, message.node, route, slots, now)
+            agent = AgentView(message.job, message.element, message.agent, message.node, route, slots, now, key)
             agent.last_registered = now
             live.add(agent)
             live.jobs[message.job].last_arrival = now
@@ -110,13 +121,13 @@ class Intake:
             progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if large else PROGRESS_SECONDS,
         )
 
-    def _status(self, route: Route, message: wire.Status) -> None:
+    def _status(self, route: Route, message: wire.Status, key: str) -> None:
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
-        if job is not None and job.ended:
+        if job is not None and job.ended and self._had(job, message, key):
             end = wire.End(code=job.ended.code, reason=job.ended.reason)
             self._take(Outcome(sends=[Send(route, end)]))
             return
-        if job is None or agent is None or agent.agent != message.agent:
+        if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
             return
         was_expired, agent.route, agent.expired = agent.expired, route, False
@@ -143,6 +154,11 @@ class Intake:
                 if slot in view.live.awaited:
                     view.notice(slot, self._view.now)
 
+    def _had(self, job: JobState, message: wire.Status, key: str) -> bool:
+        """The agent was the last one of its element."""
+        record = job.agents.get(message.element)
+        return record is not None and record.agent == message.agent and record.key == key
+
     def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
@@ -151,8 +167,8 @@ class Intake:
         return wire.Refused(reason="register first")
 
     # ------------------------------------------------------------ ranks
-    def _steps(self, route: Route, message: wire.Steps) -> None:
-        agent = self._of_agent(route, message.job, message.element, message.agent)
+    def _steps(self, route: Route, message: wire.Steps, key: str) -> None:
+        agent = self._of_agent(route, key, message)
         job = self._view.state.jobs.get(message.job)
         if agent is None or job is None or job.over:
             return

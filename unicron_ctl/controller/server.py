@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pickle
+import pwd
 import signal
 import socket
 import time
@@ -24,6 +25,7 @@ from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanReport
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, Identity, JobState, SlotState
@@ -31,7 +33,6 @@ from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.client import ORDERS
 from unicron_ctl.protocol.encryption import secure_server
 from unicron_ctl.protocol.munge import unmunge
 from unicron_ctl.slurm.client import SlurmClient
@@ -229,31 +230,32 @@ class Server:
         log.warning("%s", reason[:400])
 
     def _verify(self, route: Route, message: wire.Register) -> None:
-        """An agent may speak for a job only with its owner's credential, or an admin's."""
+        """Who the agent's user is, before the core hears of it."""
         key = (route, message.agent)
         if key in self._verifying or len(self._verifying) > QUEUE:
             return
         self._verifying.add(key)
 
-        def then(user: str | None) -> None:
+        def then(asker: Asker | None) -> None:
             self._verifying.discard(key)
-            known = self.core.state.jobs.get(message.job)
-            owner = known.settings.user if known else message.settings.user
-            if user and (user == owner or user in self.config.controller.admins or user == "root"):
-                self.core.receive(route, message, self.now())
-            else:
-                who = (
-                    f"{user} is not its owner {owner}"
-                    if user
-                    else "the munge credential is not valid: is munged running with the same key on both nodes?"
-                )
-                reason = f"job {message.job}: {who}"
-                self._complain(
-                    records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}"
-                )
-                self._send(route, wire.Refused(reason=reason, final=bool(user)))
+            if asker is not None:
+                self.core.receive(route, message, self.now(), asker=asker)
+                return
+            why = "the munge credential is not valid: is munged running with the same key on both nodes?"
+            reason = f"job {message.job}: {why}"
+            self._complain(records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}")
+            self._send(route, wire.Refused(reason=reason))
 
-        self.worker.call(lambda: unmunge(message.credential), then)
+        self.worker.call(lambda: self._asker(message.credential), then)
+
+    def _asker(self, credential: str) -> Asker:
+        """Who made the credential. Raises MungeError."""
+        uid = unmunge(credential).uid
+        try:
+            user = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            user = ""
+        return Asker(uid, user, uid in (0, os.getuid()) or user in self.config.controller.admins)
 
     def _receive_hints(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -273,32 +275,21 @@ class Server:
 
     # ------------------------------------------------------------ out
     def _on_ask(self, route: Route, ask: wire.Ask) -> None:
-        if ask.what not in ORDERS or self.config.controller.auth != "munge":
-            self._answer(route, ask)
-            return
+        if self.config.controller.auth != "munge":
+            self._answer(route, ask, EVERYBODY)
+        elif not ask.credential:
+            self._answer(route, ask, NOBODY)
+        else:
+            self.worker.call(
+                lambda: self._asker(ask.credential), lambda asker: self._answer(route, ask, asker or NOBODY)
+            )
 
-        def then(user: str | None) -> None:
-            try:
-                allowed = {answers.owner_of(self.core, ask.args, ask.what), "root", *self.config.controller.admins}
-            except answers.Unanswerable as error:
-                self._send(route, wire.Answer(ok=False, error=str(error)))
-                return
-            if user in allowed:
-                self._answer(route, ask)
-            else:
-                who = user or "nobody that munge knows"
-                whose, what = ("root", "report health") if ask.what == "health" else ("the job's owner", ask.what)
-                refusal = f"{who} may not {what} here: only {whose} and admins"
-                self._send(route, wire.Answer(ok=False, error=refusal))
-
-        self.worker.call(lambda: unmunge(ask.credential), then)
-
-    def _answer(self, route: Route, ask: wire.Ask) -> None:
+    def _answer(self, route: Route, ask: wire.Ask, asker: Asker) -> None:
         self.core.now = self.now()
         self.core.settle()
         self.flush()  # the log must hold what the answer says
         try:
-            reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args))
+            reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args, asker))
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
         except Exception as error:  # a question must not end the controller

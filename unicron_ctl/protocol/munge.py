@@ -1,50 +1,140 @@
-"""Who is speaking: munge credentials (docs/design/trust.md). Without munge on the machine the credential is empty."""
+"""Munge credentials: who made one, and what it says (docs/design/trust.md). libmunge itself, since a process for each
+of some thousand agents that come back together takes too long."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
-import pwd
-import shutil
-import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-TIME_LIMIT = 3.0  # seconds for one call of munge or unmunge
+TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
+LIBRARY = "libmunge.so.2"
+MOST_BYTES = 4096  # of a credential: one of ours has some 300
+# munge.h: munge_err_t, munge_opt_t
+_SUCCESS, _EXPIRED, _REWOUND, _REPLAYED = 0, 15, 16, 17
+_NOT_THE_CREDENTIAL = frozenset((1, 4, 5, 6, 7))  # snafu, overflow, no memory, socket, time-out: munged's own trouble
+_OPTION_SOCKET = 8
+T = TypeVar("T")
 
 
-def _arguments() -> list[str]:
-    socket = os.environ.get("MUNGE_SOCKET")
-    return ["--socket", socket] if socket else []
+@dataclass(frozen=True)
+class Credential:
+    """A valid one: the numeric user id of who made it, and what was put into it. replayed: somebody on this host has
+    read it before."""
+
+    uid: int
+    payload: bytes
+    replayed: bool = False
 
 
-def make_credential() -> str:
-    """A credential of this process's user, or "" where munge is not to be had."""
-    program = shutil.which("munge")
-    if program is None:
-        return ""
+class MungeError(Exception):
+    """No credential, or none that is valid; the text says why. outage: it says nothing of the credential, another try
+    may do."""
+
+    def __init__(self, reason: str, outage: bool) -> None:
+        super().__init__(reason)
+        self.outage = outage
+
+
+def make_credential(payload: str) -> str:
+    """A credential of this process's user that holds `payload`. Raises MungeError."""
+    return _within(lambda: _encode(payload.encode()))
+
+
+def unmunge(credential: str) -> Credential:
+    """What is in a credential. Raises MungeError; one that was read before on this host is `replayed`, no error."""
+    if not credential:
+        raise MungeError("there is no munge credential", outage=False)
+    if len(credential) > MOST_BYTES:
+        raise MungeError(f"{len(credential)} characters are no munge credential", outage=False)
+    return _within(lambda: _decode(credential.encode()))
+
+
+def _within(work: Callable[[], T]) -> T:
+    """The result of `work`, which gets a thread so that it can be given up. Raises what it raises, and MungeError."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="unicron-munge", daemon=True)
+    thread.start()
+    thread.join(TIME_LIMIT)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise MungeError(f"munged has not answered within {TIME_LIMIT:g} s", outage=True)
+    return done[0]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
     try:
-        done = subprocess.run(
-            [program, *_arguments(), "--no-input"], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        raise MungeError(f"{LIBRARY} is not installed", outage=True) from None
+    library.munge_strerror.restype = ctypes.c_char_p
+    library.munge_ctx_create.restype = ctypes.c_void_p
+    return library
+
+
+def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
+    """Only where the socket is another than munge's default."""
+    path = os.environ.get("MUNGE_SOCKET")
+    if not path:
+        return None
+    context = ctypes.c_void_p(library.munge_ctx_create())
+    library.munge_ctx_set(context, ctypes.c_int(_OPTION_SOCKET), ctypes.c_char_p(path.encode()))
+    return context
+
+
+def _encode(payload: bytes) -> str:
+    library, made = _library(), ctypes.c_void_p()
+    context = _context(library)
+    try:
+        error = library.munge_encode(ctypes.byref(made), context, payload, ctypes.c_int(len(payload)))
+        if error != _SUCCESS:
+            raise _problem(library, error)
+        return ctypes.string_at(made).decode()
+    finally:
+        _free(made)
+        if context is not None:
+            library.munge_ctx_destroy(context)
+
+
+def _decode(credential: bytes) -> Credential:
+    library, found, length = _library(), ctypes.c_void_p(), ctypes.c_int()
+    uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
+    context = _context(library)
+    try:
+        error = library.munge_decode(
+            credential, context, ctypes.byref(found), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        if error not in (_SUCCESS, _REPLAYED):
+            raise _problem(library, error)
+        payload = ctypes.string_at(found, length.value) if found else b""
+        return Credential(uid.value, payload, error == _REPLAYED)
+    finally:
+        _free(found)
+        if context is not None:
+            library.munge_ctx_destroy(context)
 
 
-def unmunge(credential: str) -> str:
-    """The user name in a munge credential, empty when it is not valid (or was used before)."""
-    program = shutil.which("unmunge")
-    if program is None or not credential:
-        return ""
-    command = [program, *_arguments(), "--no-output", "--metadata=-", "--keys=UID", "--numeric"]
-    try:
-        done = subprocess.run(
-            command, input=credential, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    words = done.stdout.split()
-    if done.returncode != 0 or len(words) < 2 or not words[-1].isdigit():
-        return ""
-    try:
-        return pwd.getpwuid(int(words[-1])).pw_name
-    except KeyError:
-        return words[-1]
+def _problem(library: ctypes.CDLL, error: int) -> MungeError:
+    text = (library.munge_strerror(error) or b"unknown error").decode(errors="replace")
+    if error in (_EXPIRED, _REWOUND):
+        text += ": compare the clocks of the two nodes"
+    return MungeError(f"munge: {text}", outage=error in _NOT_THE_CREDENTIAL or error in (_EXPIRED, _REWOUND))
+
+
+def _free(buffer: ctypes.c_void_p) -> None:
+    if buffer:
+        ctypes.CDLL(None).free(buffer)

@@ -9,15 +9,19 @@ behind them it does alone.
 from __future__ import annotations
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 
 
-def answer(view: View, message: wire.Register) -> wire.Message | None:
-    """Why the agent is not taken in now, as the message to it; None when it is."""
+def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.Message | None:
+    """Why the agent is not taken in now, as the message to it; None when it is. asker: who made its credential, which
+    is bound to what it says of itself and to `key`."""
     job = view.state.jobs.get(message.job)
+    if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
+        return refused
     if refused := _other_step(message, job):
         return refused
     if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
@@ -25,6 +29,23 @@ def answer(view: View, message: wire.Register) -> wire.Message | None:
     if job is not None and job.ended and message.step <= job.step:
         return wire.End(code=job.ended.code, reason=job.ended.reason)
     return None
+
+
+def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
+    """An agent may speak for a job only with its owner's credential, or an admin's."""
+    if job is None or asker.may_order(job):
+        return None
+    reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
+    return wire.Refused(reason=reason, final=True)
+
+
+def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
+    """An agent keeps its key for life."""
+    known = job.agents.get(message.element) if job else None
+    if known is None or known.agent != message.agent or known.key == key:
+        return None
+    reason = f"agent {message.agent} of job {message.job} has another key: each agent needs an id of its own"
+    return wire.Refused(reason=reason)
 
 
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
@@ -43,14 +64,15 @@ def begins(view: View, message: wire.Register) -> bool:
     return job is None or (job.over and message.step > job.step)
 
 
-def begin(message: wire.Register) -> Outcome:
+def begin(message: wire.Register, asker: Asker) -> Outcome:
     out = Outcome()
-    record = records.JobRegistered(settings=message.settings, step=message.step)
+    owner = None if asker.admin else asker.uid
+    record = records.JobRegistered(settings=message.settings, step=message.step, uid=owner)
     out.records.append((message.job, 0, record))
     return out
 
 
-def join(job: JobState, message: wire.Register) -> Outcome:
+def join(job: JobState, message: wire.Register, key: str) -> Outcome:
     """The agent is one of the job's: a new one, or one that comes back."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
@@ -61,6 +83,7 @@ def join(job: JobState, message: wire.Register) -> Outcome:
             node=message.node,
             address=message.address,
             slots=list(message.slots),
+            key=key,
         )
         out.record(job, record, 0)
     elif known.gone:

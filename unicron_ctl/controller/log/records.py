@@ -107,18 +107,23 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
 
 # ---------------------------------------------------------------- jobs and their agents
 class JobRegistered(Record, frozen=True, tag="job_registered"):
-    """step: the number of the srun in its batch script."""
+    """step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
+    None where nobody proves who he is, or an admin's agent began it."""
 
     settings: Settings
     step: int = 0
+    uid: int | None = None
 
 
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):
+    """key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted."""
+
     element: int
     agent: str
     node: str
     address: str
     slots: list[int]
+    key: str = ""
 
 
 class AgentGone(Record, frozen=True, tag="agent_gone"):

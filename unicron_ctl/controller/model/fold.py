@@ -91,7 +91,9 @@ def _fold_node(state: ClusterState, event: Event, rule: Callable[[NodeState, Eve
 def _job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
     if event.job in state.jobs:  # its next step: the plan has forgotten it
         state.plan_inputs = ""
-    state.jobs[event.job] = JobState(event.job, record.settings, event.time, since=event.time, step=record.step)
+    state.jobs[event.job] = JobState(
+        event.job, record.settings, event.time, since=event.time, step=record.step, uid=record.uid
+    )
 
 
 def _slurm_action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
@@ -208,7 +210,8 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
         job.superseded[old.agent] = None
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
-    job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, list(record.slots))
+    slots = list(record.slots)
+    job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, slots, key=record.key)
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         for slot in record.slots:

@@ -64,6 +64,8 @@ class AgentRecord:
     address: str
     slots: list[int]
     gone: str = ""
+    key: str = ""
+    """Its CURVE public key: by it, all that it says is known to be its own."""
 
 
 @dataclass
@@ -178,6 +180,8 @@ class JobState:
     """Restart mode: the last generation that has proved itself."""
     step: int = 0
     """The Slurm step that trains."""
+    uid: int | None = None
+    """Its owner's user id, where it is proven."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
 

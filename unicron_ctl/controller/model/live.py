@@ -32,6 +32,8 @@ class AgentView:
     route: Route
     slots: list[int]
     last_heard: float
+    key: str = ""
+    """Its CURVE public key; empty where nothing is encrypted."""
     store: str = ""
     number: int = 0
     """Of the last status that was taken in."""

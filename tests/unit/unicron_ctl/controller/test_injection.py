@@ -9,6 +9,7 @@ from tests.support.world import World
 from unicron_ctl.cli import COMMANDS, run
 from unicron_ctl.commands import inject as commands
 from unicron_ctl.controller import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 
 
@@ -20,7 +21,7 @@ def world():
 
 
 def ask(world: World, **args) -> dict:
-    done = answers.answer(world.core, None, "inject", {"job": "1", **args})
+    done = answers.answer(world.core, None, "inject", {"job": "1", **args}, EVERYBODY)
     world.deliver()
     return done
 

@@ -8,6 +8,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.config import parse
 from unicron_ctl.controller.answers import nodes as answer_nodes
 from unicron_ctl.controller.judge import nodes as node_events
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
@@ -265,7 +266,7 @@ def test_the_agents_section_is_checked_like_the_controllers():
 def test_nodes_shows_the_last_event():
     world, agents = cluster()
     Speaker(agents[1]).say(PAGE_FAULT)
-    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.core, None, {})}
+    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.core, None, {}, EVERYBODY)}
     assert listed["n2"]["cause"] == "illegal_memory_access" and listed["n1"] is None
 
 

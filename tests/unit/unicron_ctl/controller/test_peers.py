@@ -11,6 +11,7 @@ from tests.support.training import events, sent, train
 from tests.support.world import World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.peers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
 from unicron_ctl.protocol import wire
 
@@ -81,7 +82,7 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     status = answers.job(world.core, world.job("1"))
     assert status["anomalies"][0]["peer"] == "n3"
     assert "odd: n3 file_latency" in tables._slow(status)
-    shown = {node["node"]: node for node in answers.nodes(world.core, None, {})}
+    shown = {node["node"]: node for node in answers.nodes(world.core, None, {}, EVERYBODY)}
     assert "file_latency" in tables._remarks(shown["n3"]) and not shown["n2"]["anomalies"]
     rounds(world, 4)
     assert [event.record.node for event in events(world, "anomaly_over")] == ["n3"]

@@ -11,6 +11,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.job import injection, modes
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
@@ -349,11 +350,11 @@ def test_status_names_the_mode(tmp_path):
     world = World()
     start(world)
     store = Store(tmp_path / "events.sqlite")
-    assert jobs(world.core, store, {})[0]["mode"] == "restart"
-    told = explain(world.core, store, {"job": "1"})
+    assert jobs(world.core, store, {}, EVERYBODY)[0]["mode"] == "restart"
+    told = explain(world.core, store, {"job": "1"}, EVERYBODY)
     assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
     console = tables.Console(record=True, width=200, file=io.StringIO())
-    console.print(tables.jobs(jobs(world.core, store, {})), tables.explanation(told))
+    console.print(tables.jobs(jobs(world.core, store, {}, EVERYBODY)), tables.explanation(told))
     shown = console.export_text()
     assert "(restart mode)" in shown and "all processes start again when one fails (train.py does not" in shown
 

@@ -12,6 +12,7 @@ from tests.support.world import FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.node import HealthReport
 from unicron_ctl.controller.nodes.admission import Admission, Report, checked, decide
 
@@ -80,13 +81,13 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
 
 def tell(world: World, node: str, verdict: str, reason: str = "why", source: str = "interval") -> None:
     arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now}
-    assert answers.answer(world.core, None, "health", arguments) == {"taken": True}
+    assert answers.answer(world.core, None, "health", arguments, EVERYBODY) == {"taken": True}
     world.log.extend(world.core.events)
     world.core.events = []
 
 
 def listed(world: World, node: str) -> dict:
-    found = answers.answer(world.core, None, "nodes", {})
+    found = answers.answer(world.core, None, "nodes", {}, EVERYBODY)
     json.dumps(found)
     tables.console().print(tables.nodes(found))
     return next(item for item in found if item["node"] == node)

@@ -1,0 +1,40 @@
+"""Who speaks to the controller, as far as it is proven (docs/design/trust.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unicron_ctl.controller.model.job import JobState
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Whoever asks, orders or registers.
+
+    uid: of a munge credential that is bound to the connection, None without one. user: its name, empty when the name
+    service does not know it, so it is for people and never compared where there is a uid. admin: root, the
+    controller's own user, or one of `[controller] admins`.
+    """
+
+    uid: int | None = None
+    user: str = ""
+    admin: bool = False
+
+    def owns(self, job: JobState) -> bool:
+        """The job is this user's. Of a job that began without a credential only the name is known."""
+        if job.uid is not None:
+            return self.uid == job.uid
+        return bool(self.user) and self.user == job.settings.user
+
+    def may_order(self, job: JobState) -> bool:
+        """The job's owner and admins give orders about it."""
+        return self.admin or self.owns(job)
+
+    def __str__(self) -> str:
+        if self.uid is None:
+            return self.user or "nobody that munge knows"
+        return self.user or f"uid {self.uid}"
+
+
+NOBODY = Asker()
+EVERYBODY = Asker(admin=True)  # with auth = "none" all who reach the loopback address are the controller's user
