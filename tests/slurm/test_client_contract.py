@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +105,50 @@ def test_elements_of_arrays_and_plain_jobs_are_told_apart(
     assert wait_until(client, plain, 0, "CANCELLED").job == plain
 
 
+def test_an_element_tells_what_its_user_asked_for(client: SlurmClient, submit: Submit) -> None:
+    before = time.time()
+    job = submit("--array=0-1", "--hold", "--exclude=n[2-3]", "--time=1:30:00", "--account=lab", "--comment=mine")
+    client.hold(job, 1, "unicron: not now")
+    for info in _of(client, job).values():
+        assert (info.partition, info.account, info.gres, info.time_limit) == ("main", "lab", "gpu:1", 5400.0)
+        assert info.excluded_nodes == {"n2", "n3"} and info.uid == os.getuid() and info.comment == "mine"
+        assert before - 2 <= info.submitted <= time.time() + 1
+        assert info.features == info.reservation == "" and info.priority == 0
+    assert [info.admin_comment for info in _of(client, job).values()] == ["", "unicron: not now"]
+    node = client.nodes()[0]
+    assert node.partitions == ("main",) and node.gres == "gpu:1" and node.reservations == ()
+
+
+def test_a_reservation_is_seen_at_its_nodes(client: SlurmClient, cluster: LocalCluster) -> None:
+    env = os.environ | cluster.env()
+    made = "scontrol create reservation ReservationName=night StartTime=now+1hour Duration=60 Users=root Nodes=n[2-3]"
+    subprocess.run(made.split(), env=env, check=True, timeout=20, capture_output=True)
+    try:
+        nodes = {node.name: node.reservations for node in client.nodes()}
+    finally:
+        subprocess.run(["scontrol", "delete", "ReservationName=night"], env=env, check=True, timeout=20)
+    assert [name for name, found in nodes.items() if found] == ["n2", "n3"]
+    night = nodes["n2"][0]
+    assert night.name == "night" and night.ends - night.starts == 3600 and abs(night.starts - time.time() - 3600) < 60
+
+
+def test_no_text_of_a_user_breaks_the_listing(
+    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_until: Wait
+) -> None:
+    """The name is a whole element as release 0.1 read it: another user's, running."""
+    other = submit("--array=0-1", "--hold")
+    fields = (other, "0", "1", "RUNNING", "n1", "None", "eve", "0", "0", "x", "y")
+    forged = "a\n" + "".join(f"{value}\x1f" for value in fields)
+    text = "b\x1fc\nd é"
+    job = submit(f"--job-name={forged}", f"--comment={text}", f"--account=lab\n{forged}")
+    update = ["scontrol", "update", f"JobId={job}", f"Comment={text}\n{forged}"]
+    subprocess.run(update, env=os.environ | cluster.env(), check=True, timeout=20)
+    found = _of(client, other)
+    assert all(info.state == "PENDING" and info.node is None and info.user != "eve" for info in found.values())
+    info = wait_until(client, job, 0, "RUNNING")
+    assert sorted(found) == [0, 1] and info.name.startswith("a\n") and info.comment.startswith(text)
+
+
 def test_a_node_moves_from_one_job_to_another(
     client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path
 ) -> None:
@@ -115,7 +161,7 @@ def test_a_node_moves_from_one_job_to_another(
     info = wait_until(client, taker, 2, "RUNNING", moved)
     assert f"2 {moved} 0" in _notes(tmp_path, 3)
     left = wait_until(client, giver, 1, "PENDING")
-    assert left.held and left.comment == "unicron: its node went to another job" and left.restarts == 1
+    assert left.held and left.admin_comment == "unicron: its node went to another job" and left.restarts == 1
     assert info.slurm_id != taker or info.element == 2
     others = _of(client, taker)
     assert others[0].held and others[1].held, "only the pinned element was released"
@@ -175,7 +221,7 @@ def test_holding_one_pending_element_leaves_the_rest(client: SlurmClient, submit
     client.hold(job, 2, "unicron: the plan has no node for it")
     found = _of(client, job)
     assert [found[i].held for i in range(4)] == [False, False, True, False]
-    assert found[2].comment == "unicron: the plan has no node for it"
+    assert found[2].admin_comment == "unicron: the plan has no node for it"
     client.requeue_hold(job, 3, "unicron: pending already")
     found = _of(client, job)
     assert [found[i].held for i in range(4)] == [False, False, True, True]
@@ -230,7 +276,7 @@ def test_a_dry_run_says_everything_and_changes_nothing(
     dry.cancel(job)
     assert said == [
         f"scontrol requeuehold {job}_1",
-        f"scontrol update JobId={job}_1 'Comment=no node'",
+        f"scontrol update JobId={job}_1 'AdminComment=no node'",
         f"scontrol update JobId={job}_1 ReqNodeList=n4",
         "scontrol update NodeName=n2 State=DOWN 'Reason=unicron[node_problem]: x y'",
         "scontrol update NodeName=n2 State=DRAIN 'Reason=unicron[health]: z'",

@@ -214,20 +214,23 @@ class FakeSlurm:
         self.node_states = {f"n{i}": {"IDLE"} for i in range(1, nodes + 1)}
         self.reasons: dict[str, str] = {}
         self.starts = dict.fromkeys(self.node_states, 1.0)
+        self.node_facts: dict[str, dict[str, Any]] = {}  # fields of NodeInfo that differ from the usual
         self.queue: dict[tuple[str, int], dict] = {}
         self.calls: list[tuple] = []
         self.refuse = ""
         self.refuse_down = ""
 
-    def submit(self, job: str, count: int) -> None:
+    def submit(self, job: str, count: int, **facts: Any) -> None:
+        """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on."""
         for element in range(count):
             self.queue[job, element] = {
                 "state": "PENDING",
                 "node": None,
                 "reason": "Resources",
-                "comment": "",
+                "admin_comment": "",
                 "restarts": 0,
                 "pin": None,
+                **facts,
             }
         self.schedule()
 
@@ -249,23 +252,27 @@ class FakeSlurm:
 
     def nodes(self) -> list[NodeInfo]:
         return [
-            NodeInfo(n, frozenset(s), self.reasons.get(n, ""), "127.0.0.1", 1, self.starts[n], 1)
+            NodeInfo(
+                n,
+                frozenset(s),
+                self.reasons.get(n, ""),
+                "127.0.0.1",
+                1,
+                self.starts[n],
+                1,
+                **{"partitions": ("main",), "gres": "gpu:1", **self.node_facts.get(n, {})},
+            )
             for n, s in self.node_states.items()
         ]
 
     def elements(self) -> list[ElementInfo]:
+        usual = {"user": "ann", "comment": "", "partition": "main", "priority": 1, "submitted": 1.0}
         return [
             ElementInfo(
-                job,
-                element,
-                f"{job}{element}",
-                e["state"],
-                e["node"],
-                e["reason"],
-                f"job{job}",
-                "ann",
-                e["comment"],
-                e["restarts"],
+                job=job,
+                element=element,
+                slurm_id=f"{job}{element}",
+                **{**usual, "name": f"job{job}", **{name: value for name, value in e.items() if name != "pin"}},
             )
             for (job, element), e in self.queue.items()
         ]
@@ -289,12 +296,12 @@ class FakeSlurm:
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
         self.queue[job, element].update(
-            state="PENDING", node=None, reason="job requeued in held state", comment=comment
+            state="PENDING", node=None, reason="job requeued in held state", admin_comment=comment
         )
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:
-        self.queue[job, element].update(reason="JobHeldAdmin", comment=comment)
+        self.queue[job, element].update(reason="JobHeldAdmin", admin_comment=comment)
 
     def release(self, job: str, element: int) -> None:
         self.queue[job, element].update(reason="Priority")

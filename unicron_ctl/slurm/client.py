@@ -25,11 +25,21 @@ class SlurmError(UserError):
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """A reservation's name and time, in seconds since the epoch."""
+
+    name: str
+    starts: float
+    ends: float
+
+
+@dataclass(frozen=True)
 class NodeInfo:
     """One node.
 
     `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
-    seconds since the epoch, None while slurmd has not registered; `reason` is without its author.
+    seconds since the epoch, None while slurmd has not registered; `reason` is without its author. `gres` is as in
+    slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
     """
 
     name: str
@@ -39,6 +49,10 @@ class NodeInfo:
     port: int
     slurmd_start: float | None
     gpus: int
+    partitions: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
+    gres: str = ""
+    reservations: tuple[Reserved, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -53,6 +67,12 @@ class ElementInfo:
     `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node`
     None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued,
     `exit_code` "code:signal" of one that has ended ("" otherwise).
+
+    `submitted` is in seconds since the epoch, and Slurm sets it anew when it requeues an element. `partition` may be a
+    list with commas while it is pending. `features` (a constraint, as in sbatch(1)) and `gres` ("gpu:a100:8") are
+    what it asks of a node. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
+    own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
+    bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
     """
 
     job: str
@@ -66,6 +86,20 @@ class ElementInfo:
     comment: str
     restarts: int
     exit_code: str = ""
+    uid: int = 0
+    submitted: float = 0.0
+    account: str = ""
+    qos: str = ""
+    partition: str = ""
+    features: str = ""
+    gres: str = ""
+    reservation: str = ""
+    excluded_nodes: frozenset[str] = frozenset()
+    time_limit: float | None = None
+    priority: int = 0
+    admin_comment: str = ""
+    starts: float | None = None
+    planned_nodes: frozenset[str] = frozenset()
 
     @property
     def held(self) -> bool:
@@ -102,10 +136,10 @@ class SlurmClient(Protocol):
         """Ends a running element and puts it back in the queue, under the same ids."""
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        """The same, but it stays held; `comment` says to people why. Holds an element that is pending."""
+        """The same, but it stays held; `comment` says why (AdminComment). Holds an element that is pending."""
 
     def hold(self, job: str, element: int, comment: str) -> None:
-        """Keeps a pending element from starting; `comment` says to people why."""
+        """Keeps a pending element from starting; `comment` says why (AdminComment)."""
 
     def release(self, job: str, element: int) -> None:
         """Lets a held element start."""

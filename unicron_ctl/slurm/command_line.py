@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import calendar
 import os
 import re
 import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.errors import one_line
+from unicron_ctl.slurm import listing
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError
 
-# A byte that neither names nor comments hold; Slurm prints what users wrote without escaping it.
-_SEPARATOR = "\x1f"
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
     "*": "NOT_RESPONDING",
@@ -26,23 +26,6 @@ _STATE_SYMBOLS = {
     "!": "POWER_DOWN",
     "-": "PLANNED",
 }
-_ELEMENT_FIELDS = (
-    "ArrayJobID",
-    "ArrayTaskID",
-    "JobID",
-    "State",
-    "NodeList",
-    "Reason",
-    "UserName",
-    "RestartCnt",
-    "exit_code",
-    "Name",
-    "Comment",
-)
-# Longer than any real name or comment: squeue cuts a field at its width.
-_WIDTH = 1024
-
-
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
 
@@ -76,26 +59,38 @@ class CommandLineClient:
 
     def nodes(self) -> list[NodeInfo]:
         text = self._run(["scontrol", "--all", "--oneliner", "show", "node"])
-        return [parse_node(line) for line in text.splitlines() if line.startswith("NodeName=")]
+        reserved = parse_reservations(self._run(["scontrol", "--all", "--oneliner", "show", "reservation"]))
+        nodes = [node for line in text.split("\n") if (node := parse_node(line)) is not None]
+        return [replace(node, reservations=tuple(reserved.get(node.name, ()))) for node in nodes]
 
     def elements(self) -> list[ElementInfo]:
-        fields = ",".join(f"{name}:{_WIDTH}{_SEPARATOR}" for name in _ELEMENT_FIELDS)
-        text = self._run(["squeue", "--noheader", "--all", "--array", "--states=all", "-O", fields])
+        facts = listing.parse_facts(self._squeue("-o", listing.FACTS_FORMAT).decode(errors="replace"))
+        texts = self._texts()
         found = []
-        for line in text.split("\n"):
-            if line.strip():
-                element, is_array = parse_element(line)
-                self._is_array[element.job] = is_array
-                found.append(element)
+        for fact in facts:
+            if fact.key in texts:  # else it ended, or began, between the two listings
+                self._is_array[fact.info.job] = fact.is_array
+                found.append(listing.complete(fact, texts[fact.key]))
         return found
+
+    def _texts(self) -> dict[listing.Key, dict[str, str]]:
+        """Raises SlurmError when squeue prints other columns than it was asked for."""
+        for columns in (listing.ALL_COLUMNS, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
+            said = self._squeue("-O", listing.columns_format(columns))
+            if (found := listing.parse_columns(said, columns)) is not None:
+                return found
+        raise SlurmError(f"squeue: cannot read {said[:80]!r}")
+
+    def _squeue(self, *form: str) -> bytes:
+        return self._output(["squeue", "--noheader", "--all", "--array", "--states=all", *form])
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def down(self, node: str, reason: str) -> None:
-        self._change(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={reason}"])
+        self._change(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={one_line(reason)}"])
 
     def drain(self, node: str, reason: str) -> None:
-        self._change(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
+        self._change(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={one_line(reason)}"])
 
     def resume(self, node: str) -> None:
         # Slurm calls this an invalid state change for a node that is in service already.
@@ -140,7 +135,7 @@ class CommandLineClient:
         self._change(["scancel", job if element is None else self._id(job, element)])
 
     def _comment(self, job: str, element: int, comment: str) -> None:
-        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"Comment={comment}"])
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
 
     def _id(self, job: str, element: int) -> str:
         """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no element 0."""
@@ -171,6 +166,9 @@ class CommandLineClient:
         return False
 
     def _run(self, command: list[str]) -> str:
+        return self._output(command).decode(errors="replace")
+
+    def _output(self, command: list[str]) -> bytes:
         what = " ".join(command[:3])
         try:
             done = subprocess.run(
@@ -183,29 +181,50 @@ class CommandLineClient:
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
             raise SlurmError(f"{what}: {said}")
-        return done.stdout.decode(errors="replace")
+        return done.stdout
 
 
-def parse_node(line: str) -> NodeInfo:
-    """One line of `scontrol -o show node`. Raises SlurmError for a line without name or state."""
+def parse_node(line: str) -> NodeInfo | None:
+    """One line of `scontrol -o show node`; None for one without name or state."""
     # Values may hold spaces and equal signs (OS, Comment, Reason), so take the first of each key; those that people
     # can write come after all that are read here, except Reason itself.
     fields: dict[str, str] = {}
     for key, value in re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(.*?)(?=\s+[A-Z][A-Za-z]*=|\s*$)", line):
         fields.setdefault(key, value)
-    if "NodeName" not in fields or "State" not in fields:
-        raise SlurmError(f"scontrol show node: cannot read {line[:80]!r}")
+    if not line.startswith("NodeName=") or "State" not in fields:
+        return None
     reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]]*@[^\[\]]*\]|$)", line.rstrip())
     name = fields["NodeName"]
+    gres = listing.known(fields.get("Gres", ""))
     return NodeInfo(
         name=name,
         states=parse_states(fields["State"]),
         reason=reason[1].strip() if reason else "",
         address=fields.get("NodeAddr", name),
         port=int(fields["Port"]) if fields.get("Port", "").isdigit() else 6818,
-        slurmd_start=parse_time(fields.get("SlurmdStartTime", "None")),
-        gpus=count_gpus(fields.get("Gres", "")),
+        slurmd_start=listing.parse_time(fields.get("SlurmdStartTime", "None")),
+        gpus=count_gpus(gres),
+        partitions=_split(fields.get("Partitions", "")),
+        features=frozenset(_split(fields.get("ActiveFeatures", ""))),
+        gres=re.sub(r"\([^)]*\)", "", gres),
     )
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part for part in listing.known(text).split(",") if part)
+
+
+def parse_reservations(text: str) -> dict[str, list[Reserved]]:
+    """`scontrol -o show reservation`: node -> the reservations that name it."""
+    found: dict[str, list[Reserved]] = {}
+    for line in text.split("\n"):
+        fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
+        starts, ends = (listing.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
+        if "ReservationName" in fields and starts is not None and ends is not None:
+            reserved = Reserved(fields["ReservationName"], starts, ends)
+            for node in listing.hosts(listing.known(fields.get("Nodes", ""))):
+                found.setdefault(node, []).append(reserved)
+    return found
 
 
 def parse_states(text: str) -> frozenset[str]:
@@ -220,22 +239,6 @@ def parse_states(text: str) -> frozenset[str]:
     return frozenset(states)
 
 
-def parse_time(text: str) -> float | None:
-    """Slurm's time format, in UTC as this client asks for it, to seconds since the epoch; None for "Unknown"."""
-    try:
-        return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
-    except ValueError:
-        return None
-
-
-def code_and_signal(text: str) -> str:
-    """squeue's exit_code, a wait status (wait(2)), as Slurm writes it elsewhere: "35072" -> "137:0", "9" -> "0:9"."""
-    if not text.isdigit():
-        return text if ":" in text else ""
-    status = int(text)
-    return f"{status >> 8 & 0xFF}:{status & 0x7F}" if status else ""
-
-
 def count_gpus(gres: str) -> int:
     """ "gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
     total = 0
@@ -244,27 +247,3 @@ def count_gpus(gres: str) -> int:
         if words[0] == "gpu":
             total += int(words[-1]) if words[-1].isdigit() else 1
     return total
-
-
-def parse_element(line: str) -> tuple[ElementInfo, bool]:
-    """One line of squeue in this client's format, and whether the job is an array. Raises SlurmError if it is not."""
-    values = [value.strip() for value in line.split(_SEPARATOR)]
-    if len(values) < len(_ELEMENT_FIELDS):
-        raise SlurmError(f"squeue: cannot read {line.strip()[:80]!r}")
-    field = dict(zip(_ELEMENT_FIELDS, values, strict=False))
-    is_array = field["ArrayTaskID"].isdigit()
-    node = field["NodeList"]
-    info = ElementInfo(
-        job=field["ArrayJobID"],
-        element=int(field["ArrayTaskID"]) if is_array else 0,
-        slurm_id=field["JobID"],
-        state=field["State"],
-        node=node if node and node not in ("(null)", "n/a", "None") else None,
-        reason="" if field["Reason"] == "None" else field["Reason"],
-        name=field["Name"],
-        user=field["UserName"],
-        comment="" if field["Comment"] in ("(null)", "N/A") else field["Comment"],
-        restarts=int(field["RestartCnt"]) if field["RestartCnt"].isdigit() else 0,
-        exit_code=code_and_signal(field["exit_code"]),
-    )
-    return info, is_array

@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.errors import one_line
+from unicron_ctl.slurm import listing
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError
 from unicron_ctl.slurm.command_line import CommandLineClient, parse_states
 
 
@@ -38,7 +40,8 @@ class PyslurmClient(CommandLineClient):
 
     def nodes(self) -> list[NodeInfo]:
         loaded = self._call("load nodes", self._pyslurm.Nodes.load)
-        return [node_info(node) for node in loaded.values()]
+        reserved = reserved_nodes(self._call("load reservations", self._pyslurm.Reservations.load).values())
+        return [node_info(node, tuple(reserved.get(node.name, ()))) for node in loaded.values()]
 
     def elements(self) -> list[ElementInfo]:
         found = []
@@ -54,13 +57,13 @@ class PyslurmClient(CommandLineClient):
     def down(self, node: str, reason: str) -> None:
         if self._dry_run is not None:
             return super().down(node, reason)
-        changes = self._pyslurm.Node(state="DOWN", reason=reason)
+        changes = self._pyslurm.Node(state="DOWN", reason=one_line(reason))
         self._call(f"set node {node} down", lambda: self._pyslurm.Node(node).modify(changes))
 
     def drain(self, node: str, reason: str) -> None:
         if self._dry_run is not None:
             return super().drain(node, reason)
-        changes = self._pyslurm.Node(state="DRAIN", reason=reason)
+        changes = self._pyslurm.Node(state="DRAIN", reason=one_line(reason))
         self._call(f"drain node {node}", lambda: self._pyslurm.Node(node).modify(changes))
 
     def resume(self, node: str) -> None:
@@ -82,13 +85,13 @@ class PyslurmClient(CommandLineClient):
         what = f"requeuehold {job}_{element}"
         if self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED:
             self._call(what, record.hold)
-        self._modify(what, record, comment=comment)
+        self._modify(what, record, admin_comment=one_line(comment))
 
     def hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().hold(job, element, comment)
         self._call(f"hold {job}_{element}", record.hold)
-        self._modify(f"hold {job}_{element}", record, comment=comment)
+        self._modify(f"hold {job}_{element}", record, admin_comment=one_line(comment))
 
     def release(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
@@ -126,7 +129,16 @@ class PyslurmClient(CommandLineClient):
 _REFUSED = object()
 
 
-def node_info(node: Any) -> NodeInfo:
+def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
+    """Node -> those of these pyslurm Reservations that name it."""
+    found: dict[str, list[Reserved]] = {}
+    for one in reservations:
+        for node in listing.hosts(one.nodes or ""):
+            found.setdefault(node, []).append(Reserved(one.name, float(one.start_time), float(one.end_time)))
+    return found
+
+
+def node_info(node: Any, reservations: tuple[Reserved, ...]) -> NodeInfo:
     """A pyslurm Node as ours."""
     gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
     started = node.slurmd_start_time
@@ -138,7 +150,16 @@ def node_info(node: Any) -> NodeInfo:
         port=node.slurmd_port or 6818,
         slurmd_start=float(started) if started else None,
         gpus=gpus,
+        partitions=tuple(node.partitions or ()),
+        features=frozenset(node.active_features or ()),
+        gres=_gres(node.configured_gres),
+        reservations=reservations,
     )
+
+
+def _gres(found: Mapping[str, int] | None) -> str:
+    """{"gpu:a100": 4} -> "gpu:a100:4"."""
+    return listing.plain_gres(",".join(f"{name}:{count}" for name, count in (found or {}).items()))
 
 
 def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
@@ -175,7 +196,26 @@ def element_info(record: Any, element: int) -> ElementInfo:
         comment=record.comment or "",
         restarts=record.requeue_count or 0,
         exit_code=_exit_code(record),
+        uid=record.user_id,
+        submitted=float(record.submit_time or 0),
+        account=record.account or "",
+        qos=record.qos or "",
+        partition=record.partition or "",
+        features=",".join(record.constraints or ()),
+        gres=_gres(record.gres_per_node),
+        reservation=record.reservation or "",
+        excluded_nodes=frozenset(listing.hosts(record.excluded_nodes or "")),
+        time_limit=_limit(record.time_limit),
+        priority=record.priority or 0,
+        admin_comment=record.admin_comment or "",
+        starts=float(record.start_time) if record.start_time else None,
+        planned_nodes=frozenset(listing.hosts(record.scheduled_nodes or "")),
     )
+
+
+def _limit(minutes: int | str | None) -> float | None:
+    """pyslurm's time limit in seconds; None for one without."""
+    return 60.0 * minutes if isinstance(minutes, int) else None
 
 
 def _exit_code(record: Any) -> str:

@@ -57,7 +57,7 @@ def usable(
 
 def held_by_others(element: ElementInfo) -> bool:
     """A user or an admin holds it: it is not ours to release."""
-    return element.held and not element.comment.startswith(OURS)
+    return element.held and not element.admin_comment.startswith(OURS)
 
 
 class _Place:

@@ -81,9 +81,9 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
     for agent in world.agents:
         agent.take_offer()
     world.run(2.0)
-    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1]["comment"].startswith(
-        "unicron"
-    )
+    assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1][
+        "admin_comment"
+    ].startswith("unicron")
     assert slurm.queue["1", 0]["state"] == "RUNNING" and slurm.queue["1", 0]["node"] == "n4"
     order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
     assert order == ["pin", "requeue_hold", "start_now"]

@@ -7,24 +7,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unicron_ctl.slurm import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.slurm.client import Reserved
 from unicron_ctl.slurm.command_line import (
     CommandLineClient,
     count_gpus,
-    parse_element,
     parse_node,
+    parse_reservations,
     parse_states,
-    parse_time,
 )
 
 NODE = (
-    "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=(null) "
-    "ActiveFeatures=(null) Gres=gpu:a100:8(S:0-1) NodeAddr=127.0.0.1 NodeHostName=head Port=21824 Version=22.05.8 "
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "
+    "ActiveFeatures=a100,ib Gres=gpu:a100:8(S:0-1) NodeAddr=127.0.0.1 NodeHostName=head Port=21824 Version=22.05.8 "
     "OS=Linux 6.1.0 #1 SMP State=fake 2024  RealMemory=2000 AllocMem=0 FreeMem=N/A Sockets=1 Boards=1 "
-    "State=DOWN*+DRAIN ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A Partitions=main  "
+    "State=DOWN*+DRAIN ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A Partitions=main,long "
     "BootTime=2026-11-21T06:24:00 SlurmdStartTime=2026-11-21T07:25:07 LastBusyTime=2026-11-21T07:25:07 "
     "CfgTRES=cpu=4,mem=2000M,billing=4 AllocTRES= CapWatts=n/a "
 )
@@ -40,11 +38,30 @@ def test_a_node_line_is_read_with_flags_reason_and_start_time() -> None:
         port=21824,
         slurmd_start=1795245907.0,
         gpus=8,
+        partitions=("main", "long"),
+        features=frozenset({"a100", "ib"}),
+        gres="gpu:a100:8",
     )
+
+
+def test_a_line_that_is_no_node_is_left_out() -> None:
+    assert parse_node("Nodes are fine") is None
+    assert parse_node("xx State=IDLE NodeName=n9") is None
+    assert parse_node("NodeName=n1") is None
+
+
+def test_reservations_are_known_by_node() -> None:
+    line = (
+        "ReservationName=night StartTime=1970-01-01T01:00:00 EndTime=1970-01-01T02:00:00 Duration=01:00:00 "
+        "Nodes=n[1-2] NodeCnt=2 Users=ann State=INACTIVE"
+    )
+    night = Reserved("night", 3600.0, 7200.0)
+    assert parse_reservations(f"{line}\nNo reservations in the system\n") == {"n1": [night], "n2": [night]}
 
 
 def test_a_node_that_never_registered_has_no_start_time_and_is_not_healthy() -> None:
     info = parse_node("NodeName=n2 State=UNKNOWN+NOT_RESPONDING SlurmdStartTime=None Gres=(null)")
+    assert info is not None and info.partitions == ()
     assert (info.slurmd_start, info.gpus, info.port, info.address, info.healthy) == (None, 0, 6818, "n2", False)
 
 
@@ -78,47 +95,6 @@ def test_gpus_are_counted(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
 
 
-def test_times() -> None:
-    assert parse_time("1970-01-02T00:00:01") == 86401.0
-    assert parse_time("None") is None and parse_time("Unknown") is None and parse_time("") is None
-
-
-def _line(*values: str) -> str:
-    return "".join(f"{value:20}\x1f" for value in values)
-
-
-def test_array_elements_and_plain_jobs() -> None:
-    line = _line("7", "2", "9", "RUNNING", "n3", "None", "ann", "1", "0", "my job", "(null)")
-    assert parse_element(line) == (ElementInfo("7", 2, "9", "RUNNING", "n3", "", "my job", "ann", "", 1), True)
-    line = _line("8", "N/A", "8", "PENDING", "", "JobHeldUser", "ann", "0", "0", "x", "a | b")
-    info, is_array = parse_element(line)
-    assert (info.element, info.node, info.held, info.comment, is_array) == (0, None, True, "a | b", False)
-
-
-def test_how_an_element_ended_is_read_from_its_wait_status() -> None:
-    ended = {"35072": "137:0", "9": "0:9", "768": "3:0", "0": "", "0:125": "0:125", "N/A": ""}
-    for status, expected in ended.items():
-        info, _ = parse_element(_line("7", "2", "9", "FAILED", "n3", "NonZeroExitCode", "ann", "1", status, "x", ""))
-        assert info.exit_code == expected
-
-
-def test_a_line_of_another_format_is_an_error_of_one_line() -> None:
-    with pytest.raises(SlurmError, match="cannot read") as raised:
-        parse_element("JOBID PARTITION\nNAME")
-    assert "\n" not in str(raised.value)
-    with pytest.raises(SlurmError, match="cannot read"):
-        parse_node("Nodes are fine")
-
-
-_TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Z"]), max_size=30)
-
-
-@given(name=_TEXT, comment=_TEXT.filter(lambda text: text not in ("(null)", "N/A")))
-def test_whatever_users_write_comes_back(name: str, comment: str) -> None:
-    info, _ = parse_element(_line("7", "0", "7", "PENDING", "", "None", "ann", "0", "0", name, comment))
-    assert (info.name, info.comment) == (name, comment)
-
-
 @pytest.mark.parametrize(
     ("state", "reason", "held"),
     [
@@ -146,6 +122,26 @@ def test_a_slurm_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "run", hang)
     with pytest.raises(SlurmError, match=r"scontrol .*no answer from Slurm within 0\.2 s"):
         CommandLineClient(env={"PATH": ""}, timeout=0.2).nodes()
+
+
+def test_listings_of_other_columns_are_tried_again_without_texts(tmp_path: Path) -> None:
+    """As a release would print them that counts letters where others count bytes."""
+    facts = "7|2|9|PENDING|ann|1000|1970-01-02T00:00:01|5:00|12|N/A|main|(null)||(null)|n[3-4]".replace("|", "\\037")
+    _program(
+        tmp_path,
+        "squeue",
+        'case "$*" in\n'
+        "*-O*Name:*) printf 'nonsense';;\n"
+        "*-O*) printf '%-11s\\037%-11s\\037%-6s\\037%-9s\\037%-64s\\037\\n' 7 2 3 0 JobHeldUser;;\n"
+        f"*) printf '{facts}\\n';;\n"
+        "esac",
+    )
+    (info,) = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()
+    assert (info.job, info.element, info.restarts, info.held, info.name) == ("7", 2, 3, True, "")
+    assert info.excluded_nodes == {"n3", "n4"}
+    _program(tmp_path, "squeue", "printf nonsense")
+    with pytest.raises(SlurmError, match="squeue: cannot read b'nonsense'"):
+        CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()
 
 
 def test_what_slurm_says_becomes_one_line(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, NodeInfo, SlurmError, choose_client
+from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
 
 
@@ -24,6 +25,20 @@ def _record(number: int, **fields: object) -> SimpleNamespace:
         "user_name": "ann",
         "comment": None,
         "requeue_count": 0,
+        "user_id": 1000,
+        "submit_time": 86401,
+        "account": "lab",
+        "qos": None,
+        "partition": "main",
+        "constraints": ["a100&ib"],
+        "gres_per_node": {"gpu:a100": 8},
+        "reservation": None,
+        "excluded_nodes": "n[1-2]",
+        "time_limit": 60,
+        "priority": 17,
+        "admin_comment": None,
+        "start_time": None,
+        "scheduled_nodes": None,
     }
     return SimpleNamespace(**(base | fields))
 
@@ -102,10 +117,23 @@ def test_nodes_are_read(fake: FakePyslurm) -> None:
         slurmd_port=6820,
         slurmd_start_time=1795245907,
         configured_gres={"gpu:a100": 4, "gpu": 2, "shard": 9},
+        partitions=["main"],
+        active_features=["ib"],
     )
+    night = SimpleNamespace(name="night", nodes="n[1-4]", start_time=3600, end_time=7200)
     fake.Nodes = SimpleNamespace(load=lambda: {"n1": node})
+    fake.Reservations = SimpleNamespace(load=lambda: {"night": night})
     states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
-    assert PyslurmClient(fake).nodes() == [NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6)]
+    expected = NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6, ("main",), frozenset({"ib"}))
+    more = {"gres": "gpu:a100:4,gpu:2,shard:9", "reservations": (Reserved("night", 3600.0, 7200.0),)}
+    assert PyslurmClient(fake).nodes() == [replace(expected, **more)]
+
+
+def test_all_that_slurm_tells_of_an_element_is_read(fake: FakePyslurm) -> None:
+    info = next(e for e in PyslurmClient(fake).elements() if (e.job, e.element) == ("7", 2))
+    assert (info.uid, info.submitted, info.account, info.partition, info.priority) == (1000, 86401.0, "lab", "main", 17)
+    assert (info.features, info.gres, info.time_limit) == ("a100&ib", "gpu:a100:8", 3600.0)
+    assert info.excluded_nodes == {"n1", "n2"} and info.admin_comment == "" and info.starts is None
 
 
 def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
@@ -118,7 +146,7 @@ def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
     client.start_now("9", 0)
     assert fake.notes == [
         (10, "requeue", True),
-        (10, "modify", {"comment": "why"}),
+        (10, "modify", {"admin_comment": "why"}),
         (8, "modify", {"required_nodes": ["n4"]}),
         (9, "modify", {"begin_time": "now"}),
     ]
@@ -128,7 +156,7 @@ def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
     client.pin("7", 2, None)
     client.release("6", 1)  # never seen
     assert len(fake.notes) == 4, "the master record was left alone"
-    assert [command[-1] for command in by_command] == ["7_3", "Comment=why", "7_1", "ReqNodeList=", "6_1"]
+    assert [command[-1] for command in by_command] == ["7_3", "AdminComment=why", "7_1", "ReqNodeList=", "6_1"]
 
 
 def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -> None:
@@ -137,7 +165,7 @@ def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -
     fake.refuse = "Job is pending execution"
     client.requeue("7", 2)
     client.requeue_hold("7", 2, "why")
-    assert fake.notes == [(10, "hold"), (10, "modify", {"comment": "why"})]
+    assert fake.notes == [(10, "hold"), (10, "modify", {"admin_comment": "why"})]
     fake.refuse = "Access/permission denied"
     with pytest.raises(SlurmError, match=r"requeue 7_2: Access/permission denied"):
         client.requeue("7", 2)

@@ -23,7 +23,8 @@ def element(
     comment: str = "",
     restarts: int = 0,
 ):
-    return ElementInfo(job, number, f"{job}{number}", state, where, reason, f"job{job}", "ann", comment, restarts)
+    ours = {"admin_comment": comment}
+    return ElementInfo(job, number, f"{job}{number}", state, where, reason, f"job{job}", "ann", "", restarts, **ours)
 
 
 def said(placement) -> list[str]:
