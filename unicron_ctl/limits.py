@@ -98,6 +98,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
+    Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
+    Limit("controller", "FRESH_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
+    Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),
     Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
@@ -211,6 +214,7 @@ RULES: tuple[Rule, ...] = (
     Rule("first_iteration_seconds", "rank.COLLECTIVE_TIMEOUT", "the others wait in a collective for a late rank"),
     # ---- among what is fixed
     Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
+    Rule("controller.CONFIRM_SECONDS", "agent.REGISTER_TIMEOUT", "a Slurm that hangs must not cost protection"),
     Rule(
         "protocol.TIME_LIMIT + protocol.TIME_LIMIT",
         "agent.REGISTER_TIMEOUT",

@@ -57,6 +57,7 @@ class FakeAgent:
         self.obedient, self.silent = True, False
         self.number = 0
         self.heard: list[wire.Message] = []
+        self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.steps = 0
         world.agents.append(self)
@@ -121,7 +122,8 @@ class FakeAgent:
         match message:
             case wire.Ping():
                 self.status()
-            case wire.Refused(final=False):
+            case wire.Refused(final=False) if self.asked_at < self.world.now:
+                self.asked_at = self.world.now
                 self.register()
                 self.status()
             case wire.Break():

@@ -21,6 +21,7 @@ from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
 from unicron_ctl.controller.intake import Intake
+from unicron_ctl.controller.job import confirmation
 from unicron_ctl.controller.job import events as job_events
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import mode_of
@@ -146,6 +147,8 @@ class Core:
         """Carries out what a decider wants. False when that is nothing."""
         if self.config.observe:
             outcome = self.observer.filter(outcome, self.state)
+        if outcome.hurry:
+            self.slurm.hurry(self.now)
         if not outcome:
             return False
         for job, generation, record in outcome.records:
@@ -153,8 +156,6 @@ class Core:
         self.outbox += outcome.sends
         for request in outcome.requests:
             self._request(request)
-        if outcome.hurry:
-            self.slurm.hurry(self.now)
         for finding in outcome.findings:
             self.judge(finding)
         return True
@@ -302,6 +303,7 @@ class Core:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
+        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "leases", self._leases)
         for job in list(self.state.jobs.values()):
@@ -379,12 +381,16 @@ class Core:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
         listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
         for job in reconcile.managed(self.view):
             self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
         self._contained("", "planning", self._plan, listing)
         self.settle()
 
     def _slurm_said(self, listing: Listing, job: JobState) -> None:
+        self.take(confirmation.look(self.view, listing, job))
+        if job.over:
+            return
         for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
             self.take(self.intake.suspect(agent))
         for said in list(sense_slurm.look(self.view, listing, job)):
@@ -394,7 +400,7 @@ class Core:
         self.take(reconcile.before_planning(self.view, self.slurm, listing))
         for job in reconcile.managed(self.view):  # one that cannot be planned for must not keep the others waiting
             self._contained(job.job, "its part in the plan", inputs, self.view, [job])
-        jobs = reconcile.managed(self.view)
+        jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
         if jobs:
             self.take(replan(self.view, listing, jobs, self.slurm.ahead))
             self.take(reconcile.placing(self.view, self.slurm, listing, jobs))

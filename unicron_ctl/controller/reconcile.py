@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from unicron_ctl.controller.job.confirmation import another
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Action, Poll, Run
@@ -67,9 +68,11 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
     elements = listing.of(job.job).values()
+    if job.ended and not job.submitted:
+        return []
     if job.ended:
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
-        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e)]
+        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e) and not another(job, e)]
         return [Action("cancel", e.job, e.element, "", why) for e in waiting]
     dead = dead_elements(job)
     here = any(agent.alive for agent in view.job(job).agents.values())

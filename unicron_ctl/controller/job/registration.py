@@ -8,23 +8,31 @@ behind them it does alone.
 
 from __future__ import annotations
 
+import msgspec
+
+from unicron_ctl.controller.job.confirmation import another
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.client import ElementInfo
 
 
-def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.Message | None:
+def answer(
+    view: View, message: wire.Register, key: str, asker: Asker, info: ElementInfo | None = None
+) -> wire.Message | None:
     """Why the agent is not taken in now, as the message to it; None when it is. asker: who made its credential, which
-    is bound to what it says of itself and to `key`."""
+    is bound to what it says of itself and to `key`. info: its element as Slurm shows it, where Slurm has been asked."""
     job = view.state.jobs.get(message.job)
+    if job is not None and another(job, info):
+        return None
     if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
         return refused
     if refused := _other_step(message, job):
         return refused
-    if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
+    if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
         return wire.End(code=job.ended.code, reason=job.ended.reason)
@@ -58,21 +66,26 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
     return wire.Refused(reason=reason, alone=True)
 
 
-def begins(view: View, message: wire.Register) -> bool:
-    """The job starts with this agent, for the first time or with its next step."""
+def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
+    """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
     job = view.state.jobs.get(message.job)
-    return job is None or (job.over and message.step > job.step)
+    return job is None or another(job, info) or (job.over and message.step > job.step)
 
 
-def begin(message: wire.Register, asker: Asker) -> Outcome:
+def begin(message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
+    """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
     out = Outcome()
-    owner = None if asker.admin else asker.uid
-    record = records.JobRegistered(settings=message.settings, step=message.step, uid=owner)
+    owner, settings, submitted = None if asker.admin else asker.uid, message.settings, 0.0
+    if info is not None:
+        owner, submitted = info.uid, info.submitted
+        most = max(1, min(settings.max_nodes, most))
+        settings = msgspec.structs.replace(settings, user=info.user or settings.user, max_nodes=most)
+    record = records.JobRegistered(settings=settings, step=message.step, uid=owner, submitted=submitted)
     out.records.append((message.job, 0, record))
     return out
 
 
-def join(job: JobState, message: wire.Register, key: str) -> Outcome:
+def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True) -> Outcome:
     """The agent is one of the job's: a new one, or one that comes back."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
@@ -84,6 +97,7 @@ def join(job: JobState, message: wire.Register, key: str) -> Outcome:
             address=message.address,
             slots=list(message.slots),
             key=key,
+            confirmed=confirmed,
         )
         out.record(job, record, 0)
     elif known.gone:

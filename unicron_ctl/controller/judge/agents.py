@@ -56,9 +56,9 @@ def silent(view: View, job: JobView, finding: Finding) -> Outcome:
 def _probe(view: View, job: JobState, element: int, failure: int, out: Outcome) -> None:
     """A node is silent: does its slurmd answer?"""
     agent = job.agents[element]
-    info = view.slurm.node(agent.node)
-    if not view.slurm.used or info is None:
-        what = "Slurm has not shown this node" if view.slurm.used else "runs without Slurm"
+    info = view.shown_node(job, element)
+    if info is None:
+        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"not confirmed: {what}"))
         return
     out.requests.append(Probe(job.job, element, agent.agent, agent.node, info.address, info.port, failure))

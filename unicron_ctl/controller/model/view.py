@@ -74,6 +74,13 @@ class View:
             found = self.views[state.job] = JobView(state, live)
         return found
 
+    def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
+        """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
+        None: nothing may be done to a node on an agent's word alone."""
+        agent = job.agents.get(element)
+        sure = self.slurm.used and job.submitted and agent is not None and agent.confirmed
+        return self.slurm.node(agent.node) if sure and agent is not None else None
+
     def unfit(self, node: str) -> bool:
         """The node must get no work of ours now."""
         return node in self.state.out_of_service

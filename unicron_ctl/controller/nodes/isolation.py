@@ -71,8 +71,8 @@ def put_out_of_service(
 ) -> bool:
     """Sets a living node down whose own fault is known, within the limits. False when that cannot or must not be done:
     the process is to be started again in place then. failure: whose remedy it is."""
-    info = view.slurm.node(agent.node)
-    if not view.slurm.used or info is None:
+    info = view.shown_node(job, agent.element)
+    if info is None:
         return False
     if "DRAIN" in info.states and "DOWN" not in info.states:
         text = f"{info.name} is drained ({info.reason or 'no reason given'}): that is an admin's matter"

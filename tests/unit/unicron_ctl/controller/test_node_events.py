@@ -86,6 +86,8 @@ def test_a_fatal_line_of_the_kernel_puts_its_node_aside_once_and_the_job_goes_on
 
 def test_the_same_event_from_two_agents_or_twice_counts_once():
     world, agents = cluster()
+    world.slurm.submit("2", 1)
+    world.slurm.queue["2", 0].update(state="RUNNING", node="n2", reason="")
     other = FakeAgent(world, "2", 0, "n2", nodes=1)
     other.register()
     other.ready()
