@@ -8,6 +8,7 @@ an agent that cannot read its configuration leaves its job unprotected.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -39,9 +40,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     state_dir: str = ""
     """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
-    """Encrypts all traffic with the controller that has its secret (`unicrond --make-key`)."""
+    """The only controller to believe, by its key (`unicrond --make-key`); by default munge says whose key it is."""
     auth: Literal["munge", "none"] = "munge"
-    """How agents and users prove who they are; "none" trusts everybody on the network."""
+    """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     observe: bool = False
@@ -155,6 +156,8 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where the kernel log is read; the variable UNICRON_KMSG takes precedence."""
     link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
     """Between two looks at the links' counters."""
+    controller_users: list[str] = []
+    """Users whose unicrond agents and commands believe, beside root, SlurmUser and their own."""
 
 
 class Config(msgspec.Struct, kw_only=True):
@@ -196,6 +199,25 @@ def rungs(section: ControllerConfig, environment: Mapping[str, str] | None) -> t
         if isinstance(value := getattr(section, field.name), int | float):
             values[field.name] = value
     return values, found
+
+
+def _alone(section: ControllerConfig) -> list[str]:
+    """Without munge everybody who reaches the port may do everything."""
+    host = section.listen.removeprefix("tcp://").rpartition(":")[0]
+    if section.auth != "none" and section.public_key == "none":
+        return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
+    if section.auth != "none" or is_loopback(host):
+        return []
+    here = f"tcp://127.0.0.1:{section.listen.rpartition(':')[2]}"
+    return [f'[controller] auth = "none" with listen = "{section.listen}": write listen = "{here}", or auth = "munge"']
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the numeric address is this machine's own, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
@@ -246,7 +268,7 @@ def examine(
     """
     config, found = _read(path, environment)
     config.controller.listen = listen or config.controller.listen
-    return config, found + _problems(config, environment)
+    return config, found + _problems(config, environment) + _alone(config.controller)
 
 
 def refuse(path: str, found: list[str]) -> None:

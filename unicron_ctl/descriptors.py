@@ -23,11 +23,16 @@ def raise_limit() -> int:
     return wanted
 
 
+def connections(granted: int) -> int:
+    """How many connections fit into so many open files."""
+    return max(granted - OWN, granted // 2)
+
+
 def shortage(granted: int) -> str:
     """One line for an admin when so many are too few, else nothing."""
     if granted >= CONNECTIONS + OWN:
         return ""
     return (
-        f"{granted} open files are granted, enough for {max(0, granted - OWN)} connections and not for {CONNECTIONS}: "
+        f"{granted} open files are granted, enough for {connections(granted)} connections and not for {CONNECTIONS}: "
         "set LimitNOFILE=65536 in unicrond.service, or raise `ulimit -Hn`"
     )

@@ -211,12 +211,20 @@ def test_a_stopped_agent_ends_its_ranks_and_cleans_up(fake, sleeper):
     assert not is_alive(pid) and not folder.exists()
 
 
-def test_a_final_refusal_and_a_failed_job_end_the_agent(fake, tmp_path):
+def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tmp_path):
+    job = Job(tmp_path, fake.address, "20", 1, [sys.executable, "-c", "raise SystemExit(5)"])
+    fake.registration()
+    fake.send(wire.Refused(reason="job 20 has 2 ranks per node", final=True))
+    assert job.agents[0].wait() == 5
+    assert job.agents[0].log == "unicron: 20_0 on n0: job 20 has 2 ranks per node; the job runs unprotected\n"
+
+
+def test_an_agent_that_was_replaced_and_one_whose_job_failed_end(fake, tmp_path):
     job = Job(tmp_path, fake.address, "21", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
     fake.registration()
-    fake.send(wire.Refused(reason="job 21 has 2 ranks per node", final=True))
+    fake.send(wire.Refused(reason="another agent has taken element 0", final=True, replaced=True))
     assert job.agents[0].wait() == 1
-    assert job.agents[0].log == "unicron: 21_0 on n0: job 21 has 2 ranks per node\n"
+    assert job.agents[0].log == "unicron: 21_0 on n0: another agent has taken element 0\n"
     again = Job(tmp_path, fake.address, "22", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
     fake.registration()
     fake.send(wire.End(code=3, reason="the script itself fails"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,26 +12,45 @@ from typing import Any, TypeVar
 import zmq
 
 from tests.support.processes import LIMIT
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.encryption import secure_client
+from unicron_ctl.protocol.munge import MungeError, make_credential
 
 BEAT = 0.2  # seconds between a scripted agent's statuses
 M = TypeVar("M", bound=wire.Message)
 
 
+def by_munge(text: str) -> str:
+    """A credential of this process's user, none without munge."""
+    try:
+        return make_credential(text)
+    except MungeError:
+        return ""
+
+
 class ScriptedAgent:
     """An agent of element `element` with one rank, over a real socket; it says what the test has it say.
 
-    key: the controller's public key, empty for none.
+    key: the controller's public key, empty for none. credential: makes one of its user's that holds a text.
     """
 
-    def __init__(self, address: str, element: int, nodes: int = 2, job: str = "7", node: str = "", key: str = ""):
+    def __init__(
+        self,
+        address: str,
+        element: int,
+        nodes: int = 2,
+        job: str = "7",
+        node: str = "",
+        key: str = "",
+        credential: Callable[[str], str] = by_munge,
+    ):
         self.job, self.element, self.nodes = job, element, nodes
         self.name, self.node = f"agent{element}", node or f"n{element}"
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        secure_client(self.socket, key)
+        self.key = secure_client(self.socket, key)
+        self.credential = credential
         self.socket.connect(address)
         self.rank = wire.RankStatus(state="starting", micro_batches=4, train_iterations=50)
         self.heard: list[wire.Message] = []
@@ -43,17 +65,18 @@ class ScriptedAgent:
 
     def register(self, user: str = "ann") -> None:
         """Its first message."""
-        self.send(
-            wire.Register(
-                job=self.job,
-                element=self.element,
-                agent=self.name,
-                node=self.node,
-                address="127.0.0.1",
-                slots=[self.element],
-                settings=wire.Settings(name="gpt", user=user, max_nodes=self.nodes),
-            )
+        message = wire.Register(
+            job=self.job,
+            element=self.element,
+            agent=self.name,
+            node=self.node,
+            address="127.0.0.1",
+            slots=[self.element],
+            settings=wire.Settings(name="gpt", user=user, max_nodes=self.nodes),
         )
+        if self.key:
+            message.credential = self.credential(claims.of_agent(message, self.key))
+        self.send(message)
 
     def status(self, **changes: Any) -> None:
         """The rank's status, with what has changed in it."""
@@ -133,7 +156,8 @@ def form(agents: list[ScriptedAgent]) -> None:
 
 
 class FakeController:
-    """The controller's side of the protocol; it does nothing that the test does not do."""
+    """The controller's side of the protocol; it does nothing that the test does not do, but for telling who asks that
+    it encrypts nothing."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
@@ -142,6 +166,19 @@ class FakeController:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an agent that connects again is the same one
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._route = b""
+        self._hellos = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._hellos.bind(("127.0.0.1", int(self.address.rpartition(":")[2])))
+        threading.Thread(target=self._introduce, daemon=True).start()
+
+    def _introduce(self) -> None:
+        while True:
+            try:
+                _, where = self._hellos.recvfrom(2048)
+                if where is None:  # shut down
+                    return
+                self._hellos.sendto(wire.encode(wire.Introduction(plain=True)), where)
+            except OSError:
+                return
 
     def hear(self, fits: Callable[[Any], bool], what: str, limit: float = LIMIT) -> Any:
         """The next message that fits; others are dropped."""
@@ -188,4 +225,7 @@ class FakeController:
 
     def close(self) -> None:
         """Nothing is sent any more."""
+        with contextlib.suppress(OSError):
+            self._hellos.shutdown(socket.SHUT_RDWR)
+        self._hellos.close()
         self.context.destroy(linger=0)

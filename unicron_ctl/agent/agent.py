@@ -25,18 +25,18 @@ import zmq
 from detector.stacks import Dump
 from detector.supervise import shell_status
 from unicron_ctl.agent import node_watch
+from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
-from unicron_ctl.agent.sockets import bind_ranks, connect_controller, for_rank, socket_folder
+from unicron_ctl.agent.sockets import bind_ranks, for_rank, socket_folder
 from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.munge import MungeError, make_credential
 
 REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
@@ -56,10 +56,11 @@ class Agent:
         self.identity = uuid.uuid4().hex
         self._context = zmq.Context()
         try:
-            self._controller = connect_controller(self._context, address, f"{place.label}.{self.identity[:8]}")
+            self._line = Line(self._context, address)
         except (zmq.ZMQError, UserError):
             self._context.destroy(linger=0)
             raise
+        self._controller = self._line.socket
         self._folder = socket_folder(f"unicron-{place.label}-")
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
         self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
@@ -81,11 +82,12 @@ class Agent:
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
+        self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
         self._complaints: Counter[str] = Counter()
         self._lost_steps = False  # some, and it was said
         self._poller = zmq.Poller()
-        for socket in (self._controller, self._channel):
+        for socket in (self._controller, self._channel, self._line.events):
             self._poller.register(socket, zmq.POLLIN)
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
@@ -94,13 +96,21 @@ class Agent:
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
-        """Register; False when no controller has answered within `seconds`, or when it is over (`exit_code`)."""
+        """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        while not self._welcomed and not self.alone and self.exit_code is None and time.monotonic() < deadline:
-            if time.monotonic() - self._last_register >= REGISTER_SECONDS:
-                self._register()
+        while not (self._welcomed or self.alone or self._unprotected or self.exit_code is not None):
+            if time.monotonic() >= deadline:
+                break
+            self._call()
             self._serve(0.1)
         return self._welcomed and self.exit_code is None
+
+    def why_not(self, address: str) -> str:
+        """Why it is not protected, in one line."""
+        if self._unprotected:
+            return self.refusal
+        said = self._line.problem or self.refusal
+        return f"no controller answers at {address}" + (f" ({said})" if said else "")
 
     def run(self) -> int:
         """Start the ranks and serve until the element is over."""
@@ -122,7 +132,7 @@ class Agent:
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._store.close()
         self._sampling.close()
-        self._controller.close()
+        self._line.close()
         self._channel.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -140,8 +150,7 @@ class Agent:
         self._send_metrics(now)
         if self._trials.due() or now - self._last_status >= self._status_period():
             self._send_status()
-        if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
-            self._register()
+        self._call()
         self._end_if_over(now)
 
     def _status_period(self) -> float:
@@ -155,6 +164,8 @@ class Agent:
                     self._from_controller()
             elif descriptor is self._channel:
                 self._from_ranks()
+            elif descriptor is self._line.events:
+                self._line.notice()
             else:
                 self._from_descriptor(descriptor)
 
@@ -216,6 +227,8 @@ class Agent:
             self._on_signal(self._signals.read())
         elif what == "node":
             self._send_node_events()
+        elif what == "answers" and self._line.learn():
+            self._last_register = 0.0
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -317,27 +330,19 @@ class Agent:
         if self._complaints[peer] <= COMPLAINTS:
             self._complain(f"dropped a bad message of {peer}: {why[:300]}")
 
+    def _call(self) -> None:
+        """Find the controller, and register until it welcomes this agent."""
+        self._line.turn()
+        if self._line.answers >= 0 and self._line.answers not in self._watched:
+            self._watch(self._line.answers, "answers", 0)
+        due = time.monotonic() - self._last_register >= REGISTER_SECONDS
+        if due and not self._welcomed and not self._unprotected and self._line.key is not None:
+            self._register()
+
     def _register(self) -> None:
         self._last_register = time.monotonic()
-        self._send(
-            wire.Register(
-                job=self.place.job,
-                element=self.place.element,
-                agent=self.identity,
-                node=self.place.node,
-                address=self.place.address,
-                slots=self.place.slots,
-                settings=self.place.settings,
-                step=self.place.step,
-                credential=self._credential(),
-            )
-        )
-
-    def _credential(self) -> str:
-        try:
-            return make_credential("")
-        except MungeError:  # where auth is "none" it is not needed
-            return ""
+        if (message := self._line.registration(self.place, self.identity)) is not None:
+            self._send(message)
 
     def _send_status(self, leaving: str = "") -> None:
         now = time.monotonic()
@@ -376,7 +381,7 @@ class Agent:
             self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))
 
     def _send(self, message: wire.Message) -> None:
-        if self._trials.muted:
+        if self._trials.muted or self._line.key is None or self._unprotected:
             return
         try:
             self._controller.send(wire.encode(message), zmq.DONTWAIT)
@@ -452,9 +457,13 @@ class Agent:
         self.refusal, self.alone = message.reason, self.alone or message.alone
         if message.alone and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
-        elif message.final:
+        elif message.replaced:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")
+        elif message.final:
+            self._unprotected = True
+            if self._registered:
+                self._complain(f"{message.reason}; the job trains on unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again
             self._register()

@@ -104,8 +104,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return agent.exit_code
     if agent.alone:
         return run_unprotected(place.alone(), command, agent.refusal)
-    refusal = f" ({agent.refusal})" if agent.refusal else ""
-    return run_unprotected(place, command, f"no controller answers at {address}{refusal}")
+    return run_unprotected(place, command, agent.why_not(address))
 
 
 def main() -> None:

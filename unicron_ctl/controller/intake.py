@@ -72,14 +72,14 @@ class Intake:
         """The job, if the message comes from the agent that has this slot."""
         job = self._view.state.jobs.get(name)
         agent = self._view.live.agent(name, job.element(slot)) if job else None
-        if agent is None or slot not in agent.slots:
+        if agent is None or slot not in agent.slots or (not key and agent.route != route):
             return None
         return job if self._heard(agent, route, key) else None
 
     def _heard(self, agent: AgentView, route: Route, key: str) -> bool:
         """Whether it was this agent that spoke. It is known by its key, whichever connection it has at present; where
-        nothing is encrypted, by its connection."""
-        if agent.key != key or (not key and agent.route != route):
+        nothing is encrypted, its id is believed."""
+        if agent.key != key:
             return False
         agent.route = route
         self._view.live.heard(agent, self._view.now)
@@ -226,7 +226,7 @@ class Intake:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
             reason = f"another agent has taken element {message.element} of job {message.job}"
-            return wire.Refused(reason=reason, final=True)
+            return wire.Refused(reason=reason, final=True, replaced=True)
         return wire.Refused(reason="register first")
 
     # ------------------------------------------------------------ ranks

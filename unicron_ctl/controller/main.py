@@ -93,14 +93,17 @@ def report(config: Config, found: list[str]) -> int:
 def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
     """Runs the controller until a signal ends it."""
     notifier = SystemdNotifier()
-    if shortage := descriptors.shortage(descriptors.raise_limit()):
+    granted = descriptors.raise_limit()
+    if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
-    server = Server(config, Store(folder / "events.sqlite"), config.controller.listen, slurm_client(config), classifier)
+    store, listen = Store(folder / "events.sqlite"), config.controller.listen
+    connections = descriptors.connections(granted)
+    server = Server(config, store, listen, slurm_client(config), classifier, connections)
 
     def reload() -> None:
         notifier.reloading()
         try:
-            fresh, found = examine(config_path)
+            fresh, found = examine(config_path, listen=listen)
             refuse(fresh.path, found)
             server.take_config(fresh, classifier_of(fresh))
         except UserError as error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.job.confirmation import another
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.plan.ahead import Ahead

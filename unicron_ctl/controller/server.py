@@ -7,22 +7,24 @@ import gc
 import logging
 import os
 import pickle
-import pwd
 import signal
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from detector.classify import Classifier
 from detector.escalation import Fault, History, Policy
-from unicron_ctl.config import Config
+from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
+from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
@@ -30,11 +32,12 @@ from unicron_ctl.controller.model.cluster import ClusterState, Mark, Pin, PlanRe
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import AgentRecord, Decided, Ending, Failure, Identity, JobState, SlotState
 from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
+from unicron_ctl.controller.throttle import Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.encryption import secure_server
-from unicron_ctl.protocol.munge import unmunge
+from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
+from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
@@ -45,8 +48,13 @@ SAVED = (  # what a snapshot holds
 )
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
-QUEUE = 20000  # of one connection, and connections that wait to be accepted at once
+QUEUE = 20000  # messages to one peer that does not read, and connections that wait to be accepted at once
+UNREAD = 1000  # messages of one peer that were not looked at yet; then TCP holds it back
 MAX_SOCKETS = 16384
+# Messages a second, and at once; see throttle.cost. An agent has 20 a second in its busiest moments.
+OF_AN_AGENT = 500.0, 3000.0
+OF_AN_ADDRESS = 300.0, 3000.0  # of all there that are not registered: registrations, questions
+COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 NAMES_KEPT = 1000
@@ -67,10 +75,18 @@ STATE_FORMAT = {kind.__name__: _fields(kind) for kind in SAVED} | {"limits": [re
 
 
 class Server:
-    """One controller on `listen`; `address` is where it can be reached. Raises UserError when it can't start."""
+    """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
+    nothing. connections: as many at once. Raises UserError when it can't start.
+    """
 
     def __init__(
-        self, config: Config, store: Store, listen: str, client: SlurmClient | None, classifier: Classifier
+        self,
+        config: Config,
+        store: Store,
+        listen: str,
+        client: SlurmClient | None,
+        classifier: Classifier,
+        connections: int = MAX_SOCKETS,
     ) -> None:
         self.config, self.store = config, store
         self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
@@ -84,25 +100,35 @@ class Server:
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.dropped: Counter[str] = Counter()
         self._complained: set[str] = set()
-        self._verifying: set[tuple[Route, str]] = set()
+        self._complaints = Throttle(*COMPLAINTS)
+        self._agents, self._others = Throttle(*OF_AN_AGENT), Throttle(*OF_AN_ADDRESS)
+        self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
+        self._munge = config.controller.auth == "munge"
+        self._verifying: set[tuple[str, str]] = set()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 200),
             (zmq.SNDHWM, QUEUE),
-            (zmq.RCVHWM, QUEUE),
+            (zmq.RCVHWM, UNREAD),
             (zmq.BACKLOG, QUEUE),
-            (zmq.ROUTER_HANDOVER, 1),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
             (zmq.MAXMSGSIZE, wire.MAX_BYTES),
         ):
             self._router.setsockopt(option, value)
-        secure_server(self._router, config.controller.public_key, store.path.parent)
-        self.address = self._bind(listen)
-        self._hints = self._bind_hints(self.address)
+        self.doorkeeper = Doorkeeper(self._context, self._router, connections)
+        try:
+            self.key = self._secure(config.controller, store.path.parent)
+            self.address = self._bind(listen)
+            self._hints = self._bind_hints()
+        except UserError:
+            self.doorkeeper.close()
+            self._context.destroy(linger=0)
+            raise
+        self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
@@ -160,6 +186,7 @@ class Server:
             self.flush()
             self.save_snapshot()
         self.worker.close()
+        self.doorkeeper.close()
         self._router.close()
         self._hints.close()
         self._context.term()
@@ -187,24 +214,44 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                if self.key:
+                    frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                    last = frames[-1]
+                    key, address = str(last.get("User-Id")), str(last.get("Peer-Address"))
+                    self._take(tuple(frame.bytes for frame in frames[:-1]), last.bytes, key, address)
+                else:
+                    plain = self._router.recv_multipart(zmq.NOBLOCK)
+                    self._take(tuple(plain[:-1]), plain[-1], "", "")
             except zmq.Again:
                 return
-            route, data = tuple(frames[:-1]), frames[-1]
-            try:
-                message = wire.decode(data, wire.ToController)
-            except wire.BadMessage as error:
-                self._bad(route, data, str(error))
-                continue
-            if isinstance(message, wire.Ask):
-                self._on_ask(route, message)
-            elif isinstance(message, wire.Register) and self.config.controller.auth == "munge":
-                self._verify(route, message)
-            else:
-                self.core.receive(route, message, self.now())
 
-    def _bad(self, route: Route, data: bytes, reason: str) -> None:
-        peer = route[0].hex() if route else ""
+    def _take(self, route: Route, data: bytes, key: str, address: str) -> None:
+        """One message of the connection with this key."""
+        if not self._allowed(key, address, len(data)):
+            self.dropped["rate"] += 1
+            self._complain(records.BadMessage, address, f"dropped messages of {address}: too many")
+            return
+        try:
+            message = wire.decode(data, wire.ToController)
+        except wire.BadMessage as error:
+            self._bad(route, data, key or (route[0].hex() if route else ""), str(error))
+            return
+        if isinstance(message, wire.Ask):
+            self._on_ask(route, message, key, address)
+        elif isinstance(message, wire.Register) and self._munge:
+            self._verify(route, message, key, address)
+        else:
+            self.core.receive(route, message, self.now(), key)
+
+    def _allowed(self, key: str, address: str, size: int) -> bool:
+        """The peer has not sent too much: an agent counts by itself, all else by its address, for keys are free."""
+        if not self._munge:
+            return True  # there is one user
+        if key in self.core.view.live.keys:
+            return self._agents.allows(key, self.now(), cost(size))
+        return self._others.allows(address, self.now(), cost(size))
+
+    def _bad(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1
         self._complain(records.BadMessage, peer, f"dropped a bad message of peer {peer[:16]}: {reason}")
         if not route:
@@ -218,55 +265,58 @@ class Server:
     def _complain(
         self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str
     ) -> None:
-        """One event and one line per peer and kind: a broken peer must not fill the log."""
-        key = f"{kind.__name__} {peer}"
-        if key in self._complained:
+        """One event and one line per peer and kind, and few of all: neither a broken peer nor one that invents peers
+        may fill the log."""
+        name = f"{kind.__name__} {peer}"
+        if name in self._complained or not self._complaints.allows("", self.now()):
             return
         if len(self._complained) > NAMES_KEPT:
             self._complained.clear()
-        self._complained.add(key)
+        self._complained.add(name)
         self.core.now = self.now()
-        self.core.append("", 0, kind(peer=peer, reason=reason[:400]))
+        self.core.append("", 0, kind(peer=peer[:100], reason=reason[:400]))
         log.warning("%s", reason[:400])
 
-    def _verify(self, route: Route, message: wire.Register) -> None:
-        """Who the agent's user is, before the core hears of it."""
-        key = (route, message.agent)
-        if key in self._verifying or len(self._verifying) > QUEUE:
+    def _verify(self, route: Route, message: wire.Register, key: str, address: str) -> None:
+        """Who the agent's user is, before the core hears of it. Its credential names it and its key."""
+        known = key, message.agent
+        if known in self._verifying:
             return
-        self._verifying.add(key)
 
-        def then(asker: Asker | None) -> None:
-            self._verifying.discard(key)
-            if asker is not None:
-                self.core.receive(route, message, self.now(), asker=asker)
+        def then(found: Asker | Unproven) -> None:
+            self._verifying.discard(known)
+            if isinstance(found, Asker):
+                if found.user and not found.admin:
+                    message.settings.user = found.user
+                self.core.receive(route, message, self.now(), key, found)
                 return
-            why = "the munge credential is not valid: is munged running with the same key on both nodes?"
-            reason = f"job {message.job}: {why}"
+            reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
             self._complain(records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}")
             self._send(route, wire.Refused(reason=reason))
 
-        self.worker.call(lambda: self._asker(message.credential), then)
-
-    def _asker(self, credential: str) -> Asker:
-        """Who made the credential. Raises MungeError."""
-        uid = unmunge(credential).uid
-        try:
-            user = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            user = ""
-        return Asker(uid, user, uid in (0, os.getuid()) or user in self.config.controller.admins)
+        if self._verifier.verify(message.credential, claims.of_agent(message, key), address, then):
+            self._verifying.add(known)
 
     def _receive_hints(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                data = self._hints.recv(HINT_BYTES)
+                data, where = self._hints.recvfrom(HINT_BYTES)
             except (BlockingIOError, ConnectionError):
                 return
             try:
-                self.core.hint(wire.decode(data, wire.Hint), self.now())
-            except wire.BadMessage:
+                if len(data) >= HELLO_BYTES:
+                    wire.decode(data, wire.Hello)
+                    self._introducer.hello(where, self.now())
+                else:
+                    self.core.hint(wire.decode(data, wire.Hint), self.now())
+            except wire.BadMessage as error:
                 self.dropped["hint"] += 1
+                if len(data) >= HELLO_BYTES:
+                    self._answer_hello(wire.encode(wire.Introduction(error=str(error)[:200])), where)
+
+    def _answer_hello(self, data: bytes, where: tuple[str, int]) -> None:
+        with contextlib.suppress(OSError):
+            self._hints.sendto(data, where)
 
     def _results(self) -> None:
         for result in self.worker.take():
@@ -274,15 +324,22 @@ class Server:
             result()
 
     # ------------------------------------------------------------ out
-    def _on_ask(self, route: Route, ask: wire.Ask) -> None:
-        if self.config.controller.auth != "munge":
+    def _on_ask(self, route: Route, ask: wire.Ask, key: str, address: str) -> None:
+        if not self._munge:
             self._answer(route, ask, EVERYBODY)
-        elif not ask.credential:
+            return
+        if not ask.credential:
             self._answer(route, ask, NOBODY)
-        else:
-            self.worker.call(
-                lambda: self._asker(ask.credential), lambda asker: self._answer(route, ask, asker or NOBODY)
-            )
+            return
+
+        def then(found: Asker | Unproven) -> None:
+            if isinstance(found, Asker):
+                self._answer(route, ask, found)
+            else:
+                self._send(route, wire.Answer(ok=False, error=found.reason))
+
+        if not self._verifier.verify(ask.credential, claims.of_asker(key), address, then):
+            self._send(route, wire.Answer(ok=False, error="the controller is asked too much at once: try again"))
 
     def _answer(self, route: Route, ask: wire.Ask, asker: Asker) -> None:
         self.core.now = self.now()
@@ -335,11 +392,16 @@ class Server:
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
     # ------------------------------------------------------------ binding
+    def _secure(self, config: ControllerConfig, folder: Path) -> str:
+        """Encryption with munge, or by a key of the admin's. Returns the public key."""
+        if config.auth == "none" and config.public_key in ("", NONE):
+            return PLAIN
+        return secure_server(self._router, folder, config.public_key)
+
     def _bind(self, listen: str) -> str:
         try:
             self._router.bind(listen)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
             raise UserError(
                 f"cannot listen on {listen}: {error.strerror}; "
                 "choose another address with --listen or [controller] listen"
@@ -347,15 +409,21 @@ class Server:
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return bound.replace("tcp://0.0.0.0:", f"tcp://{socket.gethostname()}:")
 
-    def _bind_hints(self, address: str) -> socket.socket:
+    def _bind_hints(self) -> socket.socket:
+        """The same port for datagrams: hints of the Slurm plugin, and questions for the public key."""
         host, _, port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
+        self.doorkeeper.port = int(port)
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         hints = socket.socket(family, socket.SOCK_DGRAM)
         hints.setblocking(False)
         try:
             hints.bind((host.strip("[]"), int(port)))
-        except OSError as error:  # hints only make things faster
-            log.warning(f"no hints from the Slurm plugin: UDP port {port}: {error.strerror}")
+        except OSError as error:
+            hints.close()
+            raise UserError(
+                f"UDP port {port}: {error.strerror}: agents ask for the public key there; free it, or choose another "
+                "with [controller] listen"
+            ) from None
         return hints
 
 

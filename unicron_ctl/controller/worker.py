@@ -4,6 +4,7 @@ few others. Results are calls of the core, made in the main thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -20,7 +21,9 @@ from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
 Result = Callable[[], None]
 log = logging.getLogger("unicron.controller")
-WORKERS = 8
+WORKERS, VERIFIERS = 8, 4
+# Of connect(2) and socket(2): what this process or its host lacks.
+OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM)
 
 
 class Worker:
@@ -36,6 +39,7 @@ class Worker:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self.wake_read, False)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._thread = threading.Thread(target=self._serve_slurm, name="unicron-slurm", daemon=True)
         self._thread.start()
 
@@ -55,13 +59,20 @@ class Worker:
         if isinstance(request, Probe):
             self.call(
                 lambda: connects(request.address, request.port, self._probe_timeout),
-                lambda answer: core.on_probe(request, bool(answer)),
+                lambda answer: core.on_probe(request, answer is not False),
             )
         else:
             self._todo.put((request, core))
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
+        self._start(self._pool, work, then)
+
+    def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """The same, in threads of their own: a munge that hangs must not keep probes waiting."""
+        self._start(self._verifiers, work, then)
+
+    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
 
         def run() -> None:
             try:
@@ -71,12 +82,13 @@ class Worker:
                 result = None
             self._finish(lambda: then(result))
 
-        self._pool.submit(run)
+        pool.submit(run)
 
     def close(self) -> None:
         """Lets the running call end, starts no other."""
         self._todo.put(None)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._verifiers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, result: Result) -> None:
         self._results.put(result)
@@ -156,10 +168,13 @@ def perform(client: SlurmClient, action: Action) -> None:
             raise ValueError(f"no such action: {other}")
 
 
-def connects(address: str, port: int, timeout: float) -> bool:
-    """Whether something accepts TCP connections there within `timeout` seconds."""
+def connects(address: str, port: int, timeout: float) -> bool | None:
+    """Whether something accepts TCP connections there within `timeout` seconds. None when this process could not try:
+    it has no descriptor left, or the name service is away, which says nothing of the node."""
     try:
         with socket.create_connection((address, port), timeout):
             return True
-    except (OSError, UnicodeError):  # UnicodeError: of a name that is none
-        return False
+    except (socket.gaierror, UnicodeError):  # UnicodeError: of a name that is none
+        return None
+    except OSError as error:
+        return None if error.errno in OWN_TROUBLE else False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import time
 from typing import Any
 
-from unicron_ctl.config import controller_address
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
+from unicron_ctl.config import controller_address, load
+from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential
 
 
@@ -20,30 +21,40 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     """
     import zmq
 
-    from unicron_ctl.protocol.encryption import public_key, secure_client
+    from unicron_ctl.protocol.encryption import PLAIN, public_key, secure_client
+    from unicron_ctl.protocol.hello import Hello
 
     arguments = dict(question)
     what = arguments.pop("kind")
+    config, deadline = load(), time.monotonic() + timeout
+    where = controller_address(address, config)
+    key, hint = public_key(config=config), ", or see that public_key is the controller's"
+    hello = Hello(where, config.agent.controller_users)
     try:
-        credential = make_credential("")
-    except MungeError:  # some questions are answered to everybody
-        credential = ""
-    message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=credential)
-    where, key = controller_address(address), public_key()
+        if key is None:
+            key, hint = hello.wait(timeout), f" ({hello.problem})" if hello.problem else ""
+        elif key == PLAIN:
+            hint = ""
+            if hello.open() and not hello.local:
+                raise UserError(f'public_key = "none" is for a loopback address only, not for {where}', WRONG_USE)
+    finally:
+        hello.close()
+    if key is None:
+        raise UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
-        secure_client(channel, key)
+        mine = secure_client(channel, key)
         try:
             channel.connect(where)
         except zmq.ZMQError as error:
             raise UserError(
-                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", 2
+                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", WRONG_USE
             ) from None
+        message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=_credential(mine))
         channel.send(wire.encode(message))
-        hint = ", or see that public_key is the controller's" if key else ""
-        if not channel.poll(int(timeout * 1000)):
+        if not channel.poll(max(100, int((deadline - time.monotonic()) * 1000))):
             raise UserError(f"no controller answers at {where}: start `unicrond`, or pass --controller{hint}")
         try:
             answer = wire.decode(channel.recv(), wire.Answer)
@@ -55,3 +66,13 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     if not answer.ok:
         raise UserError(answer.error)
     return answer.data
+
+
+def _credential(key: str) -> str:
+    """Who asks, bound to the connection with this key. Without munge only what everybody may know is answered."""
+    if not key:
+        return ""
+    try:
+        return make_credential(claims.of_asker(key))
+    except MungeError:
+        return ""

@@ -1,7 +1,9 @@
-"""CURVE on the controller's socket: peers know whom they talk to, and nobody else reads it (docs/design/trust.md).
+"""CURVE on the controller's socket: peers know whom they talk to, nobody else reads it, and each message is known by
+the key of its connection (docs/design/trust.md).
 
-The controller's secret lies in its state folder; everybody's configuration holds the public key. Peers make a key pair
-of their own for each connection: who they are is munge's matter. Without a public key nothing is encrypted.
+The controller's secret lies in its state folder, made at its first start. Its public key is in the configuration, or
+peers ask for it (:mod:`unicron_ctl.protocol.hello`). Peers make a key pair of their own; a munge credential says whose
+it is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from unicron_ctl.errors import WRONG_USE, UserError
 
 SECRET_FILE = "curve.secret"
 VARIABLE = "UNICRON_PUBLIC_KEY"  # for programs without a configuration file
+PLAIN = ""  # the key of a controller that encrypts nothing
+NONE = "none"  # how a person writes that
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ RFC 32)
 
 
@@ -26,39 +30,59 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def public_key(environment: Mapping[str, str] = os.environ, config: Config | None = None) -> str:
-    """The controller's public key: UNICRON_PUBLIC_KEY, else the configuration's, else "". Raises UserError."""
+def public_key(environment: Mapping[str, str] = os.environ, config: Config | None = None) -> str | None:
+    """The controller's public key as UNICRON_PUBLIC_KEY, else the configuration says it: :data:`PLAIN` for "none", None
+    when nobody says. Raises UserError."""
     key = environment.get(VARIABLE) or (config or load(environment=environment)).controller.public_key
-    if key and not is_key(key):
+    if not key:
+        return None
+    if key == NONE:
+        return PLAIN
+    if not is_key(key):
         raise UserError(
             f"{key!r} is no public key: write the 40 characters that `unicrond --make-key` printed", WRONG_USE
         )
     return key
 
 
-def secure_client(socket: zmq.Socket[bytes], key: str) -> None:
-    """Before connect: talk to the holder of the secret key only."""
-    if key:
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = key.encode()
+def new_pair() -> tuple[str, str]:
+    """A key pair: public, secret."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
-def secure_server(socket: zmq.Socket[bytes], key: str, folder: Path) -> None:
-    """Before bind: only for peers that know `key`, whose secret lies in `folder`. Raises UserError."""
-    if not key:
-        return
+def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | None = None) -> str:
+    """Before connect: talk to the holder of the secret of `key` only, by this key pair or a fresh one. Returns its
+    public key, or :data:`PLAIN` for a controller that encrypts nothing."""
+    if key == PLAIN:
+        return PLAIN
+    public, secret = pair or new_pair()
+    socket.curve_publickey, socket.curve_secretkey = public.encode(), secret.encode()
+    socket.curve_serverkey = key.encode()
+    return public
+
+
+def secure_server(socket: zmq.Socket[bytes], folder: Path, configured: str) -> str:
+    """Before bind: encrypts by the secret in `folder`, which is made unless the configuration has a public key already.
+    Returns the public key. Raises UserError."""
     path = folder / SECRET_FILE
     make = f"make one with `unicrond --make-key --state-dir {folder}` and put its public key into every unicron.toml"
+    if not configured:
+        make_key(folder)
     try:
         secret = path.read_text().strip()
     except OSError as error:
         raise UserError(f"public_key is set, but {path}: {error.strerror}: {make}") from None
     if path.stat().st_mode & 0o077:
         raise UserError(f"{path}: others may read it: `chmod 600 {path}`, or {make}")
-    if not is_key(secret) or zmq.curve_public(secret.encode()).decode() != key:
+    key = zmq.curve_public(secret.encode()).decode() if is_key(secret) else ""
+    if not key:
+        raise UserError(f"{path}: this is no secret key: move it away, or {make}")
+    if configured and configured != key:
         raise UserError(f"public_key does not belong to {path}: {make}")
     socket.curve_server = True
     socket.curve_secretkey = secret.encode()
+    return key
 
 
 def make_key(folder: Path) -> str:
@@ -68,8 +92,12 @@ def make_key(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             _, secret = zmq.curve_keypair()
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            draft = path.with_suffix(".new")  # a power cut must not leave half a key
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(secret + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
         return zmq.curve_public(path.read_text().strip().encode()).decode()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}: choose another --state-dir, or move the file away") from None

@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
@@ -18,6 +20,7 @@ MOST_BYTES = 4096  # of a credential: one of ours has some 300
 _SUCCESS, _EXPIRED, _REWOUND, _REPLAYED = 0, 15, 16, 17
 _NOT_THE_CREDENTIAL = frozenset((1, 4, 5, 6, 7))  # snafu, overflow, no memory, socket, time-out: munged's own trouble
 _OPTION_SOCKET = 8
+_AUTH_INFO = re.compile(r"^[ \t]*AuthInfo=(?:[^#\n]*,)?socket=([^,\s]+)", re.IGNORECASE | re.MULTILINE)
 T = TypeVar("T")
 
 
@@ -86,9 +89,22 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def _socket() -> str:
+    """munged's, where it is another than munge's default: as the environment says, else as Slurm's own programs find
+    it (slurm.conf(5), AuthInfo)."""
+    if path := os.environ.get("MUNGE_SOCKET", ""):
+        return path
+    try:
+        text = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text(errors="replace")
+    except OSError:
+        return ""
+    found = _AUTH_INFO.search(text)
+    return found.group(1) if found else ""
+
+
 def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
     """Only where the socket is another than munge's default."""
-    path = os.environ.get("MUNGE_SOCKET")
+    path = _socket()
     if not path:
         return None
     context = ctypes.c_void_p(library.munge_ctx_create())

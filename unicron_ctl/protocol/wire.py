@@ -271,11 +271,12 @@ class Ping(Message, tag="ping"):
 
 
 class Refused(Message, tag="refused"):
-    """The controller does not accept the last message; `final` means that asking again is useless, `alone`
-    that the command is to run in a world of its own node."""
+    """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
+    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node."""
 
     reason: ranges.Reason
     final: bool = False
+    replaced: bool = False
     alone: bool = False
 
 
@@ -379,6 +380,23 @@ class Hint(msgspec.Struct, kw_only=True):
     status: ranges.WaitStatus
 
 
+# ---------------------------------------------------------------- before there is a key (UDP, protocol.hello)
+class Hello(Message, tag="hello"):
+    """Asks for the controller's public key. As long as its answer may be, so that nobody can have a flood sent to
+    somebody else."""
+
+    padding: ranges.Text = ""
+
+
+class Introduction(Message, tag="introduction"):
+    """The answer. credential: a munge credential of the controller that holds its public key. plain: it encrypts
+    nothing, and serves one user at a loopback address. error: it cannot say now, and why."""
+
+    credential: ranges.Credential = ""
+    plain: bool = False
+    error: ranges.Text = ""
+
+
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -398,7 +416,7 @@ class Answer(Message, tag="answer"):
 ToController = Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Ask
 ToAgent = Welcome | Ping | Refused | Break | PlanShare | StartRank | StopRank | Stacks | Inject | End
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint)}
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint, Hello, Introduction)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)
 
 

@@ -85,6 +85,28 @@ def test_a_file_without_text_in_utf8_or_that_is_not_there_is_one_line(tmp_path: 
         load(tmp_path / "missing.toml")
 
 
+@pytest.mark.parametrize(
+    ("settings", "listen", "fine"),
+    [
+        ('auth = "none"', None, False),
+        ('auth = "none"', "tcp://192.0.2.1:7451", False),
+        ('auth = "none"\nlisten = "tcp://*:7451"', None, False),
+        ('auth = "none"', "tcp://127.0.0.1:0", True),
+        ('auth = "none"\nlisten = "tcp://[::1]:7451"', None, True),
+        ('public_key = "none"', None, False),
+        ("", None, True),
+    ],
+)
+def test_without_munge_only_this_machine_is_served(
+    tmp_path: Path, settings: str, listen: str | None, fine: bool
+) -> None:
+    path = tmp_path / "unicron.toml"
+    path.write_text(f"[controller]\n{settings}\n")
+    _, found = examine(path, ANY_ENVIRONMENT, listen)
+    assert (found == []) == fine and len(found) < 2, found
+    load(path)  # others than the controller read the file as well
+
+
 def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text(

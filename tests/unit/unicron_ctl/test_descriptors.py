@@ -43,5 +43,5 @@ def test_a_refusal_leaves_the_limit_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_too_few_are_one_line_that_says_what_to_do() -> None:
     assert shortage(CONNECTIONS + OWN) == ""
-    assert shortage(CONNECTIONS + OWN - 1) and shortage(100).startswith("100 open files are granted, enough for 0 ")
+    assert shortage(CONNECTIONS + OWN - 1) and shortage(100).startswith("100 open files are granted, enough for 50 ")
     assert "\n" not in shortage(1024) and "LimitNOFILE" in shortage(1024)

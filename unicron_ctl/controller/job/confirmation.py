@@ -4,9 +4,6 @@ An agent is taken in once a listing shows its element at work, on its node, for 
 waits for the next listing; what differs is refused. When Slurm does not answer within `CONFIRM_SECONDS` the agent is
 taken in unconfirmed: its job is healed within itself, and nothing is done in Slurm for it, or to its node, until a
 listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
-
-Slurm may use a job's id again. `submitted` (squeue's SubmitTime) tells the two apart; Slurm sets it anew when it
-requeues an element, so only elements that were never requeued count.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import Route
+from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.protocol import wire
@@ -26,7 +24,6 @@ from unicron_ctl.slurm.listing import hosts
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
 FRESH_SECONDS = 30.0  # a listing that is older confirms nobody
-AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job's end is wanted again
 
 
 @dataclass
@@ -81,17 +78,6 @@ def size(seen: Listing, job: str) -> int:
     elements = seen.of(job)
     plain = hosts(elements[0].node or "") if len(elements) == 1 and 0 in elements else []
     return max(len(elements), len(plain))
-
-
-def another(job: JobState, info: ElementInfo | None) -> bool:
-    """Slurm shows another job under this id than the one that is known; or the same one, wanted again after its end."""
-    if info is None:
-        return False
-    if job.uid is not None and info.uid != job.uid:
-        return True
-    if job.submitted and not info.restarts and info.submitted > job.submitted + 1.0:
-        return True
-    return job.ended is not None and info.submitted > job.ended.time + AFTER_END_SECONDS
 
 
 # ---------------------------------------------------------------- those that were taken in unconfirmed

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
-from unicron_ctl.controller.job.confirmation import another
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
+from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -32,6 +32,9 @@ def answer(
         return refused
     if refused := _other_step(message, job):
         return refused
+    if job is not None and message.agent in job.superseded and not begins(view, message, info):
+        reason = f"another agent has taken element {message.element} of job {message.job}"
+        return wire.Refused(reason=reason, final=True, replaced=True)
     if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
@@ -40,11 +43,12 @@ def answer(
 
 
 def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's."""
+    """An agent may speak for a job only with its owner's credential, or an admin's. While the name service is away
+    nobody is an admin but root, so nothing is final then."""
     if job is None or asker.may_order(job):
         return None
     reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
-    return wire.Refused(reason=reason, final=True)
+    return wire.Refused(reason=reason, final=bool(asker.user))
 
 
 def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
@@ -75,7 +79,8 @@ def begins(view: View, message: wire.Register, info: ElementInfo | None = None) 
 def begin(message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
     """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
     out = Outcome()
-    owner, settings, submitted = None if asker.admin else asker.uid, message.settings, 0.0
+    own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
+    owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
     if info is not None:
         owner, submitted = info.uid, info.submitted
         most = max(1, min(settings.max_nodes, most))
@@ -128,8 +133,6 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
     per_node = message.settings.ranks_per_node
     if job is None:
         return ""
-    if message.agent in job.superseded:
-        return f"another agent has taken element {message.element} of job {message.job}"
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
         return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"

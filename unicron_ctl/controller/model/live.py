@@ -331,6 +331,8 @@ class Live:
     suspects: set[tuple[str, int]] = field(default_factory=set)
     """Agents of which Slurm says that they ended."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+    """Public keys of agents that are registered."""
 
     def agent(self, job: str, element: int) -> AgentView | None:
         live = self.jobs.get(job)
@@ -349,6 +351,8 @@ class Live:
         self.remove(view.job, view.element)
         self.jobs.setdefault(view.job, LiveJob()).agents[view.element] = view
         self.by_node.setdefault(view.node, set()).add((view.job, view.element))
+        if view.key:
+            self.keys.add(view.key)
         self.heard(view, view.last_heard)
 
     def remove(self, job: str, element: int) -> None:
@@ -356,6 +360,7 @@ class Live:
         view = live.agents.pop(element, None) if live else None
         if view is None or live is None:
             return
+        self.keys.discard(view.key)
         live.ready.discard(element)
         live.touched.discard(element)
         live.restarts.discard(element)

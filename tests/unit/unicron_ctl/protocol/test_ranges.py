@@ -18,7 +18,7 @@ ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a pl
 KNOWN = {"job": st.just("7"), "element": st.just(1), "slot": st.just(1)}
 UNIONS = {"controller": wire.ToController, "agent": wire.ToAgent}
 SIDE = {kind: side for side, union in UNIONS.items() for kind in typing.get_args(union)}
-ALL = [*SIDE, wire.Answer, wire.Hint, wire.PlanCommon]
+ALL = [*SIDE, wire.Answer, wire.Hint, wire.PlanCommon, wire.Hello, wire.Introduction]
 
 
 def unbounded(kind: inspect.Type, name: str, seen: set[type]) -> list[str]:

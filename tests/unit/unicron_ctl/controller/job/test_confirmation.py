@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.job.confirmation import AFTER_END_SECONDS, CONFIRM_SECONDS
+from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
 from unicron_ctl.protocol import wire
 
 ANN, BOB = 1000, 1001

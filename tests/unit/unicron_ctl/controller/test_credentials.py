@@ -1,0 +1,210 @@
+"""Who made a credential; and how many are looked at, at once."""
+
+from __future__ import annotations
+
+import pwd
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.world import World
+from unicron_ctl.controller import credentials
+from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, asker_of
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.munge import Credential, MungeError
+
+
+class Later:
+    """A worker whose threads wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.todo: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+    def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self.todo.append((work, then))
+
+    def run(self) -> None:
+        todo, self.todo = self.todo, []
+        for work, then in todo:
+            then(work())
+
+
+def munged(monkeypatch: pytest.MonkeyPatch, found: Credential | MungeError, names: dict[int, str]) -> None:
+    def unmunge(text: str) -> Credential:
+        if isinstance(found, MungeError):
+            raise found
+        return found
+
+    def getpwuid(uid: int) -> SimpleNamespace:
+        return SimpleNamespace(pw_name=names[uid])
+
+    monkeypatch.setattr(credentials, "unmunge", unmunge)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+
+
+def test_who_asks_is_a_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the name service is away nobody has a name, and owners are themselves all the same."""
+    world = World()
+    world.start_job()
+    job = world.job()
+    job.uid = 1000
+    munged(monkeypatch, Credential(1000, b"claim"), {})
+    asker = asker_of("c", "claim", ["ann"])
+    assert asker == Asker(1000, "", False) and asker.owns(job) and asker.may_order(job)
+    munged(monkeypatch, Credential(1001, b"claim"), {1001: "ann"})
+    other = asker_of("c", "claim", [])
+    assert other == Asker(1001, "ann", False) and not other.owns(job), "the name alone does not make an owner"
+    munged(monkeypatch, Credential(0, b"claim"), {0: "root"})
+    assert asker_of("c", "claim", []).admin
+    munged(monkeypatch, Credential(1001, b"claim"), {1001: "ann"})
+    assert asker_of("c", "claim", ["ann"]).admin
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (Credential(1000, b"other"), "about something else"),
+        (Credential(1000, b"claim", replayed=True), "used before"),
+        (MungeError("munge: Expired credential", outage=True), "Expired credential"),
+    ],
+)
+def test_a_credential_that_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, found: Credential | MungeError, told: str
+) -> None:
+    munged(monkeypatch, found, {1000: "ann"})
+    asker = asker_of("c", "claim", [])
+    assert isinstance(asker, Unproven) and told in asker.reason
+
+
+def test_only_so_many_are_looked_at_at_once() -> None:
+    later = Later()
+    verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
+    found: list[object] = []
+    for number in range(1000):
+        verifier.verify("", "claim", "10.0.0.1", found.append)
+        assert len(later.todo) == min(number + 1, credentials.OF_ONE_ADDRESS)
+    assert verifier.verify("", "claim", "10.0.0.2", found.append), "others are not kept waiting"
+    later.run()
+    assert len(found) == credentials.OF_ONE_ADDRESS + 1 and not verifier._busy
+    assert verifier.verify("", "claim", "10.0.0.1", found.append)
+
+
+def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(claim: str) -> str:
+        made.append(claim)
+        if len(made) == 2:
+            raise MungeError("munge: Socket communication error", outage=True)
+        return f"credential {len(made)}"
+
+    monkeypatch.setattr(credentials, "make_credential", make)
+    later, sent = Later(), list[tuple[bytes, Any]]()
+    introducer = Introducer(later, "k" * 40, lambda data, where: sent.append((data, where)))  # type: ignore[arg-type]
+
+    def answers() -> list[wire.Introduction]:
+        found = [wire.decode(data, wire.Introduction) for data, _ in sent]
+        sent.clear()
+        return found
+
+    for port in range(5000):
+        introducer.hello(("10.0.0.1", port), 100.0)
+    assert len(later.todo) == 1 and not sent
+    later.run()
+    assert {answer.credential for answer in answers()} == {"credential 1"} and len(made) == 1
+    introducer.hello(("10.0.0.1", 1), 159.0)
+    assert [answer.credential for answer in answers()] == ["credential 1"] and not later.todo
+    introducer.hello(("10.0.0.1", 1), 161.0)
+    later.run()
+    (answer,) = answers()
+    assert not answer.credential and "Socket communication error" in answer.error
+    introducer.hello(("10.0.0.1", 1), 162.5)
+    later.run()
+    assert [answer.credential for answer in answers()] == ["credential 3"]
+
+
+# ---------------------------------------------------------------- in the core
+def register(element: int = 0, agent: str = "a", user: str = "ann") -> wire.Register:
+    settings = wire.Settings(name="j", user=user, max_nodes=2)
+    return wire.Register(
+        job="1", element=element, agent=agent, node="n1", address="x", slots=[element], settings=settings
+    )
+
+
+def told(world: World) -> list[wire.Message]:
+    world.core.settle()
+    found = [send.message for send in world.core.outbox]
+    world.deliver()
+    return found
+
+
+ANN, BOB = Asker(1000, "ann"), Asker(1001, "bob")
+
+
+def test_a_refusal_while_names_are_away_is_not_final() -> None:
+    world = World()
+    world.core.receive((b"r",), register(), world.now, "key1", ANN)
+    assert isinstance(told(world)[0], wire.Welcome) and world.job().uid == 1000
+    for asker, final in ((BOB, True), (Asker(1001, ""), False), (NOBODY, False)):
+        world.core.receive((b"s",), register(1, "b"), world.now, "key2", asker)
+        (refused,) = told(world)
+        assert isinstance(refused, wire.Refused) and refused.final == final and not refused.replaced
+    world.core.receive((b"s",), register(1, "b"), world.now, "key2", Asker(1000, ""))
+    assert isinstance(told(world)[0], wire.Welcome), "the owner is known by number"
+    world.check_replay()
+
+
+def test_an_admin_begins_a_job_for_its_user() -> None:
+    world = World()
+    world.core.receive((b"r",), register(), world.now, "", EVERYBODY)
+    assert world.job().uid is None and ANN.owns(world.job()) and not BOB.owns(world.job())
+
+
+def test_an_agent_is_its_key() -> None:
+    """Not its id, which others may know, nor its connection, which may break."""
+    world = World()
+    world.core.receive((b"r",), register(), world.now, "key1", ANN)
+    told(world)
+    assert world.job().agents[0].key == "key1" and world.core.view.live.keys == {"key1"}
+
+    def status(route: bytes, key: str, number: int, store: str) -> None:
+        message = wire.Status(job="1", element=0, agent="a", sent=0.0, number=number, store=store)
+        world.core.receive((route,), message, world.now, key)
+
+    status(b"r", "key1", 1, "n1:1")
+    for key in ("key2", ""):
+        status(b"thief", key, 2**60, "thief:1")
+        (refused,) = told(world)
+        assert isinstance(refused, wire.Refused) and not refused.final
+    agent = world.core.view.live.agent("1", 0)
+    assert agent is not None and (agent.route, agent.number, agent.store) == ((b"r",), 1, "n1:1")
+    status(b"new", "key1", 2, "n1:2")
+    assert (agent.route, agent.store) == ((b"new",), "n1:2")
+    world.core.receive((b"t",), register(), world.now, "key2", ANN)
+    (refused,) = told(world)
+    assert isinstance(refused, wire.Refused) and "another key" in refused.reason, "not even its owner takes it over"
+    world.check_replay()
+
+
+def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
+    world = World()
+    world.core.receive((b"r",), register(), world.now, "key1", ANN)
+    told(world)
+    world.core.take(ended(world))
+    message = wire.Status(job="1", element=0, agent="a", sent=0.0, number=9)
+    world.core.receive((b"r",), message, world.now, "key1")
+    assert [type(one) for one in told(world)][-1] is wire.End
+    world.core.receive((b"s",), message, world.now, "key2")
+    assert [type(one) for one in told(world)] == [wire.Refused]
+
+
+def ended(world: World) -> Any:
+    from unicron_ctl.controller.log import records
+    from unicron_ctl.controller.model.view import Outcome
+
+    out = Outcome()
+    out.record(world.job(), records.JobEnded(code=0, reason="finished"))
+    return out

@@ -1,0 +1,138 @@
+"""The agent's line to the controller: one DEALER, encrypted with a key pair that lasts as long as the agent.
+
+The controller knows the agent by that key, so the connection may break and come back at any time. The controller's own
+key is asked for at the start, and again whenever the line is down: a controller that lost its state folder has a new
+one.
+"""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from unicron_ctl.agent.place import Place
+from unicron_ctl.config import load
+from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_client
+from unicron_ctl.protocol.hello import HELLO_SECONDS, Hello
+from unicron_ctl.protocol.munge import MungeError, make_credential
+
+DOWN_SECONDS = 1.0  # between two questions for the controller's key while the line is down
+# A host that vanishes closes no connection, and TCP tries for a quarter of an hour: ZeroMQ asks every second, and
+# connects again when five seconds brought no answer, or two no connection.
+TO_CONTROLLER = (
+    (zmq.LINGER, 500),
+    (zmq.SNDHWM, 10000),
+    (zmq.RECONNECT_IVL, 100),
+    (zmq.RECONNECT_IVL_MAX, 1000),
+    (zmq.CONNECT_TIMEOUT, 2000),
+    (zmq.HEARTBEAT_IVL, 1000),
+    (zmq.HEARTBEAT_TIMEOUT, 5000),
+    (zmq.MAXMSGSIZE, wire.MAX_BYTES),
+)
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class Line:
+    """Keeps itself connected to the controller at `address`. `socket` is the DEALER; nothing may be sent before `key`
+    is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong configuration.
+
+    pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
+    :data:`PLAIN` with a controller that encrypts nothing, None before either is known.
+    up: the controller's side has answered, and has not closed since.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        config = load()
+        self._known = public_key(config=config)
+        self._hello = Hello(address, config.agent.controller_users)
+        self._address, self.pair = address, new_pair()
+        self._theirs: str | None = None  # the controller's public key
+        self._asked = 0.0
+        self.key: str | None = None
+        self.up = False
+        self._problem = ""
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        for option, value in TO_CONTROLLER:
+            self.socket.setsockopt(option, value)
+        self.socket.monitor(f"inproc://line-{id(self)}", EVENTS)
+        self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self.events.connect(f"inproc://line-{id(self)}")
+        self._hello.open()
+        if self._known == PLAIN and not self._hello.local:
+            self._known = None  # never unencrypted over a network, whatever the environment says
+        if self._known is not None:
+            self._connect(self._known)
+
+    @property
+    def problem(self) -> str:
+        """Why the controller is not believed, or cannot be asked for more."""
+        return self._problem or self._hello.problem
+
+    @property
+    def answers(self) -> int:
+        """The descriptor at which answers about the key arrive; -1 while there is none."""
+        return self._hello.fileno()
+
+    def turn(self) -> None:
+        """Asks for the controller's key while it is not known, or the line is down."""
+        if self.up or self._known is not None:
+            return
+        now = time.monotonic()
+        if now - self._asked >= (HELLO_SECONDS if self.key is None else DOWN_SECONDS):
+            self._asked = now
+            self._hello.ask()
+
+    def learn(self) -> bool:
+        """Reads what was answered; True when the line leads to another key now."""
+        theirs = self._hello.read()
+        if theirs is None or self.up or theirs == self._theirs:
+            return False
+        if self._theirs and theirs == PLAIN:
+            return False  # encrypted once, encrypted for ever
+        self._connect(theirs)
+        return True
+
+    def registration(self, place: Place, agent: str) -> wire.Register | None:
+        """The agent's first message, with a fresh credential that is bound to this line; None before it leads
+        anywhere."""
+        message = wire.Register(
+            job=place.job,
+            element=place.element,
+            agent=agent,
+            node=place.node,
+            address=place.address,
+            slots=place.slots,
+            settings=place.settings,
+            step=place.step,
+        )
+        if self.key is None:
+            return None
+        self._problem = ""
+        if self.key != PLAIN:
+            try:
+                message.credential = make_credential(claims.of_agent(message, self.key))
+            except MungeError as error:  # with a key of the admin's, auth may be "none"
+                self._problem = str(error)
+        return message
+
+    def notice(self) -> None:
+        """Takes in what happened to the connection."""
+        while self.events.poll(0):
+            event = parse_monitor_message(self.events.recv_multipart())["event"]
+            self.up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.events.close(0)
+        self.socket.close()
+        self._hello.close()
+
+    def _connect(self, theirs: str) -> None:
+        if self._theirs is not None:
+            self.socket.disconnect(self._address)
+        self.key = secure_client(self.socket, theirs, self.pair)
+        self.socket.connect(self._address)
+        self._theirs = theirs

@@ -1,0 +1,38 @@
+"""What is put into munge credentials. Each names its purpose and a CURVE public key, so that it is worth nothing with
+another purpose, or over another connection."""
+
+from __future__ import annotations
+
+import json
+
+from unicron_ctl.protocol.wire import Register
+
+CONTROLLER = "controller"
+
+
+def of_controller(key: str) -> str:
+    """The public key is the controller's, says the user who makes the credential."""
+    return _claim(CONTROLLER, key)
+
+
+def of_agent(message: Register, key: str) -> str:
+    """The connection with this key speaks for the agent of this message."""
+    return _claim("agent", message.job, message.element, message.node, message.agent, key)
+
+
+def of_asker(key: str) -> str:
+    """Who asks by the connection with this key."""
+    return _claim("asker", key)
+
+
+def controller_key(payload: bytes) -> str:
+    """The key in :func:`of_controller`; "" when it is something else."""
+    try:
+        found = json.loads(payload)
+    except ValueError:
+        return ""
+    return found[2] if isinstance(found, list) and found[:2] == ["unicron", CONTROLLER] and len(found) == 3 else ""
+
+
+def _claim(*words: str | int) -> str:
+    return json.dumps(["unicron", *words])
