@@ -374,8 +374,11 @@ class Core:
             self.append("", 0, records.SlurmFailed(reason=message))
         self.view.slurm.error = message
 
-    def on_listing(self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo]) -> None:
-        """A fresh listing."""
+    def on_listing(
+        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], private: frozenset[str] = frozenset()
+    ) -> None:
+        """A fresh listing. private: Slurm's PrivateData."""
+        self.view.slurm.private = private
         self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))

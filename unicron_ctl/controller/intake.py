@@ -18,6 +18,7 @@ from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
+HINT_SECONDS = 0.5  # between two questions that hints lead to
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.NodeEvent
@@ -269,12 +270,17 @@ class Intake:
 
     # ------------------------------------------------------------ hints
     def hint(self, hint: wire.Hint) -> Outcome:
-        """A datagram of the plugin. A living agent answers the question that it leads to."""
+        """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
+        out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)
-        if hint.kind != "task_exit" or agent is None:
-            return Outcome()
+        if hint.kind != "task_exit" or agent is None or not agent.alive:
+            return out
         agent.task_status = hint.status
-        return self.suspect(agent)
+        if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS:
+            agent.repeated["hint"] = now
+            out.hurry = True
+            out.send(agent, wire.Ping())
+        return out
 
     def suspect(self, agent: AgentView) -> Outcome:
         """Slurm says that the agent has ended: it is asked, and has `hint_grace` to answer."""

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ Result = Callable[[], None]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 8, 4
 # Of connect(2) and socket(2): what this process or its host lacks.
+PRIVATE_SECONDS = 60.0  # between two looks at Slurm's PrivateData
 OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM)
 
 
@@ -33,6 +35,8 @@ class Worker:
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
         self._client, self._probe_timeout = client, probe_timeout
+        self._private: frozenset[str] = frozenset()
+        self._looked = -PRIVATE_SECONDS
         self._todo: queue.Queue[tuple[Poll | Run, Core] | None] = queue.Queue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.wake_read, self._wake_write = os.pipe()
@@ -109,6 +113,9 @@ class Worker:
         assert self._client is not None
         try:
             nodes, elements = self._client.nodes(), self._client.elements()
+            if time.monotonic() - self._looked >= PRIVATE_SECONDS:
+                self._private, self._looked = self._client.private_data(), time.monotonic()
+            private = self._private
         except SlurmError as error:
             message = str(error)
             self._finish(lambda: core.on_slurm_error(message))
@@ -118,7 +125,7 @@ class Worker:
             text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
             self._finish(lambda: core.on_slurm_error(text))
         else:
-            self._finish(lambda: core.on_listing(nodes, elements))
+            self._finish(lambda: core.on_listing(nodes, elements, private))
 
     def _run(self, request: Run, core: Core) -> None:
         failed: set[tuple[str, int, str]] = set()

@@ -43,6 +43,8 @@ class SlurmView:
     used: bool = False
     seen: Listing | None = None
     error: str = ""
+    private: frozenset[str] = frozenset()
+    """Slurm's PrivateData: kinds of things that users see of their own only."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
     probing: set[str] = field(default_factory=set)

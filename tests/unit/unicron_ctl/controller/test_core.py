@@ -276,7 +276,7 @@ def test_a_stall_of_the_controller_expires_nobody():
     assert not messages(world, wire.Break) and world.job().phase == "running"
 
 
-def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
+def test_hints_make_the_controller_ask_and_shorten_no_lease():
     world = World()
     agents = world.start_job(nodes=2)
     hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
@@ -285,10 +285,16 @@ def test_a_hint_alone_proves_nothing_but_silence_after_it_does():
     world.run(0.5)
     assert not messages(world, wire.Break)
     agents[1].silent = True
-    world.core.hint(hint, world.now)
-    world.deliver()
-    world.run(0.4, heartbeats=False)
-    assert messages(world, wire.Break)[0].lost == [1]
+    before = len(agents[1].heard)
+    for _ in range(20):  # whoever sends them
+        world.core.hint(hint, world.now)
+        world.deliver()
+        world.run(0.05, heartbeats=False)
+    asked = [message for message in agents[1].heard[before:] if isinstance(message, wire.Ping)]
+    assert 1 <= len(asked) <= 3, "a flood of hints is no flood of questions"
+    assert not messages(world, wire.Break)
+    world.run(1.0)
+    assert messages(world, wire.Break)[0].lost == [1], "the lease is what it is"
 
 
 def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
