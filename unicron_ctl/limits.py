@@ -103,7 +103,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
     Limit("controller", "PRIVATE_SECONDS", 60.0, "between two looks at Slurm's PrivateData"),
     Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
-    Limit("controller", "FRESH_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
+    Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
     Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),
     Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),

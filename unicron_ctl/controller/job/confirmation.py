@@ -23,7 +23,7 @@ from unicron_ctl.slurm.client import ElementInfo
 from unicron_ctl.slurm.listing import hosts
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
-FRESH_SECONDS = 30.0  # a listing that is older confirms nobody
+LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
 
 
 @dataclass
@@ -52,7 +52,7 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
         return wire.Refused(reason=f"Slurm shows no {name}") if fresh else None
     mine = asker.admin or asker.uid == info.uid
     works = info.state in OCCUPIES and message.node in nodes
-    if mine and works and view.now - seen.asked_at <= FRESH_SECONDS:
+    if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
         return info
     if not fresh:
         return None
