@@ -210,14 +210,13 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
     if not 0 <= after < 2**63:
         raise Unanswerable("events: after must be the id of an event")
-    found = store.tail(after, max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None)
-    return [event.as_dict() for event in found if _may_read(core, event.job, asker)]
-
-
-def _may_read(core: Core, name: str, asker: Asker) -> bool:
-    """Events of a job are its owner's; those of nodes and of the controller the admins'."""
-    known = core.state.jobs.get(name)
-    return asker.admin or (known is not None and asker.owns(known))
+    limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
+    if asker.admin:
+        return [event.as_dict() for event in store.tail(after, limit, name)]
+    # Events of a job are its owner's; those of nodes and of the controller the admins'.
+    mine = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
+    found = sorted((event for job in mine for event in store.tail(after, limit, job)), key=lambda event: event.id)
+    return [event.as_dict() for event in (found[:limit] if after else found[-limit:])]
 
 
 def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
