@@ -113,6 +113,11 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
+    Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
+    Limit("controller", "PRIVATE_SECONDS", 60.0, "between two looks at Slurm's PrivateData"),
+    Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
+    Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
+    Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),
     Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
@@ -122,8 +127,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "DRAIN_SECONDS", 5.0, "for a node to drain itself when its health checks have proven it bad"),
     Limit("controller", "REACH_SECONDS", 5.0, "between two tries to reach the slurmd of a node that was set down"),
     Limit("controller", "BACK_SECONDS", 10.0, "for which that slurmd must have answered; then the node is back"),
-    Limit("agent", "PERIODS[0]", 0.01, "shortest heartbeat period that an agent accepts"),
-    Limit("agent", "PERIODS[1]", 60.0, "longest heartbeat period that an agent accepts"),
     Limit("agent", "REGISTER_SECONDS", 0.5, "between two tries to register"),
     Limit("agent", "DOWN_SECONDS", 1.0, "between two questions for the controller's key while the line is down"),
     Limit(
@@ -143,8 +146,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
     Limit("agent", "YOUNG_SECONDS", 20.0, "age up to which a restart-mode world that breaks may have a broken script"),
     Limit("agent", "OWN_END_SECONDS", 2.0, "for the processes of such a world to end by themselves"),
-    Limit("agent", "PROGRESS_PERIODS[0]", 0.05, "shortest time between two statuses of mere progress that it accepts"),
-    Limit("agent", "PROGRESS_PERIODS[1]", 60.0, "longest time between two such statuses that it accepts"),
     Limit("agent", "MERGE_SECONDS", 0.05, "that a rank's report of a step waits for those of the node's other ranks"),
     Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
     Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
@@ -188,7 +189,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("protocol", "HELLO_SECONDS", 0.3, "between two questions for the controller's public key"),
     Limit("protocol", "SLURM_SECONDS", 5.0, "for scontrol to say who SlurmUser is"),
     Limit("protocol", "MAX_BYTES", 4 << 20, "bytes of one message"),
-    Limit("protocol", "MAX_MEMBERS", 1 << 20, "members of one plan"),
+    Limit("protocol", "LEAST_BEAT", 0.01, "shortest heartbeat period that an agent accepts"),
+    Limit("protocol", "MOST_BEAT", 60.0, "longest heartbeat period that it accepts, and time for progress"),
+    Limit("protocol", "LEAST_PROGRESS", 0.05, "shortest time between two statuses of mere progress that it accepts"),
+    Limit("protocol", "MOST_SECONDS", 1e9, "longest duration that a message may tell"),
+    Limit("protocol", "MOST_SLOTS", 1 << 20, "members of one plan"),
+    Limit("protocol", "MOST_RANKS", 1024, "ranks of one node"),
     Limit("process", "CONNECTIONS", 10000, "connections that the controller is made for"),
     Limit("plugin", "LOOKUP_NANOSECONDS", 0.5e9, "nanoseconds for the look-up of the controller's name"),
     Limit("prolog", "UNICRON_HEALTH_SECONDS", 4.0, "for the admission checks in the prolog (prolog.conf)"),
@@ -204,7 +210,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("slurm", "cred_expire", 120.0, "until a requeued job may start again (AuthInfo)"),
 )
 
-HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")  # agent.PERIODS
+HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")  # protocol.LEAST_BEAT, MOST_BEAT
 
 RULES: tuple[Rule, ...] = (
     # ---- what an admin can set
@@ -241,14 +247,14 @@ RULES: tuple[Rule, ...] = (
     Rule("agent.REACH_SECONDS", "controller.SURVEY_SECONDS", "all have tried by then"),
     Rule("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),
     Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
+    Rule("controller.CONFIRM_SECONDS", "agent.REGISTER_TIMEOUT", "a Slurm that hangs must not cost protection"),
     Rule(
         "protocol.TIME_LIMIT + protocol.TIME_LIMIT",
         "agent.REGISTER_TIMEOUT",
         "munge on both sides may be slow once",
     ),
-    Rule("agent.PERIODS[1]", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
-    Rule("agent.PROGRESS_PERIODS[0]", "controller.PROGRESS_SECONDS", "agents refuse anything else", equal=True),
-    Rule("agent.PERIODS[1]", "agent.PROGRESS_PERIODS[1]", "large jobs tell progress with their heartbeats", equal=True),
+    Rule("protocol.MOST_BEAT", "agent.ORPHAN_SECONDS", "a quiet controller is not an absent one"),
+    Rule("protocol.LEAST_PROGRESS", "controller.PROGRESS_SECONDS", "agents refuse anything else", equal=True),
     Rule("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
     Rule(
         "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"

@@ -139,25 +139,16 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     ]
     for data in hostile:
         peer.send(data)
-    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.0, loss=0.0)
+    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.1, loss=0.0)
     peer.send(
         wire.encode(
             wire.Steps(job="7", element=0, agent="agent0", generation=1, iteration=0, total=4, at=0.0, ranks=[step])
         )
     )
-    peer.send(
-        wire.encode(
-            wire.Register(
-                job="7",
-                element=0,
-                agent="x",
-                node="n",
-                address="a",
-                slots=[9],
-                settings=wire.Settings(name="a", user="b"),
-            )
-        )
-    )
+    settings = wire.Settings(name="a", user="b")
+    wrong = wire.Register(job="7", element=0, agent="x", node="n", address="a", slots=[0], settings=settings)
+    wrong.slots = [9]
+    peer.send(wire.encode(wrong))
     answers = []
     while peer.poll(500):
         answers.append(peer.recv())
@@ -176,16 +167,14 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     assert controller.job()["iteration"] == -1, "steps from somebody else's connection are not believed"
 
 
-def test_a_hint_provokes_an_answer_and_silence_after_it_is_a_loss(controller, running):
+def test_a_hint_provokes_a_question_and_nothing_else(controller, running):
     hint(controller, 1)
     running[1].expect(wire.Ping, *running)
     running[1].status()
     answered = time.monotonic()
     wait(running, lambda: time.monotonic() > answered + 3.0, "the time after which it would have been lost")
     assert controller.job()["state"] == "running"
-    hint(controller, 1)
-    assert running[0].expect(wire.Break, running[2]).lost == [1]
-    assert controller.failures()[0]["detected_by"] == "task exit in Slurm"
+    assert controller.failures() == []
 
 
 def test_the_commands_show_it(controller, running):

@@ -62,6 +62,7 @@ class FakeAgent:
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
+        self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.steps = 0
         world.agents.append(self)
@@ -132,7 +133,8 @@ class FakeAgent:
         match message:
             case wire.Ping():
                 self.status()
-            case wire.Refused(final=False):
+            case wire.Refused(final=False) if self.asked_at < self.world.now:
+                self.asked_at = self.world.now
                 self.register()
                 self.status()
             case wire.Break():
@@ -156,7 +158,7 @@ class FakeAgent:
                         self, wire.Held(job=self.job, element=self.element, agent=self.agent, share=share)
                     )
             case wire.StartRank():
-                if self.ranks[message.slot].incarnation < message.incarnation:
+                if message.slot in self.ranks and self.ranks[message.slot].incarnation < message.incarnation:
                     self.ranks[message.slot] = wire.RankStatus(
                         state="starting",
                         incarnation=message.incarnation,
@@ -168,7 +170,7 @@ class FakeAgent:
                     )
                     self.status()
             case wire.StopRank():
-                if self.ranks[message.slot].incarnation == message.incarnation:
+                if message.slot in self.ranks and self.ranks[message.slot].incarnation == message.incarnation:
                     self.die(message.slot)
 
     def _plan(self, slot: int, plan: wire.Plan) -> None:

@@ -85,3 +85,15 @@ def test_comments_cite_only_texts_that_are_here() -> None:
         assert not re.search(r"(DESIGN|PAPER)\x20section", text), (
             f"{path.relative_to(ROOT)} cites a text by its old name"
         )
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert named
+    for path, name in named:
+        assert (ROOT / path).is_file(), f"docs/security.md names {path}"
+        found = not name or re.search(rf"^(async )?def {name}\b", (ROOT / path).read_text(), re.MULTILINE)
+        assert found, f"{path} has no {name}"
+    for row in re.findall(r"^\| (?!threat|---)(.*) \|$", text, re.MULTILINE):
+        assert "`tests/" in row.rpartition("|")[2], f"no test attacks: {row}"

@@ -42,8 +42,6 @@ from unicron_ctl.protocol import wire
 REGISTER_SECONDS = 0.5
 DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-PERIODS = (0.01, 60.0)  # heartbeat periods that make sense, in seconds
-PROGRESS_PERIODS = (0.05, 60.0)  # the same for news of mere progress
 PLANS_HELD = 4  # the ranks are in one of the last
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
@@ -461,12 +459,6 @@ class Agent:
                 self._on_end(message)
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        for name, value, (least, most) in (
-            ("heartbeat period", message.heartbeat_period, PERIODS),
-            ("progress period", message.progress_seconds, PROGRESS_PERIODS),
-        ):
-            if not least <= value <= most:
-                raise wire.BadMessage(f"a {name} of {value} s")
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
         self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._welcomed = True

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.protocol import ranges
 from unicron_ctl.protocol.wire import Settings
 
 
@@ -38,7 +39,9 @@ class Place:
 
     def in_mode(self, mode: str, reason: str) -> Place:
         """This place of a job that is healed in this mode."""
-        return replace(self, settings=msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason))
+        return replace(
+            self, settings=msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT])
+        )
 
     @property
     def label(self) -> str:
@@ -46,7 +49,14 @@ class Place:
         return f"{self.job}_{self.element}"
 
 
-def number(environment: Mapping[str, str], name: str, default: str, kind: type = int, least: float = 1) -> float:
+def number(
+    environment: Mapping[str, str],
+    name: str,
+    default: str,
+    kind: type = int,
+    least: float = 1,
+    most: float = ranges.MOST_COUNT,
+) -> float:
     """A variable's value, `default` when it is not set. Raises UserError, one line, when it makes no sense."""
     text = environment.get(name, default)
     try:
@@ -57,8 +67,9 @@ def number(environment: Mapping[str, str], name: str, default: str, kind: type =
             f"like {default}",
             WRONG_USE,
         ) from None
-    if not (least <= value < float("inf")):
-        raise UserError(f"{name}={text} must be at least {least:g}: unset it or give a value like {default}", WRONG_USE)
+    if not least <= value <= most:
+        limits = f"{least:g} to {most:g}" if most < ranges.MOST_COUNT else f"at least {least:g}"
+        raise UserError(f"{name}={text} must be {limits}: unset it or give a value like {default}", WRONG_USE)
     return value
 
 
@@ -90,12 +101,14 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment),
         settings=Settings(
-            name=environment.get("SLURM_JOB_NAME", job),
+            name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
             user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
-            weight=number(environment, "UNICRON_WEIGHT", "1.0", float, 1e-6),
-            min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1")),
+            weight=number(environment, "UNICRON_WEIGHT", "1.0", float, ranges.LEAST_WEIGHT, ranges.MOST_WEIGHT),
+            min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS)),
             max_nodes=int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1")),
-            ranks_per_node=int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1")),
+            ranks_per_node=int(
+                number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS)
+            ),
         ),
     )
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from unicron_ctl.controller import privacy
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.log import savings
@@ -73,7 +74,8 @@ def answer(core: Core, store: Store, what: str, args: dict[str, Any], asker: Ask
 def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Everything at a glance."""
     listed = jobs(core, store, args, asker)
-    failures = sorted((f for job in core.state.jobs.values() for f in job.failures), key=lambda failure: failure.id)
+    mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
+    failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
     return {
         "controller": {
             "pid": os.getpid(),
@@ -90,10 +92,10 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         "jobs": listed,
         "nodes": nodes(core, store, args, asker),
         "failures": [failure_record(f) for f in failures[-100:]],
-        "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)],
-        "observed": [week.reason for week in (core.state.observed_week, observed(core, store)) if week],
+        "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)] if asker.admin else [],
+        "observed": [week.reason for week in (core.state.observed_week, observed(core, store)) if week and asker.admin],
         "waf": sum(item["waf"] for item in listed),
-        "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report else {},
+        "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report and asker.admin else {},
     }
 
 
@@ -116,11 +118,9 @@ def modes(core: Core) -> dict[str, str]:
 
 
 def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
-    """All jobs, the ended ones last."""
-    return [
-        job(core, state)
-        for _, state in sorted(core.state.jobs.items(), key=lambda item: (bool(item[1].ended), item[0]))
-    ]
+    """All jobs of which the asker may know, the ended ones last."""
+    found = privacy.visible(core.view, asker)
+    return [privacy.of_job(core.view, state, job(core, state), asker) for state in found]
 
 
 def job(core: Core, state: JobState) -> dict[str, Any]:
@@ -188,6 +188,8 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
 
 def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """All nodes that Slurm shows, and those on which an agent speaks."""
+    if not privacy.sees_nodes(core.view, asker):
+        return []
     seen = core.view.slurm.seen
     users: dict[str, list[str]] = {}
     for e in seen.elements if seen else ():
@@ -214,7 +216,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
                 **admission.shown(core.view, core.slurm.gate, name),
             }
         )
-    return listed
+    return [privacy.of_node(core.view, item, asker) for item in listed]
 
 
 def node_event(known: NodeState | None) -> dict[str, Any] | None:
@@ -236,13 +238,22 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
         raise Unanswerable("events: after must be the id of an event")
     if not isinstance(without, list) or len(without) > 20 or not all(isinstance(kind, str) for kind in without):
         raise Unanswerable("events: without must be a list of up to 20 kinds")
-    job = _job_id(core, only) if only else None
-    return [event.as_dict() for event in store.tail(after, max(1, min(limit, 5000)), job, without)]
+    limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
+    if asker.admin:
+        return [event.as_dict() for event in store.tail(after, limit, name, without)]
+    # Events of a job are its owner's; those of nodes and of the controller the admins'.
+    mine = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
+    found = sorted(
+        (event for job in mine for event in store.tail(after, limit, job, without)), key=lambda event: event.id
+    )
+    return [event.as_dict() for event in (found[:limit] if after else found[-limit:])]
 
 
 def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
     """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
-    state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
+    state = core.state.jobs[_job_id(core, str(args.get("job", "")), asker)]
+    if not asker.may_order(state):
+        raise Unanswerable(f"{asker} may not read this: only the job's owner and admins")
     report = core.state.plan_report
     return {
         "job": state.job,
@@ -291,10 +302,13 @@ def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> di
                 "max_nodes": i.max_nodes,
                 "nodes": i.nodes,
                 "lost_worker": i.alive < i.nodes,
-                "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive),
+                "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive)
+                if asker.may_order(core.state.jobs[i.job])
+                else [],
                 "flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()},
             }
             for i in found
+            if not privacy.hidden(core.view, core.state.jobs[i.job], asker)
         ],
     }
 
@@ -323,16 +337,18 @@ def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
     return sample.values if sample else {}
 
 
-def _job_id(core: Core, text: str) -> str:
-    """A job by its id, or by its name where that is unique among living jobs. Raises Unanswerable."""
-    if text in core.state.jobs:
+def _job_id(core: Core, text: str, asker: Asker) -> str:
+    """A job by its id, or by its name where that is unique among living jobs that the asker may see. Raises
+    Unanswerable."""
+    seen = {state.job: state for state in privacy.visible(core.view, asker)}
+    if text in seen:
         return text
-    named = [state for state in core.state.jobs.values() if state.settings.name == text]
+    named = [state for state in seen.values() if state.settings.name == text]
     living = [state for state in named if not state.ended] or named[-1:]
     if len(living) == 1:
         return living[0].job
-    known = ", ".join(sorted(core.state.jobs)) or "none yet"
-    raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text!r}: jobs are {known}")
+    known = ", ".join(sorted(seen)) or "none yet"
+    raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
 
 
 def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
@@ -342,7 +358,7 @@ def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         raise Unanswerable("inject: slot must be a whole number, node a name")
     if not isinstance(seconds, int | float) or not 0 <= seconds <= 86400:
         raise Unanswerable("inject: seconds must be 0 to 86400")
-    state = core.state.jobs[_job_id(core, str(args.get("job", "")))]
+    state = core.state.jobs[_job_id(core, str(args.get("job", "")), asker)]
     if not asker.may_order(state):
         raise Unanswerable(f"{asker} may not inject here: only the job's owner and admins")
     fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))

@@ -21,7 +21,7 @@ from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
 from unicron_ctl.controller.intake import Intake
-from unicron_ctl.controller.job import adoption
+from unicron_ctl.controller.job import adoption, confirmation
 from unicron_ctl.controller.job import events as job_events
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import mode_of
@@ -152,6 +152,8 @@ class Core:
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
         outcome = self.observer.filter(outcome, self.view)
+        if outcome.hurry:
+            self.slurm.hurry(self.now)
         if not outcome:
             return False
         for job, generation, record in outcome.records:
@@ -159,8 +161,6 @@ class Core:
         self.outbox += outcome.sends
         for request in outcome.requests:
             self._request(request)
-        if outcome.hurry:
-            self.slurm.hurry(self.now)
         for finding in outcome.findings:
             self.judge(finding)
         return True
@@ -310,6 +310,7 @@ class Core:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
+        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
@@ -395,13 +396,17 @@ class Core:
             self.append("", 0, records.SlurmFailed(reason=message))
         self.view.slurm.error = message
 
-    def on_listing(self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo]) -> None:
-        """A fresh listing."""
+    def on_listing(
+        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], private: frozenset[str] = frozenset()
+    ) -> None:
+        """A fresh listing. private: Slurm's PrivateData."""
+        self.view.slurm.private = private
         self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
         listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
         for job in reconcile.managed(self.view):
             self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
         if not self.view.alone:
@@ -409,6 +414,9 @@ class Core:
         self.settle()
 
     def _slurm_said(self, listing: Listing, job: JobState) -> None:
+        self.take(confirmation.look(self.view, listing, job))
+        if job.over:
+            return
         for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
             self.take(self.intake.suspect(agent))
         for said in list(sense_slurm.look(self.view, listing, job)):
@@ -418,7 +426,7 @@ class Core:
         self.take(reconcile.before_planning(self.view, self.slurm, listing))
         for job in reconcile.managed(self.view):  # one that cannot be planned for must not keep the others waiting
             self._contained(job.job, "its part in the plan", inputs, self.view, [job])
-        jobs = reconcile.managed(self.view)
+        jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
         planned = [job for job in jobs if permission.acts(self.view, job)]
         if planned:
             self.take(replan(self.view, planned, self.slurm.aheads))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, registration
+from unicron_ctl.controller.job import adoption, confirmation, registration
+from unicron_ctl.controller.job.confirmation import Waiting
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
@@ -16,8 +17,11 @@ from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
 from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
+HINT_SECONDS = 0.5  # between two questions that hints lead to
+WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
 
@@ -33,6 +37,8 @@ class Intake:
         take: Callable[[Outcome], bool],
     ) -> None:
         self._view, self._desk, self._talk, self._take = view, desk, talk, take
+        self._waiting: dict[tuple[str, int, str], Waiting] = {}
+        self._refused: set[tuple[str, str]] = set()
 
     def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
         """A message that passed the checks at the edge, of the connection with this CURVE key."""
@@ -91,17 +97,73 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
-        refused = self._admin_says(message) or registration.answer(self._view, message, key, asker)
+        """Slurm is asked first, but for an agent that has been taken in before."""
+        job = self._view.state.jobs.get(message.job)
+        known = job.agents.get(message.element) if job is not None and not job.over else None
+        if not self._view.slurm.used or (known is not None and known.agent == message.agent):
+            self._admit(route, message, key, asker, None, known is None or known.confirmed)
+            return
+        name = message.job, message.element, message.agent
+        first = self._waiting.get(name)
+        if first is None and len(self._waiting) >= WAITING_KEPT:
+            return
+        since = first.since if first is not None else self._view.now
+        self._waiting[name] = Waiting(route, message, key, asker, since)
+        self._take(Outcome(hurry=True))
+        self._compare(name)
+
+    def confirm(self) -> None:
+        """Compares those that wait with what Slurm shows by now. Called after a listing and at each tick."""
+        for name in list(self._waiting):
+            self._compare(name)
+
+    def _compare(self, name: tuple[str, int, str]) -> None:
+        waiting = self._waiting[name]
+        found = confirmation.compare(self._view, waiting.message, waiting.asker, waiting.since)
+        route, message, key, asker = waiting.route, waiting.message, waiting.key, waiting.asker
+        if found is None and self._view.now - waiting.since < confirmation.CONFIRM_SECONDS:
+            return
+        del self._waiting[name]
+        if isinstance(found, wire.Refused):
+            self._take(self._refusal(waiting, found))
+        else:
+            self._admit(route, message, key, asker, found, found is not None)
+
+    def _refusal(self, waiting: Waiting, refused: wire.Refused) -> Outcome:
+        """A final refusal is on record, the same one once."""
+        out = Outcome(sends=[Send(waiting.route, refused)])
+        peer = f"{waiting.message.job} {waiting.message.element}"
+        if refused.final and (peer, refused.reason) not in self._refused:
+            if len(self._refused) >= WAITING_KEPT:
+                self._refused.clear()
+            self._refused.add((peer, refused.reason))
+            reason = f"{waiting.message.node}: {refused.reason}"
+            out.record(None, records.RegistrationRefused(peer=peer, reason=reason[:400]))
+        return out
+
+    def _admit(
+        self,
+        route: Route,
+        message: wire.Register,
+        key: str,
+        asker: Asker,
+        info: ElementInfo | None,
+        confirmed: bool,
+    ) -> None:
+        """info: the element as Slurm shows it, where it was asked and has answered."""
+        refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
         if refused is not None:
             self._take(Outcome(sends=[Send(route, refused)]))
             return
-        if registration.begins(self._view, message):
-            self._take(registration.begin(message, asker))
+        seen = self._view.slurm.seen
+        if registration.begins(self._view, message, info):
+            most = confirmation.size(seen, message.job) if seen is not None else 0
+            self._take(registration.begin(message, asker, info, most))
         job = self._view.state.jobs[message.job]
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
-        self._take(registration.join(job, message, key))
+        self._take(registration.join(job, message, key, confirmed))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
         if agent is None:
@@ -153,6 +215,8 @@ class Intake:
         if job is not None and job.ended and self._had(job, message, key):
             end = wire.End(code=job.ended.code, reason=job.ended.reason)
             self._take(Outcome(sends=[Send(route, end)]))
+            return
+        if (message.job, message.element, message.agent) in self._waiting:
             return
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
@@ -239,12 +303,17 @@ class Intake:
 
     # ------------------------------------------------------------ hints
     def hint(self, hint: wire.Hint) -> Outcome:
-        """A datagram of the plugin. A living agent answers the question that it leads to."""
+        """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
+        out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)
-        if hint.kind != "task_exit" or agent is None:
-            return Outcome()
+        if hint.kind != "task_exit" or agent is None or not agent.alive:
+            return out
         agent.task_status = hint.status
-        return self.suspect(agent)
+        if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS:
+            agent.repeated["hint"] = now
+            out.hurry = True
+            out.send(agent, wire.Ping())
+        return out
 
     def suspect(self, agent: AgentView) -> Outcome:
         """Somebody says that the agent has ended: it is asked, and so are others (`sense.silence`)."""

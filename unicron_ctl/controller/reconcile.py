@@ -14,6 +14,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import OUT
 from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
 from unicron_ctl.controller.plan.ahead import Aheads
@@ -75,9 +76,12 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
     elements = listing.of(job.job).values()
+    if job.ended and not job.submitted:
+        return []
     if job.ended:
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
-        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, view.state.held)]
+        ours = view.state.held
+        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
         return [Action("cancel", e.job, e.element, "", why) for e in waiting]
     dead = dead_elements(job)
     here = any(agent.alive for agent in view.job(job).agents.values())

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 8, 4
+PRIVATE_SECONDS = 60.0  # between two looks at Slurm's PrivateData
 LEFT_OUT = "left out: an action before it failed"
 
 
@@ -82,6 +84,8 @@ class Worker:
         self._client, self._probe_timeout = client, probe_timeout
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
+        self._private: frozenset[str] = frozenset()
+        self._looked = -PRIVATE_SECONDS
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -160,6 +164,9 @@ class Worker:
         assert self._client is not None
         try:
             nodes, elements = self._client.nodes(), self._client.elements()
+            if time.monotonic() - self._looked >= PRIVATE_SECONDS:
+                self._private, self._looked = self._client.private_data(), time.monotonic()
+            private = self._private
         except SlurmError as error:
             message = str(error)
             self._finish(lambda: core.on_slurm_error(message))
@@ -169,7 +176,7 @@ class Worker:
             text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
             self._finish(lambda: core.on_slurm_error(text))
         else:
-            self._finish(lambda: core.on_listing(nodes, elements))
+            self._finish(lambda: core.on_listing(nodes, elements, private))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         failed: set[Target] = set()

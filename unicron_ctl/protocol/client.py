@@ -10,6 +10,7 @@ from unicron_ctl.config import controller_address, is_guess, load
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential
+from unicron_ctl.protocol.printable import clean, printable
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -64,8 +65,8 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
         channel.close()
         context.term()
     if not answer.ok:
-        raise UserError(answer.error)
-    return answer.data
+        raise UserError(printable(answer.error))
+    return clean(answer.data)
 
 
 def _nobody(where: str, address: str | None, hint: str) -> UserError:

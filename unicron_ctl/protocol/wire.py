@@ -1,5 +1,5 @@
-"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked against these types
-at the edge.
+"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked at the edge against
+these types and the ranges of their fields (:mod:`unicron_ctl.protocol.ranges`).
 
 The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
 every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show
@@ -11,9 +11,13 @@ the controller's work grows with nodes, not with ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+from unicron_ctl.protocol import ranges
 
 VERSION = 2
 HINT_VERSION = 1  # of the SPANK plugin's datagrams
@@ -26,9 +30,10 @@ class BadMessage(Exception):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Base of all messages: `v` is the protocol version."""
+    """Base of all messages: `v` is the protocol version. What a message says as a whole is checked in its
+    `__post_init__`."""
 
-    v: int = VERSION
+    v: ranges.Version = VERSION
 
 
 # ---------------------------------------------------------------- agent -> controller
@@ -36,23 +41,23 @@ class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason."""
 
-    name: str
-    user: str
-    weight: float = 1.0
-    min_nodes: int = 1
-    max_nodes: int = 1
-    ranks_per_node: int = 1
-    mode: str = SESSION
-    mode_reason: str = ""
+    name: ranges.Kind
+    user: ranges.Name
+    weight: ranges.Weight = 1.0
+    min_nodes: ranges.Elements = 1
+    max_nodes: ranges.Elements = 1
+    ranks_per_node: ranges.RanksPerNode = 1
+    mode: ranges.Mode = SESSION
+    mode_reason: ranges.Text = ""
 
 
 class Exit(msgspec.Struct, kw_only=True, gc=False):
     """How a rank's process ended: `code` is the exit status, negative for a signal (as in subprocess)."""
 
-    code: int
-    at: float
-    lived: float  # seconds since its start
-    last_line: str = ""
+    code: ranges.ExitCode
+    at: ranges.Time
+    lived: ranges.Seconds  # seconds since its start
+    last_line: ranges.Text = ""
     oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
 
 
@@ -60,12 +65,12 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
     seconds."""
 
-    type: str
-    text: str
-    at: float
-    traceback: str = ""
+    type: ranges.Text
+    text: ranges.Text
+    at: ranges.Time
+    traceback: ranges.Text = ""
     fatal: bool = False
-    lived: float = 0.0
+    lived: ranges.Seconds = 0.0
 
 
 class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -83,27 +88,27 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
-    state: str
-    changed: float = 0.0  # the agent's clock when the state, phase or done list last changed
-    incarnation: int = 0
-    generation: int = 0
-    entering: int = 0
-    broken: int = 0
-    iteration: int = 0
-    phase: str = "computing"
-    done: list[int] = []
-    micro_batches: int = 0
-    train_iterations: int = 0
-    flops_per_iteration: float = 0.0
-    iteration_seconds: float = 0.0
-    pid: int = 0
-    process: str = ""
-    idle: float = 0.0
+    state: ranges.RankState
+    changed: ranges.Time = 0.0  # the agent's clock when the state, phase or done list last changed
+    incarnation: ranges.Incarnation = 0
+    generation: ranges.Count = 0
+    entering: ranges.Count = 0
+    broken: ranges.Count = 0
+    iteration: ranges.Iteration = 0
+    phase: ranges.RankPhase = "computing"
+    done: ranges.MicroBatches = []
+    micro_batches: ranges.MicroBatchCount = 0
+    train_iterations: ranges.Count = 0
+    flops_per_iteration: ranges.Flop = 0.0
+    iteration_seconds: ranges.Seconds = 0.0
+    pid: ranges.Pid = 0
+    process: ranges.ProcessState = ""
+    idle: ranges.Seconds = 0.0
     loss: float | None = None
     exit: Exit | None = None
     fault: Fault | None = None
     note: Fault | None = None  # what last went wrong and was put right without the controller
-    moved: int = 0
+    moved: ranges.Count = 0
 
     @property
     def end(self) -> Exit | None:
@@ -118,29 +123,36 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
 class Register(Message, tag="register"):
     """An agent's first message, repeated until it is welcomed."""
 
-    job: str
-    element: int
-    agent: str  # unique per agent process
-    node: str
-    address: str
-    slots: list[int]
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name  # unique per agent process
+    node: ranges.Name
+    address: ranges.Name
+    slots: ranges.NodeSlots
     settings: Settings
-    credential: str = ""
-    step: int = 0  # of Slurm: the number of the srun in its batch script
-    door: str = ""  # host:port at which other agents can see that this one lives
+    credential: ranges.Credential = ""
+    step: ranges.Step = 0  # of Slurm: the number of the srun in its batch script
+    door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
+
+    def __post_init__(self) -> None:
+        count = self.settings.ranks_per_node
+        first = self.element * count
+        if self.slots != list(range(first, first + count)):
+            last = first + count - 1
+            raise ValueError(f"element {self.element} with {count} ranks must have the slots {first} to {last}")
 
 
 class Status(Message, tag="status"):
     """The whole state of an agent; also its heartbeat."""
 
-    job: str
-    element: int
-    agent: str
-    sent: float
-    number: int = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
-    store: str = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
-    leaving: str = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
-    ranks: dict[int, RankStatus] = {}
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
+    sent: ranges.Time
+    number: ranges.Count = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
+    store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
+    leaving: ranges.Text = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
+    ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
 
 
 # What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
@@ -155,12 +167,12 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     order of :data:`PHASES`, empty when not measured.
     """
 
-    slot: int
-    micro_batches: list[int]
-    seconds: float
+    slot: ranges.Slot
+    micro_batches: ranges.MicroBatches
+    seconds: ranges.StepSeconds
     loss: float
-    computed: list[int] | None = None
-    phases: list[float] = []
+    computed: ranges.MicroBatches | None = None
+    phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
 
 
 class Steps(Message, tag="steps"):
@@ -169,63 +181,67 @@ class Steps(Message, tag="steps"):
     number: how many of these the agent has made with this one; what is left out in the receiver's count was lost.
     """
 
-    job: str
-    element: int
-    agent: str
-    generation: int
-    iteration: int
-    total: int
-    at: float
-    ranks: list[RankStep]
-    number: int = 0
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
+    generation: ranges.Count
+    iteration: ranges.Count
+    total: ranges.MicroBatchCount
+    at: ranges.Time
+    ranks: Annotated[list[RankStep], Meta(max_length=ranges.MOST_RANKS)]
+    number: ranges.Count = 0
+
+    def __post_init__(self) -> None:
+        if len({rank.slot for rank in self.ranks}) < len(self.ranks):
+            raise ValueError("each slot has one step")
 
 
 class Timing(Message, tag="timing"):
     """How long the parts of one recovery took in one rank, in seconds."""
 
-    job: str
-    slot: int
-    generation: int
-    seconds: dict[str, float]
+    job: ranges.JobId
+    slot: ranges.Slot
+    generation: ranges.Count
+    seconds: ranges.Durations
 
 
 class Reached(Message, tag="reached"):
     """The answer to :class:`Reach`: one word of :class:`unicron_ctl.reach.Reach` for each address, in their order."""
 
-    job: str
-    element: int
-    agent: str
-    number: int
-    words: list[str]
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
+    number: ranges.Count
+    words: ranges.Words
 
 
 class Held(Message, tag="held"):
     """The answer to :class:`Recall`: the plan as the agent was told it."""
 
-    job: str
-    element: int
-    agent: str
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
     share: PlanShare
 
 
 class InjectRefused(Message, tag="inject_refused"):
     """A fault that was ordered and cannot be injected here."""
 
-    job: str
-    slot: int
-    fault: str
-    reason: str
+    job: ranges.JobId
+    slot: ranges.Slot
+    fault: ranges.Kind
+    reason: ranges.Text
 
 
 class StackTrace(Message, tag="stack_trace"):
     """The answer to :class:`Stacks`. how: py-spy | faulthandler | none; state: the process's, as in proc(5)."""
 
-    job: str
-    slot: int
-    incarnation: int
-    how: str
-    state: str
-    text: str
+    job: ranges.JobId
+    slot: ranges.Slot
+    incarnation: ranges.Incarnation
+    how: ranges.Text
+    state: ranges.Text
+    text: ranges.Text
 
 
 class NodeEvent(Message, tag="node_event"):
@@ -235,15 +251,15 @@ class NodeEvent(Message, tag="node_event"):
     that one that comes twice is known. count: so many of the kind since the last one.
     """
 
-    job: str
-    element: int
-    agent: str
-    number: int
-    source: str
-    text: str
-    at: float
-    code: str = ""
-    count: int = 1
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
+    number: ranges.Count
+    source: ranges.EventSource
+    text: ranges.Text
+    at: ranges.Time
+    code: ranges.Kind = ""
+    count: ranges.Count = 1
 
 
 class Metrics(Message, tag="metrics"):
@@ -253,12 +269,12 @@ class Metrics(Message, tag="metrics"):
     second, as in :mod:`detector.metrics`. ranks: slot -> metric -> value.
     """
 
-    job: str
-    element: int
-    agent: str
-    host: str = ""
-    node: dict[str, float] = {}
-    ranks: dict[int, dict[str, float]] = {}
+    job: ranges.JobId
+    element: ranges.Element
+    agent: ranges.Name
+    host: ranges.Kind = ""
+    node: ranges.Values = {}
+    ranks: Annotated[dict[ranges.Slot, ranges.Values], Meta(max_length=ranges.MOST_RANKS)] = {}
 
 
 # ---------------------------------------------------------------- controller -> agent
@@ -266,11 +282,11 @@ class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
     for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more."""
 
-    heartbeat_period: float
-    controller: str
-    progress_seconds: float = 0.2
-    metrics_seconds: float = 0.0
-    metrics_directory: str = ""
+    heartbeat_period: ranges.Beat
+    controller: ranges.Kind
+    progress_seconds: ranges.Progress = 0.2
+    metrics_seconds: ranges.Seconds = 0.0
+    metrics_directory: ranges.Text = ""
 
 
 class Ping(Message, tag="ping"):
@@ -280,21 +296,21 @@ class Ping(Message, tag="ping"):
 class Reach(Message, tag="reach"):
     """Another node is silent: say whether these addresses ("host:port") answer you. Empty ones are not tried."""
 
-    number: int
-    targets: list[str]
+    number: ranges.Count
+    targets: ranges.Addresses
 
 
 class Recall(Message, tag="recall"):
     """The controller does not know the generation that your ranks are in: say what its plan was."""
 
-    generation: int
+    generation: ranges.Count
 
 
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
     replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node."""
 
-    reason: str
+    reason: ranges.Reason
     final: bool = False
     replaced: bool = False
     alone: bool = False
@@ -303,48 +319,48 @@ class Refused(Message, tag="refused"):
 class Break(Message, tag="break"):
     """All generations up to `generation` are over: stop at a known point and report."""
 
-    generation: int
-    lost: list[int]
-    reason: str
+    generation: ranges.Count
+    lost: ranges.Slots
+    reason: ranges.Reason
 
 
 class Withdraw(Message, tag="withdraw"):
     """The offer of this generation is not to be taken, and no newcomer waits for it; whoever trains goes on."""
 
-    generation: int
-    reason: str
+    generation: ranges.Count
+    reason: ranges.Reason
 
 
 class Plan(Message, tag="plan"):
     """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds
     it."""
 
-    generation: int
-    members: list[int]
-    store: str
-    prefix: str
+    generation: ranges.Count
+    members: ranges.Slots
+    store: ranges.NoName
+    prefix: ranges.Kind
     boundary: bool = False
-    joiners: list[int] = []
-    source: int | None = None
-    step: int | None = None  # whoever is synced at this iteration steps
-    iteration: int | None = None
-    assignment: dict[int, list[int]] = {}
-    reason: str = ""
+    joiners: ranges.Slots = []
+    source: ranges.Slot | None = None
+    step: ranges.Count | None = None  # whoever is synced at this iteration steps
+    iteration: ranges.Iteration | None = None
+    assignment: ranges.Assignment = {}
+    reason: ranges.Reason = ""
 
 
 class PlanCommon(msgspec.Struct, omit_defaults=True):
     """What all agents are told of a plan; members and joiners as runs [first, last]."""
 
-    generation: int
-    members: list[tuple[int, int]]
-    store: str
-    prefix: str
+    generation: ranges.Count
+    members: ranges.Runs
+    store: ranges.NoName
+    prefix: ranges.Kind
     boundary: bool = False
-    joiners: list[tuple[int, int]] = []
-    source: int | None = None
-    step: int | None = None
-    iteration: int | None = None
-    reason: str = ""
+    joiners: ranges.Runs = []
+    source: ranges.Slot | None = None
+    step: ranges.Count | None = None
+    iteration: ranges.Iteration | None = None
+    reason: ranges.Reason = ""
 
 
 class PlanShare(Message, tag="plan_share"):
@@ -352,46 +368,46 @@ class PlanShare(Message, tag="plan_share"):
     micro-batches of the agent's own slots."""
 
     common: msgspec.Raw
-    assignment: dict[int, list[int]] = {}
+    assignment: ranges.Assignment = {}
 
 
 class StartRank(Message, tag="start_rank"):
     """Start the rank again in place, unless its incarnation is already at `incarnation` or later."""
 
-    slot: int
-    incarnation: int
-    reason: str
+    slot: ranges.Slot
+    incarnation: ranges.Incarnation
+    reason: ranges.Reason
 
 
 class StopRank(Message, tag="stop_rank"):
     """Kill the rank's process if it is still this incarnation."""
 
-    slot: int
-    incarnation: int
-    reason: str
+    slot: ranges.Slot
+    incarnation: ranges.Incarnation
+    reason: ranges.Reason
 
 
 class Stacks(Message, tag="stacks"):
     """Send the stack traces of the rank's threads, if it is still this incarnation; answered in about a second."""
 
-    slot: int
-    incarnation: int
+    slot: ranges.Slot
+    incarnation: ranges.Incarnation
 
 
 class Inject(Message, tag="inject"):
     """Break something on purpose; `fault` as in :mod:`detector.inject`. Sent only where the configuration allows it."""
 
-    fault: str
-    slot: int
-    incarnation: int
-    seconds: float = 0.0
+    fault: ranges.Kind
+    slot: ranges.Slot
+    incarnation: ranges.Incarnation
+    seconds: ranges.Seconds = 0.0
 
 
 class End(Message, tag="end"):
     """End the agent: its ranks are stopped and it exits with `code`."""
 
-    code: int
-    reason: str
+    code: ranges.ExitCode
+    reason: ranges.Reason
 
 
 # ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted
@@ -399,12 +415,12 @@ class End(Message, tag="end"):
 class Hint(msgspec.Struct, kw_only=True):
     """A datagram of the plugin: kind is task_exit (a plugin of 0.1 also sends prolog and epilog)."""
 
-    v: int
-    kind: str
-    job: str
-    element: int
-    node: str
-    status: int
+    v: ranges.Version
+    kind: ranges.Kind
+    job: ranges.JobId
+    element: ranges.Element
+    node: ranges.Kind
+    status: ranges.WaitStatus
 
 
 # ---------------------------------------------------------------- before there is a key (UDP, protocol.hello)
@@ -412,31 +428,31 @@ class Hello(Message, tag="hello"):
     """Asks for the controller's public key. As long as its answer may be, so that nobody can have a flood sent to
     somebody else."""
 
-    padding: str = ""
+    padding: ranges.Text = ""
 
 
 class Introduction(Message, tag="introduction"):
     """The answer. credential: a munge credential of the controller that holds its public key. plain: it encrypts
     nothing, and serves one user at a loopback address. error: it cannot say now, and why."""
 
-    credential: str = ""
+    credential: ranges.Credential = ""
     plain: bool = False
-    error: str = ""
+    error: ranges.Text = ""
 
 
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
 
-    what: str
-    args: dict[str, Any] = {}
-    user: str = ""
-    credential: str = ""
+    what: ranges.Kind
+    args: ranges.Arguments = {}
+    user: ranges.Kind = ""
+    credential: ranges.Credential = ""
 
 
 class Answer(Message, tag="answer"):
     ok: bool
-    error: str = ""
+    error: ranges.Reason = ""
     data: Any = None
 
 
@@ -461,7 +477,6 @@ ToAgent = (
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint, Hello, Introduction)}
 _common_decoder = msgspec.msgpack.Decoder(PlanCommon)
-MAX_MEMBERS = 1 << 20  # of a plan
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -498,7 +513,9 @@ def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
 
 def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     """The slots of such runs. Raises :class:`BadMessage` for runs that are none."""
-    if any(last < first for first, last in found) or sum(last - first + 1 for first, last in found) > MAX_MEMBERS:
+    backwards = any(last < first for first, last in found)
+    unordered = any(after[0] <= before[1] for before, after in pairwise(found))
+    if backwards or unordered or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
         raise BadMessage("the plan's members are no runs of slots")
     return [slot for first, last in found for slot in range(first, last + 1)]
 

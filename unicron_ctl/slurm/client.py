@@ -128,6 +128,9 @@ class SlurmClient(Protocol):
     def elements(self) -> list[ElementInfo]:
         """All elements of all jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included."""
 
+    def private_data(self) -> frozenset[str]:
+        """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+
     def down(self, node: str, reason: str) -> None:
         """Sets a node down: what runs on it is requeued or ended at once.
 

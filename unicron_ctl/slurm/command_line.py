@@ -93,6 +93,11 @@ class CommandLineClient:
                 found.append(listing.complete(fact, texts[fact.key]))
         return found
 
+    def private_data(self) -> frozenset[str]:
+        """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
+        found = re.search(r"^PrivateData\s*=\s*(\S*)\s*$", self._run(["scontrol", "show", "config"]), re.MULTILINE)
+        return frozenset(found[1].lower().split(",")) - {"none", ""} if found else frozenset()
+
     def _texts(self) -> dict[listing.Key, dict[str, str]]:
         """Raises SlurmError when squeue prints other columns than it was asked for."""
         for columns in (listing.ALL_COLUMNS, listing.NEEDED_COLUMNS):  # if texts break the columns: without them

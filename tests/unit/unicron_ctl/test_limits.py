@@ -118,7 +118,7 @@ def test_variables_of_the_environment() -> None:
 
 def test_heartbeats_are_those_that_agents_accept() -> None:
     values, _ = fixed({})
-    assert HEARTBEATS[:2] == (values["agent.PERIODS[0]"], values["agent.PERIODS[1]"])
+    assert HEARTBEATS[:2] == (values["protocol.LEAST_BEAT"], values["protocol.MOST_BEAT"])
 
 
 def test_ranges() -> None:

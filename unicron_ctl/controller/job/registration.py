@@ -8,26 +8,34 @@ behind them it does alone.
 
 from __future__ import annotations
 
+import msgspec
+
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
+from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.client import ElementInfo
 
 
-def answer(view: View, message: wire.Register, key: str, asker: Asker) -> wire.Message | None:
+def answer(
+    view: View, message: wire.Register, key: str, asker: Asker, info: ElementInfo | None = None
+) -> wire.Message | None:
     """Why the agent is not taken in now, as the message to it; None when it is. asker: who made its credential, which
-    is bound to what it says of itself and to `key`."""
+    is bound to what it says of itself and to `key`. info: its element as Slurm shows it, where Slurm has been asked."""
     job = view.state.jobs.get(message.job)
+    if job is not None and another(job, info):
+        return None
     if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
         return refused
     if refused := _other_step(message, job):
         return refused
-    if job is not None and message.agent in job.superseded and not begins(view, message):
+    if job is not None and message.agent in job.superseded and not begins(view, message, info):
         reason = f"another agent has taken element {message.element} of job {message.job}"
         return wire.Refused(reason=reason, final=True, replaced=True)
-    if problem := _problem(message, None if begins(view, message) else job):  # a next step may be in another mode
+    if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True)
     if job is not None and job.ended and message.step <= job.step:
         return wire.End(code=job.ended.code, reason=job.ended.reason)
@@ -62,22 +70,27 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
     return wire.Refused(reason=reason, alone=True)
 
 
-def begins(view: View, message: wire.Register) -> bool:
-    """The job starts with this agent, for the first time or with its next step."""
+def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
+    """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
     job = view.state.jobs.get(message.job)
-    return job is None or (job.over and message.step > job.step)
+    return job is None or another(job, info) or (job.over and message.step > job.step)
 
 
-def begin(message: wire.Register, asker: Asker) -> Outcome:
+def begin(message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
+    """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
-    owner = asker.uid if own else None
-    record = records.JobRegistered(settings=message.settings, step=message.step, uid=owner)
+    owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
+    if info is not None:
+        owner, submitted = info.uid, info.submitted
+        most = max(1, min(settings.max_nodes, most))
+        settings = msgspec.structs.replace(settings, user=info.user or settings.user, max_nodes=most)
+    record = records.JobRegistered(settings=settings, step=message.step, uid=owner, submitted=submitted)
     out.records.append((message.job, 0, record))
     return out
 
 
-def join(job: JobState, message: wire.Register, key: str) -> Outcome:
+def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True) -> Outcome:
     """The agent is one of the job's: a new one, or one that comes back."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
@@ -90,6 +103,7 @@ def join(job: JobState, message: wire.Register, key: str) -> Outcome:
             slots=list(message.slots),
             door=message.door,
             key=key,
+            confirmed=confirmed,
         )
         out.record(job, record, 0)
     elif known.gone:
@@ -118,13 +132,6 @@ def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
 def _problem(message: wire.Register, job: JobState | None) -> str:
     """Why an agent cannot be taken; empty when it can."""
     per_node = message.settings.ranks_per_node
-    first = message.element * per_node
-    if not message.job or not message.agent:
-        return "a job and an agent need a name"
-    if message.element < 0 or not 1 <= per_node <= wire.MAX_MEMBERS or len(message.slots) != per_node:
-        return f"element {message.element} with {per_node} ranks needs as many slots, not {len(message.slots)}"
-    if sorted(message.slots) != list(range(first, first + per_node)):
-        return f"element {message.element} with {per_node} ranks must have the slots {first} to {first + per_node - 1}"
     if job is None:
         return ""
     if per_node != job.settings.ranks_per_node:

@@ -108,15 +108,27 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
 # ---------------------------------------------------------------- jobs and their agents
 class JobRegistered(Record, frozen=True, tag="job_registered"):
     """step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
-    None where nobody proves who he is, or an admin's agent began it."""
+    None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
+    since the epoch; 0 while Slurm has not confirmed the job."""
 
     settings: Settings
     step: int = 0
     uid: int | None = None
+    submitted: float = 0.0
+
+
+class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
+    """Slurm shows whose a job is that began while it did not answer. most: its elements."""
+
+    uid: int
+    user: str
+    submitted: float
+    most: int
 
 
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):
-    """key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted."""
+    """key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
+    confirmed: Slurm shows the element at work on this node, or is not used."""
 
     element: int
     agent: str
@@ -125,6 +137,14 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     slots: list[int]
     door: str = ""
     key: str = ""
+    confirmed: bool = True
+
+
+class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
+    """Slurm shows the element at work on the agent's node."""
+
+    element: int
+    agent: str
 
 
 class AgentGone(Record, frozen=True, tag="agent_gone"):

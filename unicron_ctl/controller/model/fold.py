@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from detector import escalation
 from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
 from detector.severity import Severity
@@ -95,6 +97,7 @@ def _job_registered(state: ClusterState, event: Event, record: records.JobRegist
     state.jobs[event.job] = JobState(
         event.job, record.settings, event.time, since=event.time, step=record.step, uid=record.uid
     )
+    state.jobs[event.job].submitted = record.submitted
 
 
 def _started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
@@ -229,15 +232,27 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
     slots = list(record.slots)
-    job.agents[record.element] = AgentRecord(
-        record.agent, record.node, record.address, slots, door=record.door, key=record.key
-    )
+    agent = AgentRecord(record.agent, record.node, record.address, slots, door=record.door, key=record.key)
+    agent.confirmed = record.confirmed
+    job.agents[record.element] = agent
     job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         job.parted.pop(record.element, None)  # it may be another node
         for slot in record.slots:
             job.slots[slot] = SlotState(quick_deaths=job.slot(slot).quick_deaths)
+
+
+def _job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> None:
+    most = max(1, min(job.settings.max_nodes, record.most))
+    job.settings = msgspec.structs.replace(job.settings, user=record.user, max_nodes=most)
+    job.uid, job.submitted = record.uid, record.submitted
+
+
+def _agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:
+    agent = job.agents.get(record.element)
+    if agent and agent.agent == record.agent:
+        agent.confirmed = True
 
 
 def _agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
@@ -494,6 +509,8 @@ def _set_aside(job: JobState, event: Event, record: records.JobSetAside) -> None
 
 _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: _agent_registered,
+    records.JobConfirmed: _job_confirmed,
+    records.AgentConfirmed: _agent_confirmed,
     records.AgentGone: _agent_gone,
     records.AgentBack: _agent_back,
     records.Avoided: asked.avoided,

@@ -68,6 +68,8 @@ class AgentRecord:
     """host:port at which others see that it lives."""
     key: str = ""
     """Its CURVE public key: by it, all that it says is known to be its own."""
+    confirmed: bool = True
+    """Slurm has shown the element at work on this node."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ class JobState:
     """Why no time limit ends the present phase."""
     uid: int | None = None
     """Its owner's user id, where it is proven."""
+    submitted: float = 0.0
+    """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
 

@@ -62,6 +62,8 @@ class SlurmView:
     used: bool = False
     seen: Listing | None = None
     error: str = ""
+    private: frozenset[str] = frozenset()
+    """Slurm's PrivateData: kinds of things that users see of their own only."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
 
@@ -92,6 +94,13 @@ class View:
             live = self.live.jobs.setdefault(state.job, LiveJob())
             found = self.views[state.job] = JobView(state, live)
         return found
+
+    def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
+        """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
+        None: nothing may be done to a node on an agent's word alone."""
+        agent = job.agents.get(element)
+        sure = self.slurm.used and job.submitted and agent is not None and agent.confirmed
+        return self.slurm.node(agent.node) if sure and agent is not None else None
 
     def unfit(self, node: str) -> bool:
         """The node must get no work of ours now."""

@@ -48,7 +48,7 @@ def move(
     it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
     """
     here, mark = f"{job.job}_{agent.element}", job.avoid.get(agent.node)
-    if view.slurm.seen is None or view.slurm.node(agent.node) is None:
+    if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
         return False
     info = view.slurm.seen.of(job.job).get(agent.element)
     if info is None:
@@ -109,8 +109,10 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
 # ---------------------------------------------------------------- dead nodes
 def set_down(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
     """Asks Slurm to set a node down that was shown dead, unless it is out of service already or a limit forbids it."""
-    info = view.slurm.node(node)
+    info = view.shown_node(job, element)
     if info is None:
+        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
     if "DOWN" in info.states or "DRAIN" in info.states:
         why = info.reason or "no reason given"

@@ -254,7 +254,13 @@ def test_a_damaged_record_in_the_log_costs_its_own_job_only(tmp_path: Path) -> N
 def test_a_job_that_cannot_be_planned_for_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm(4)
     world = World(slurm)
-    first, second = world.start_job("1", nodes=1), world.start_job("2", nodes=2)
+    slurm.submit("1", 1)
+    slurm.submit("2", 2)
+    first = world.start_job("1", nodes=1)
+    second = [FakeAgent(world, "2", element, f"n{element + 2}", nodes=2) for element in range(2)]
+    for agent in second:
+        agent.register()
+        agent.ready()
     real = core_module.inputs
 
     def fails(view: Any, jobs: list[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -386,15 +385,6 @@ def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():
         agent.take_offer()
     world.run(1)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1] and not world.job().ended
-
-
-@pytest.mark.parametrize("slots", [[], [0, 1], [5], [-1]])
-def test_a_registration_with_wrong_slots_is_refused(slots):
-    world = World()
-    agent = FakeAgent(world, "1", 0, "n1")
-    agent.slots = slots
-    agent.register()
-    assert messages(world, wire.Refused)[0].final and not world.core.state.jobs
 
 
 @settings(max_examples=60, deadline=None)

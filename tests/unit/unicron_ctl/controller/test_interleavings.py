@@ -57,7 +57,7 @@ INPUTS: dict[str, st.SearchStrategy[Any]] = {
     "status": st.tuples(STATUSES, st.sampled_from(["", "", "", "finished", "stopped by Slurm (SIGTERM)"])),
     "obey": st.none(),  # the agent does what it was told, from now on or no longer
     "register": st.sampled_from(["same", "new process", "new node"]),
-    "steps": st.tuples(st.integers(0, 4), st.lists(RANK_STEPS, max_size=2)),
+    "steps": st.tuples(st.integers(0, 4), st.lists(RANK_STEPS, max_size=2, unique_by=lambda step: step.slot)),
     "hint": st.integers(0, 9),
     "node event": st.sampled_from(["NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "all is well"]),
     "stacks": st.integers(0, ELEMENTS),

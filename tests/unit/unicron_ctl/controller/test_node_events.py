@@ -99,7 +99,8 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
 
 def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
     world, agents = cluster()
-    world.slurm.queue["2", 0] = {**world.slurm.queue["1", 1], "comment": ""}  # another user's job shares the node
+    world.slurm.submit("2", 1)
+    world.slurm.queue["2", 0].update(state="RUNNING", node="n2", reason="")
     other = FakeAgent(world, "2", 0, "n2", nodes=1)
     other.register()
     other.ready()

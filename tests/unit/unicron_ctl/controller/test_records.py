@@ -11,8 +11,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from detector import escalation
+from tests.support import hostile
 from tests.support.world import MICRO_BATCHES, World
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import KINDS, Event, Record
@@ -43,6 +45,8 @@ def some(kind: Any) -> st.SearchStrategy[Any]:
         return struct(kind)
     arguments = typing.get_args(kind)
     match typing.get_origin(kind):
+        case typing.Annotated:  # a field of a message
+            return hostile.inside(inspect.type_info(kind), {})
         case typing.Union | types.UnionType:
             return st.one_of([some(argument) for argument in arguments])
         case origin if origin is list:

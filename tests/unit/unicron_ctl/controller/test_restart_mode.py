@@ -327,14 +327,14 @@ def test_a_newcomer_is_taken_in_also_where_the_admin_only_observes():
 
 
 def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
-    slurm = FakeSlurm(3)
+    slurm = FakeSlurm(4)
     slurm.submit("1", 3)
     world = World(slurm)
     start(world, nodes=3, weight=1.0)
     world.run(3)
     assert len(world.job().members) == 3
     slurm.submit("2", 2)
-    big = PlainAgent(world, "2", 0, "n9", nodes=2, weight=50.0)
+    big = PlainAgent(world, "2", 0, "n4", nodes=2, weight=50.0)
     big.register()
     world.run(10)
     assert len(world.job().members) < 3 and world.job().phase == "running"

@@ -1,0 +1,103 @@
+"""A real unicrond and messages made from the schema, with the ends of every range and beyond: it lives, a job that
+trains notices nothing, and the next start reads the log."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from tests.support import hostile
+from tests.support.controller import Controller
+from tests.support.scripted import ScriptedAgent, form
+from unicron_ctl.protocol import wire
+
+pytestmark = pytest.mark.process
+KNOWN = {
+    "job": st.sampled_from(["8", "9"]),  # without munge whoever registers for a job that trains is obeyed
+    "element": st.sampled_from([0, 1, 2**22 - 1]),
+    "slot": st.sampled_from([0, 1, 2**32 - 1]),
+    "agent": st.sampled_from(["a", "b"]),
+    "what": st.sampled_from("status jobs nodes events explain scenario inject health ping".split()),
+}
+KINDS = inspect.type_info(wire.ToController)
+HINTS = inspect.type_info(wire.Hint)
+MESSAGES = hostile.messages(wire.ToController, KNOWN)
+BEYOND = st.one_of([hostile.beyond(kind, KNOWN) for kind in KINDS.types]).map(lambda pair: pair[1])
+DATAGRAMS = hostile.beyond(HINTS, {}).map(lambda pair: pair[1]) | hostile.messages(wire.Hint, {})
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    one = Controller(tmp_path)
+    yield one
+    one.close()
+
+
+def test_hostile_values_of_every_field_of_every_message(controller: Controller) -> None:
+    agents = [ScriptedAgent(controller.address, element) for element in range(2)]
+    host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
+    context, datagrams = zmq.Context(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    peers = [context.socket(zmq.DEALER) for _ in range(2)]
+    for peer in peers:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(controller.address)
+    try:
+        form(agents)
+        controller.wait(lambda: controller.job("7")["state"] == "running", "the job trains")
+        before = controller.job("7")
+
+        @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(
+            st.lists(st.tuples(st.integers(0, 1), MESSAGES | BEYOND), min_size=5, max_size=20),
+            st.lists(DATAGRAMS, max_size=3),
+        )
+        def attack(said: list[tuple[int, bytes]], hints: list[bytes]) -> None:
+            for number, data in said:
+                peers[number].send(data)
+            for data in hints:
+                datagrams.sendto(data[:60_000], (host, int(port)))
+            for peer in peers:
+                while peer.poll(0):
+                    peer.recv()
+            for agent in agents:
+                agent.turn()
+            assert controller.alive, controller.log[-3000:]
+
+        attack()
+        # What it has not got to yet comes before this answer.
+        controller.ask("ping")
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            for agent in agents:
+                agent.turn()
+            time.sleep(0.05)
+        assert_untouched(controller, before)
+        assert "Traceback" not in controller.log, controller.log[-3000:]
+        controller.kill()
+        controller.start()
+        agents[0].expect(wire.Welcome, *agents)
+        controller.wait(lambda: (agents[0].turn(), agents[1].turn(), both_known(controller))[2], "both agents are back")
+        assert_untouched(controller, before)
+        assert not controller.events("job_set_aside")
+    finally:
+        for one in (*agents, datagrams, *peers):
+            one.close()
+        context.term()
+
+
+def both_known(controller: Controller) -> bool:
+    return all(element["last_heard"] for element in controller.job("7")["elements"])
+
+
+def assert_untouched(controller: Controller, before: dict) -> None:
+    after = controller.job("7")
+    keys = ("state", "generation", "members", "failures", "set_aside")
+    assert [after[key] for key in keys] == [before[key] for key in keys]

@@ -1,0 +1,88 @@
+"""Well-formed messages with hostile values, made from the schema, against the controller's engine: no job of others
+notices, nothing is set aside, the log can be stored and read again, and what is sent is what agents accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support import hostile
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.protocol import wire
+
+OWN, VICTIM = "1", "2"
+KNOWN = {
+    "job": st.sampled_from([OWN, OWN, OWN, "3"]),
+    "element": st.sampled_from([0, 1, 1, 2, 2**22 - 1]),
+    "slot": st.sampled_from([0, 1, 1, 2, 2**32 - 1]),
+    "agent": st.sampled_from(["1-0-n1-0", "1-1-n2-1", "somebody"]),
+    "state": st.sampled_from("starting waiting entering running stopped left finished exited".split()),
+}
+PEERS = st.sampled_from([b"1-0-n1-0", b"1-1-n2-1", b"somebody"])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(PEERS, hostile.messages(wire.ToController, KNOWN)), min_size=1, max_size=8))
+def test_hostile_values_reach_no_other_job(said):
+    world = World(FakeSlurm(5))
+    world.slurm.submit(OWN, 2)
+    world.slurm.submit(VICTIM, 2)
+    world.start_job(OWN, nodes=2)
+    victims = [FakeAgent(world, VICTIM, e, f"n{e + 3}", nodes=2) for e in range(2)]
+    for agent in victims:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    world.iterate(VICTIM, 0)
+    before, calls = world.job(VICTIM), len(world.slurm.calls)
+    generation, failures, nodes = before.generation, len(before.failures), set(before.members)
+    for peer, data in said:
+        try:
+            message = wire.decode(data)
+        except wire.BadMessage:
+            continue
+        if not isinstance(message, wire.Ask):
+            world.core.receive((peer,), message, world.now)
+            world.core.settle()
+            world.deliver()
+    world.run(1.0)
+    world.iterate(VICTIM, 1)
+    after = world.job(VICTIM)
+    assert (after.generation, len(after.failures), set(after.members)) == (generation, failures, nodes)
+    assert after.iteration == 1 and not after.ended
+    assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
+    assert not [call for call in world.slurm.calls[calls:] if call[1] == VICTIM or call[3] in ("n3", "n4")]
+    for _, message in world.sent:
+        wire.decode(wire.encode(message), wire.ToAgent)
+    for event in world.log:
+        assert records.decode(event.kind, records.encode(event.record)) == event.record or "nan" in repr(event.record)
+    world.check_replay()
+
+
+def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):
+    """SQLite has 64 bits, JSON no NaN: what is within the ranges fits both."""
+    world = World()
+    world.start_job(nodes=2)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(PEERS, hostile.messages(wire.ToController, KNOWN))
+    def receive(peer, data):
+        try:
+            message = wire.decode(data)
+        except wire.BadMessage:
+            return
+        if not isinstance(message, wire.Ask):
+            world.core.receive((peer,), message, world.now)
+            world.run(0.05)
+
+    receive()
+    store = Store(tmp_path / "events.sqlite")
+    store.append(world.log)
+    read = list(store.replay())
+    assert len(read) == len(world.log) and repr(replay(read)) == repr(world.core.state)
+    store.close()

@@ -1,0 +1,78 @@
+"""Who is told what: the owner and admins all, others what squeue shows, or nothing where Slurm keeps jobs private."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import NOBODY, Asker
+
+ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
+SECRET = "s3cret"
+STRANGERS = pytest.mark.parametrize("asker", [BOB, NOBODY], ids=["another user", "nobody"])
+
+
+@pytest.fixture
+def site(tmp_path: Path):
+    world = World(FakeSlurm(3))
+    world.slurm.submit("1", 2, uid=1000, user="ann", name="as squeue shows it")
+    agents = [FakeAgent(world, "1", e, f"n{e + 1}", nodes=2) for e in range(2)]
+    for agent in agents:
+        agent.settings.mode_reason = SECRET
+        agent.register()
+        agent.ready()
+    world.run(3.0)
+    agents[0].die(0, 1, last_line=f"RuntimeError: {SECRET}")
+    world.run(0.5)
+    world.core.append("1", 1, records.JobSetAside(input=SECRET, where=SECRET, reason=SECRET))
+    store = Store(tmp_path / "events.sqlite")
+    store.append(world.log + world.core.events)
+    yield world, store
+    store.close()
+
+
+def ask(site, what, asker, **args):
+    world, store = site
+    return answers.answer(world.core, store, what, args, asker)
+
+
+@pytest.mark.parametrize("asker", [ANN, ROOT], ids=["owner", "root"])
+def test_owner_and_admins_read_all(site, asker):
+    assert SECRET in json.dumps(ask(site, "jobs", asker)) and SECRET in json.dumps(ask(site, "explain", asker, job="1"))
+    assert SECRET in json.dumps(ask(site, "events", asker, job="1")) and ask(site, "status", asker)["failures"]
+
+
+@STRANGERS
+def test_others_are_told_what_squeue_shows(site, asker):
+    (job,) = ask(site, "jobs", asker)
+    full = ask(site, "jobs", ANN)[0]
+    assert job.keys() == full.keys(), "commands find every key"
+    assert (job["job"], job["name"], job["nodes"]) == ("1", "as squeue shows it", full["nodes"])
+    assert job["elements"] == [] and job["last_failure"] is None and job["set_aside"] == "" and job["reason"] == ""
+    told = json.dumps([ask(site, what, asker) for what in ("status", "jobs", "nodes", "events", "scenario")])
+    assert SECRET not in told and "1-0-n1-0" not in told and "127.0.0.1" not in told
+    assert ask(site, "events", asker) == [] and ask(site, "status", asker)["failures"] == []
+    with pytest.raises(answers.Unanswerable, match="only the job's owner and admins"):
+        ask(site, "explain", asker, job="1")
+
+
+@STRANGERS
+def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker):
+    site[0].core.view.slurm.private = frozenset({"jobs"})
+    assert ask(site, "jobs", asker) == [] and ask(site, "scenario", asker)["job"] == []
+    assert all(node["used_by"] == [] for node in ask(site, "nodes", asker))
+    for what in ("explain", "events", "inject"):
+        with pytest.raises(answers.Unanswerable, match="no job is called '1': jobs are none yet"):
+            ask(site, what, asker, job="1")
+    assert ask(site, "jobs", ANN) and any(node["used_by"] for node in ask(site, "nodes", ANN))
+
+
+def test_where_slurm_keeps_nodes_private_admins_see_them(site):
+    site[0].core.view.slurm.private = frozenset({"nodes"})
+    assert ask(site, "nodes", BOB) == [] and len(ask(site, "nodes", ROOT)) == 3

@@ -1,0 +1,125 @@
+"""Slurm's record decides whether an agent is what it says: owner, array size, state and node of its element.
+
+An agent is taken in once a listing shows its element at work, on its node, for its user. What Slurm does not know yet
+waits for the next listing; what differs is refused. When Slurm does not answer within `CONFIRM_SECONDS` the agent is
+taken in unconfirmed: its job is healed within itself, and nothing is done in Slurm for it, or to its node, until a
+listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.live import Route
+from unicron_ctl.controller.model.submission import another
+from unicron_ctl.controller.model.view import Listing, Outcome, View
+from unicron_ctl.controller.plan.placement import OCCUPIES
+from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.client import ElementInfo
+from unicron_ctl.slurm.listing import hosts
+
+CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
+LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
+
+
+@dataclass
+class Waiting:
+    """A registration that Slurm has not confirmed yet. since: when it first came."""
+
+    route: Route
+    message: wire.Register
+    key: str
+    asker: Asker
+    since: float
+
+
+def compare(view: View, message: wire.Register, asker: Asker, since: float) -> ElementInfo | wire.Refused | None:
+    """The element as Slurm shows it; why the agent is refused; or None while Slurm has not said. Pure.
+
+    Only a listing that was asked for after the agent came can refuse it, and finally only by showing another owner or
+    another node.
+    """
+    seen = view.slurm.seen
+    if seen is None:
+        return None
+    name, fresh = f"element {message.element} of job {message.job}", seen.asked_at >= since
+    info, nodes = _shown(seen, message)
+    if info is None:
+        return wire.Refused(reason=f"Slurm shows no {name}") if fresh else None
+    mine = asker.admin or asker.uid == info.uid
+    works = info.state in OCCUPIES and message.node in nodes
+    if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
+        return info
+    if not fresh:
+        return None
+    if not mine:
+        return wire.Refused(reason=f"job {message.job}: {asker} is not its owner {info.user}", final=True)
+    if info.state in OCCUPIES and not works:
+        return wire.Refused(reason=f"Slurm runs {name} on {info.node}, not on {message.node}", final=True)
+    return None if works else wire.Refused(reason=f"Slurm shows {name} as {info.state}, not at work")
+
+
+def _shown(seen: Listing, message: wire.Register) -> tuple[ElementInfo | None, list[str]]:
+    """The element and its nodes; a plain job of several nodes is one element to Slurm, and one for each node to us."""
+    elements = seen.of(message.job)
+    info = elements.get(message.element)
+    if info is None and len(elements) == 1 and 0 in elements:
+        found = hosts(elements[0].node or "")
+        return (elements[0], found) if message.element < len(found) else (None, [])
+    return info, hosts(info.node or "") if info else []
+
+
+def size(seen: Listing, job: str) -> int:
+    """As many elements as Slurm shows; the nodes of a plain job."""
+    elements = seen.of(job)
+    plain = hosts(elements[0].node or "") if len(elements) == 1 and 0 in elements else []
+    return max(len(elements), len(plain))
+
+
+# ---------------------------------------------------------------- those that were taken in unconfirmed
+def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:
+    """Those of which Slurm has shown whose they are."""
+    return [job for job in jobs if job.submitted or not view.slurm.used]
+
+
+def look(view: View, listing: Listing, job: JobState) -> Outcome:
+    """What the listing says of a job, or of agents of it, that Slurm had not confirmed."""
+    out = Outcome()
+    unsure = [element for element, agent in job.agents.items() if not agent.confirmed]
+    if job.submitted and not unsure:
+        return out
+    if (other := next(iter(listing.of(job.job).values()), None)) is not None and another(job, other):
+        out.record(job, records.JobEnded(code=1, reason=f"Slurm shows job {job.job} as {other.user}'s"))
+        return out
+    for element in sorted(job.agents) if not job.submitted else unsure:
+        agent = job.agents[element]
+        claim = wire.Register(
+            job=job.job,
+            element=element,
+            agent=agent.agent,
+            node=agent.node,
+            address=agent.address,
+            slots=list(agent.slots),
+            settings=job.settings,
+        )
+        info = compare(view, claim, Asker(uid=job.uid, admin=job.uid is None), listing.asked_at)
+        if not isinstance(info, ElementInfo):
+            continue
+        if not job.submitted and not out.records:
+            said = f"Slurm shows job {job.job} as {info.user}'s"
+            out.record(
+                job,
+                records.JobConfirmed(
+                    uid=info.uid,
+                    user=info.user,
+                    submitted=info.submitted,
+                    most=size(listing, job.job),
+                    reason=said,
+                ),
+            )
+        out.record(job, records.AgentConfirmed(element=element, agent=agent.agent))
+    return out
