@@ -30,6 +30,7 @@ from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_envir
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.sockets import bind_ranks, connect_controller, for_rank, socket_folder
+from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
@@ -53,6 +54,8 @@ class Agent:
     wrong configuration.
     """
 
+    AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
+
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
         self.identity = uuid.uuid4().hex
@@ -69,6 +72,16 @@ class Agent:
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
+        self._stand_in = StandIn(
+            self._context,
+            place,
+            self.identity,
+            self.AGREES,
+            self._to_ranks,
+            lambda: self._trials.muted,
+            self._drop,
+            self._complain,
+        )
         self._trials = Trials(place.job, self._controller, address, self.ranks, self._tell, self._send, self._complain)
         self._identities: dict[int, bytes] = {}
         self._vitals, self._sampling = Vitals(), Sampling(self._folder)
@@ -78,7 +91,7 @@ class Agent:
         self._welcomed = self._registered = False
         self._last_register = self._last_status = self._last_heard = 0.0
         self._dirty = False  # there is progress that the last status does not tell
-        self._number = 0  # of the last status
+        self._number = self._pinged = 0  # of the last status, and of the last ping
         self.exit_code: int | None = None
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
@@ -87,7 +100,7 @@ class Agent:
         self._complaints: Counter[str] = Counter()
         self._lost_steps = False  # some, and it was said
         self._poller = zmq.Poller()
-        for socket in (self._controller, self._channel):
+        for socket in (self._controller, self._channel, *self._stand_in.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
@@ -126,6 +139,7 @@ class Agent:
         self._sampling.close()
         self._controller.close()
         self._channel.close()
+        self._stand_in.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
@@ -135,12 +149,14 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._status_period() - (now - self._last_status), self._steps.wait(now))
+        wait = min(wait, self._stand_in.agreement.wait(now))
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
         self._send_steps(now)
         self._send_metrics(now)
-        if self._trials.due() or now - self._last_status >= self._status_period():
+        urgent = self._stand_in.turn(now) or self._trials.due()
+        if urgent or now - self._last_status >= self._status_period():
             self._send_status()
         if not self._welcomed and now - self._last_register >= REGISTER_SECONDS:
             self._register()
@@ -157,6 +173,8 @@ class Agent:
                     self._from_controller()
             elif descriptor is self._channel:
                 self._from_ranks()
+            elif descriptor in self._stand_in.sockets:
+                self._stand_in.serve(time.monotonic())
             else:
                 self._from_descriptor(descriptor)
 
@@ -332,6 +350,8 @@ class Agent:
                 settings=self.place.settings,
                 step=self.place.step,
                 credential=make_credential(),
+                peer=self._stand_in.address,
+                key=self._stand_in.key,
             )
         )
 
@@ -341,6 +361,10 @@ class Agent:
         self._last_status, self._dirty = now, False
         self._vitals.update(self.ranks.values(), now)
         self._number += 1
+        store = f"{self.place.address}:{self._store.port}" if self._store.port else ""
+        agreement, statuses = self._stand_in.agreement, {slot: rank.status for slot, rank in self.ranks.items()}
+        agreement.ranks(statuses, store, now)
+        agreement.news = False
         self._send(
             wire.Status(
                 job=self.place.job,
@@ -348,11 +372,15 @@ class Agent:
                 agent=self.identity,
                 sent=time.time(),
                 number=self._number,
-                store=f"{self.place.address}:{self._store.port}" if self._store.port else "",
+                store=store,
                 leaving=leaving,
-                ranks={slot: rank.status for slot, rank in self.ranks.items()},
+                pinged=self._pinged,
+                answer=agreement.asks(now),
+                agreed=agreement.agreed,
+                ranks=statuses,
             )
         )
+        self._stand_in.carry_out()
 
     def _send_steps(self, now: float, leaving: bool = False) -> None:
         running = {} if leaving else {slot: rank.status.generation for slot, rank in self.ranks.items() if rank.running}
@@ -388,6 +416,7 @@ class Agent:
         try:
             message = wire.decode(data, wire.ToAgent)
             self._last_heard = time.monotonic()
+            self._stand_in.agreement.word(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
             self._drop("the controller", str(error))
@@ -398,13 +427,16 @@ class Agent:
             case wire.Welcome():
                 self._on_welcome(message)
             case wire.Ping():
+                self._pinged = max(self._pinged, message.number)
                 self._send_status()
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break():
+                self._stand_in.agreement.break_(message)
                 self._to_ranks(message)
             case wire.PlanShare():
-                self._to_ranks(wire.whole(message))
+                if (plan := self._stand_in.agreement.plan(message)) is not None:
+                    self._to_ranks(plan)
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:

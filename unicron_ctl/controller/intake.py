@@ -122,6 +122,8 @@ class Intake:
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.take(message, self._view.now)
         self._view.live.heard(agent, self._view.now)
+        if message.answer:
+            self._take(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         view = self._view.job(job)
         if was_expired:
             back = Outcome()

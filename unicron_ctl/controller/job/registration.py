@@ -13,6 +13,9 @@ from unicron_ctl.controller.model.job import Identity, JobState
 from unicron_ctl.controller.model.live import READY, AgentView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.encryption import is_key
+
+MAX_ADDRESS = 300  # characters: a host's name has at most 253
 
 
 def answer(view: View, message: wire.Register) -> wire.Message | None:
@@ -55,12 +58,15 @@ def join(job: JobState, message: wire.Register) -> Outcome:
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
         out.hurry = True
+        reachable = is_key(message.key) and len(message.peer) <= MAX_ADDRESS
         record = records.AgentRegistered(
             element=message.element,
             agent=message.agent,
             node=message.node,
             address=message.address,
             slots=list(message.slots),
+            peer=message.peer if reachable else "",
+            key=message.key if reachable else "",
         )
         out.record(job, record, 0)
     elif known.gone:

@@ -119,6 +119,8 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     node: str
     address: str
     slots: list[int]
+    peer: str = ""
+    key: str = ""
 
 
 class AgentGone(Record, frozen=True, tag="agent_gone"):

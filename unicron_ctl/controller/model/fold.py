@@ -208,7 +208,8 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
         job.superseded[old.agent] = None
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
-    job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, list(record.slots))
+    slots, reached = list(record.slots), {"peer": record.peer, "key": record.key}
+    job.agents[record.element] = AgentRecord(record.agent, record.node, record.address, slots, **reached)
     if old is None or old.agent != record.agent:
         # New processes: counting starts again, but a script that dies at once does so on every node.
         for slot in record.slots:

@@ -64,6 +64,10 @@ class AgentRecord:
     address: str
     slots: list[int]
     gone: str = ""
+    peer: str = ""
+    """host:port where other agents of the job reach it, empty when they cannot."""
+    key: str = ""
+    """Its public key."""
 
 
 @dataclass
