@@ -56,8 +56,10 @@ class Relay:
 
     def close(self) -> None:
         async def end() -> None:
-            for task in asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
+            others = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+            for task in others:
                 task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
             self._loop.call_soon(self._loop.stop)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop)

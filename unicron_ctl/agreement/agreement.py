@@ -103,8 +103,8 @@ class Agreement:
         return self._needy and self._silence.to_ask(now)
 
     def asks(self, now: float) -> bool:
-        """A status goes out: whether it is to ask for an answer."""
-        if self._needy:
+        """A status goes out: whether it is to ask for an answer. Not when the controller has just sent a Break."""
+        if self.to_ask(now):
             self._silence.ask(now)
         return self._silence.pending
 
@@ -230,7 +230,7 @@ class Agreement:
     def wait(self, now: float) -> float:
         """Seconds until :meth:`tick` is to be called whatever happens; infinity while nothing is going on."""
         busy = any(term.leader and term.leader.lead is not Lead.RESTING for term in self._terms.values())
-        if busy or self._silence.pending:
+        if busy or (self._needy and self._silence.pending):
             return LOOK_SECONDS
         return ASK_SECONDS if self._needy else float("inf")
 

@@ -142,3 +142,15 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
     assert wire.whole(proposal.share).prefix == accepted.prefix
     agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
     assert not agent.orders and agent.agreed is None
+
+
+def test_a_controller_that_has_just_spoken_is_not_asked():
+    """Thousands of agents report at once after a Break: the plan must not wait for as many answers."""
+    agent = Agreement(ME, 1)
+    agent.plan(share(plan(1, [0, 1, 2])))
+    stopped = {0: wire.RankStatus(state="stopped", broken=1, generation=1)}
+    agent.word(5.0)
+    agent.ranks(stopped, "n0:4000", 5.1)
+    assert not agent.asks(5.1) and agent.asks(6.1)
+    agent.word(6.2)
+    assert not agent.asks(6.3), "that was the answer"
