@@ -14,7 +14,7 @@ import pytest
 from tests.support.jobs import FOREVER, World
 from tests.support.processes import wait_for
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 NODES, RANKS = 3, {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02"}
 
 
@@ -116,7 +116,7 @@ def test_a_rank_dies_while_the_controller_is_away(world, relay, how):
     world.array.environment["UNICRON_CONTROLLER"] = relay.address
     for element in range(NODES):
         world.start_agent(element)
-    world.trains_on(range(NODES))
+    world.trains_on(range(NODES), limit=240)
     first = world.job()["generation"]
     pids = {slot: world.rank(slot)["pid"] for slot in range(NODES)}
     with away(world, how, relay):
@@ -132,8 +132,8 @@ def test_a_rank_dies_while_the_controller_is_away(world, relay, how):
 def test_the_controller_decides_while_it_is_there(world):
     for element in range(NODES):
         world.start_agent(element)
-    world.trains_on(range(NODES))
+    world.trains_on(range(NODES), limit=240)
     os.kill(world.rank(1)["pid"], signal.SIGKILL)
     world.wait(lambda: world.events("break"), "the controller breaks the generation")
-    world.trains_on(range(NODES))
+    world.trains_on(range(NODES), limit=240)
     assert "while the controller was away" not in world.array.logs
