@@ -67,6 +67,7 @@ HOMES: dict[str, str] = {
     "rank": "transition",
     "detector": "detector",
     "node": "unicron_ctl/node",
+    "agreement": "unicron_ctl/agreement",
     "protocol": "unicron_ctl/protocol",
     "process": "unicron_ctl/descriptors.py",
     "plugin": "slurm_plugin/spank/notify.c",
@@ -185,6 +186,19 @@ LIMITS: tuple[Limit, ...] = (
     Limit("node", "BUDGET_SECONDS", 8.0, "for the admission checks of a node together"),
     Limit("node", "REPORT_SECONDS", 2.0, "for the controller to take their report"),
     Limit("node", "START_SECONDS", 30.0, "for Slurm to start a pair test"),
+    Limit(
+        "agreement", "ASK_SECONDS", 1.0, "between the controller's answer and the next question while a rank needs it"
+    ),
+    Limit("agreement", "TELL_SECONDS", 0.25, "without its answer; then the job's other agents are told"),
+    Limit("agreement", "AWAY_SECONDS", 0.7, "without its answer; then it is away, and the agents decide"),
+    Limit("agreement", "REPEAT_SECONDS", 0.5, "until another of the leading agents is told"),
+    Limit("agreement", "LOOK_SECONDS", 0.02, "between two looks at the clock while something is going on"),
+    Limit("agreement", "GATHER_SECONDS", 0.3, "for the other agents to answer, once a majority has"),
+    Limit("agreement", "RESEND_SECONDS", 0.3, "between two messages to an agent that has not answered"),
+    Limit("agreement", "REST_SECONDS", 10.0, "for a rank to stop, or three of its iterations"),
+    Limit("agreement", "BALLOT_SECONDS", 15.0, "without a step forward; then an attempt to agree is given up"),
+    Limit("agreement", "PAUSE_SECONDS", 2.0, "after an attempt that was given up"),
+    Limit("agreement", "ANNOUNCE_SECONDS", 10.0, "for which a plan is announced to agents that do not answer"),
     Limit("protocol", "TIME_LIMIT", 3.0, "for one call of munge"),
     Limit("protocol", "HELLO_SECONDS", 0.3, "between two questions for the controller's public key"),
     Limit("protocol", "SLURM_SECONDS", 5.0, "for scontrol to say who SlurmUser is"),
@@ -259,6 +273,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"
     ),
+    Rule("agreement.TELL_SECONDS", "agreement.AWAY_SECONDS", "all ask the controller before they agree"),
+    Rule("controller.STALL_SECONDS", "agreement.AWAY_SECONDS", "a controller knows that it was away"),
+    Rule("agreement.RESEND_SECONDS", "agreement.BALLOT_SECONDS", "a lost message is repeated first"),
+    Rule("agreement.REST_SECONDS", "rank.PLAN_TIMEOUT", "stopped ranks wait for those that stop late"),
     Rule("rank.CONNECT_SECONDS", "rank.ENTER_TIMEOUT", "several tries"),
     Rule("rank.ENTER_TIMEOUT", "rank.COLLECTIVE_TIMEOUT", "quick to give up while connecting, patient in training"),
     Rule("rank.COLLECTIVE_TIMEOUT", "rank.BOUNDARY_TIMEOUT", "a newcomer waits for a whole iteration"),

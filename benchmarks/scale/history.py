@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from unicron_ctl.controller.job import resume
+from unicron_ctl.agreement import resume
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST

@@ -23,7 +23,7 @@ from tests.support.zygote import ForkedChild
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.agent.sockets import for_rank
-from unicron_ctl.controller.job import resume
+from unicron_ctl.agreement import resume
 from unicron_ctl.protocol import wire
 
 HERE = Path(__file__).resolve().parent

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.controller.job.resume import deal
+from unicron_ctl.agreement.resume import deal
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.protocol import wire
 

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 from detector.classify import Classifier
+from unicron_ctl.agreement.resume import deal
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.core import Core
-from unicron_ctl.controller.job.resume import deal
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.cluster import ClusterState

@@ -31,6 +31,7 @@ from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_envir
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.sockets import bind_ranks, for_rank, socket_folder
+from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
@@ -53,6 +54,8 @@ class Agent:
     wrong configuration.
     """
 
+    AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
+
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
         self.identity = uuid.uuid4().hex
@@ -71,6 +74,17 @@ class Agent:
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
         self._witness = Witness()
+        self._stand_in = StandIn(
+            self._context,
+            place,
+            self.identity,
+            self._line.pair,
+            self.AGREES,
+            self._to_ranks,
+            lambda: self._trials.muted,
+            self._drop,
+            self._complain,
+        )
         self._trials = Trials(
             place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._complain
         )
@@ -82,7 +96,7 @@ class Agent:
         self._welcomed = self._registered = False
         self._last_register = self._last_status = self._last_heard = 0.0
         self._dirty = False  # there is progress that the last status does not tell
-        self._number = 0  # of the last status
+        self._number = self._pinged = 0  # of the last status, and of the last ping
         self.exit_code: int | None = None
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
@@ -93,7 +107,7 @@ class Agent:
         self._held: dict[int, wire.PlanShare] = {}  # generation -> its plan, for a controller that has lost its log
         self._lost_steps = False  # some, and it was said
         self._poller = zmq.Poller()
-        for socket in (self._controller, self._channel, self._line.events):
+        for socket in (self._controller, self._channel, self._line.events, *self._stand_in.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
@@ -141,6 +155,7 @@ class Agent:
         self._sampling.close()
         self._line.close()
         self._channel.close()
+        self._stand_in.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
@@ -151,13 +166,15 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._status_period() - (now - self._last_status), self._steps.wait(now))
+        wait = min(wait, self._stand_in.agreement.wait(now))
         self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
         self._finish_dumps()
         now = time.monotonic()
         self._send_steps(now)
         self._send_metrics(now)
         self._witness.door.answer()
-        if self._trials.due() or now - self._last_status >= self._status_period():
+        urgent = self._stand_in.turn(now) or self._trials.due()
+        if urgent or now - self._last_status >= self._status_period():
             self._send_status()
         self._call()
         self._end_if_over(now)
@@ -175,6 +192,8 @@ class Agent:
                 self._from_ranks()
             elif descriptor is self._line.events:
                 self._line.notice()
+            elif descriptor in self._stand_in.sockets:
+                self._stand_in.serve(time.monotonic())
             else:
                 self._from_descriptor(descriptor)
 
@@ -355,7 +374,7 @@ class Agent:
     def _register(self) -> None:
         self._last_register = time.monotonic()
         door = f"{self.place.address}:{self._witness.door.port}"
-        if (message := self._line.registration(self.place, self.identity, door)) is not None:
+        if (message := self._line.registration(self.place, self.identity, door, self._stand_in.address)) is not None:
             self._send(message)
 
     def _send_status(self, leaving: str = "") -> None:
@@ -364,6 +383,10 @@ class Agent:
         self._last_status, self._dirty = now, False
         self._vitals.update(self.ranks.values(), now)
         self._number += 1
+        store = f"{self.place.address}:{self._store.port}" if self._store.port else ""
+        agreement, statuses = self._stand_in.agreement, {slot: rank.status for slot, rank in self.ranks.items()}
+        agreement.ranks(statuses, store, now)
+        agreement.news = False
         self._send(
             wire.Status(
                 job=self.place.job,
@@ -371,11 +394,15 @@ class Agent:
                 agent=self.identity,
                 sent=time.time(),
                 number=self._number,
-                store=f"{self.place.address}:{self._store.port}" if self._store.port else "",
+                store=store,
                 leaving=leaving,
-                ranks={slot: rank.status for slot, rank in self.ranks.items()},
+                pinged=self._pinged,
+                answer=agreement.asks(now),
+                agreed=agreement.agreed,
+                ranks=statuses,
             )
         )
+        self._stand_in.carry_out()
 
     def _testify(self) -> None:
         job, element, agent = self.place.job, self.place.element, self.identity
@@ -416,6 +443,7 @@ class Agent:
         try:
             message = wire.decode(data, wire.ToAgent)
             self._last_heard = time.monotonic()
+            self._stand_in.agreement.word(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
             self._drop("the controller", str(error))
@@ -426,19 +454,21 @@ class Agent:
             case wire.Welcome():
                 self._on_welcome(message)
             case wire.Ping():
+                self._pinged = max(self._pinged, message.number)
                 self._send_status()
             case wire.Reach():
                 self._witness.ask(message.number, message.targets)
             case wire.Refused():
                 self._on_refused(message)
-            case wire.Break() | wire.Withdraw():
+            case wire.Break():
+                self._stand_in.agreement.break_(message)
+                self._to_ranks(message)
+            case wire.Withdraw():
                 self._to_ranks(message)
             case wire.PlanShare():
-                plan = wire.whole(message)
-                self._held[plan.generation] = message
-                while len(self._held) > PLANS_HELD:
-                    del self._held[min(self._held)]
-                self._to_ranks(plan)
+                if (plan := self._stand_in.agreement.plan(message)) is not None:
+                    self._hold(message, plan.generation)
+                    self._to_ranks(plan)
             case wire.Recall():
                 if (share := self._held.get(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
@@ -457,6 +487,11 @@ class Agent:
                 self._dump(message)
             case wire.End():
                 self._on_end(message)
+
+    def _hold(self, share: wire.PlanShare, generation: int) -> None:
+        self._held[generation] = share
+        while len(self._held) > PLANS_HELD:
+            del self._held[min(self._held)]
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds

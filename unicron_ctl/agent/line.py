@@ -96,7 +96,7 @@ class Line:
         self._connect(theirs)
         return True
 
-    def registration(self, place: Place, agent: str, door: str) -> wire.Register | None:
+    def registration(self, place: Place, agent: str, door: str, peer: str) -> wire.Register | None:
         """The agent's first message, with a fresh credential that is bound to this line; None before it leads
         anywhere."""
         message = wire.Register(
@@ -109,6 +109,8 @@ class Line:
             settings=place.settings,
             step=place.step,
             door=door,
+            peer=peer,
+            key=self.pair[0],
         )
         if self.key is None:
             return None

@@ -130,6 +130,8 @@ class FreePort:
 class RestartAgent(Agent):
     """Runs `command` once per rank of every world that the controller forms; otherwise as :class:`Agent`."""
 
+    AGREES = False
+
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
         self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}

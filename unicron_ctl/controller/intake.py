@@ -224,6 +224,8 @@ class Intake:
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.take(message, self._view.now)
         self._view.live.heard(agent, self._view.now)
+        if message.answer:
+            self._take(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         view = self._view.job(job)
         if was_expired:
             back = Outcome()
@@ -312,7 +314,7 @@ class Intake:
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS:
             agent.repeated["hint"] = now
             out.hurry = True
-            out.send(agent, wire.Ping())
+            out.merge([self.suspect(agent)])
         return out
 
     def suspect(self, agent: AgentView) -> Outcome:

@@ -28,6 +28,7 @@ NAME, TEXT = 255, 20_000  # characters
 REASON = 100_000  # characters: of what the controller says
 CREDENTIAL = 65_536
 NODE_EVENTS = 1 << 40
+MOST_LEADERS = 16  # agents that may act for the controller
 KINDS = 256  # names in a map
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
 

@@ -133,6 +133,8 @@ class Register(Message, tag="register"):
     credential: ranges.Credential = ""
     step: ranges.Step = 0  # of Slurm: the number of the srun in its batch script
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
+    peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot
+    key: ranges.NoName = ""  # the agent's public key (CURVE, Z85): by it the others know it, and it the others
 
     def __post_init__(self) -> None:
         count = self.settings.ranks_per_node
@@ -140,6 +142,31 @@ class Register(Message, tag="register"):
         if self.slots != list(range(first, first + count)):
             last = first + count - 1
             raise ValueError(f"element {self.element} with {count} ranks must have the slots {first} to {last}")
+
+
+class LostRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A process that a plan goes on without."""
+
+    slot: ranges.Slot
+    agent: ranges.NoName
+    incarnation: ranges.Incarnation
+
+
+class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the agents of generation `since` agreed on while the controller was away (docs/design/agreement.md).
+
+    plan: generation, members, store and prefix are the same everywhere, the prefix is that of no other plan; the
+    assignment is that of the agent's own slots, in the first agents' word of all. by: the agent that made the plan.
+    chosen: the ranks follow it. Until then a majority may or may not have taken it: its number is used either way.
+    """
+
+    generation: ranges.Count
+    since: ranges.Count
+    plan: Plan
+    lost: Annotated[list[LostRank], Meta(max_length=ranges.MOST_SLOTS)]
+    reason: ranges.Reason
+    by: ranges.NoName
+    chosen: bool = True
 
 
 class Status(Message, tag="status"):
@@ -152,6 +179,9 @@ class Status(Message, tag="status"):
     number: ranges.Count = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
     store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
     leaving: ranges.Text = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
+    pinged: ranges.Count = 0  # the number of the last Ping that the agent has heard
+    answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
+    agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
 
 
@@ -290,7 +320,16 @@ class Welcome(Message, tag="welcome"):
 
 
 class Ping(Message, tag="ping"):
-    """Say at once that you live: an agent answers with its status."""
+    """Say at once that you live: an agent answers with its status. A status whose `pinged` is `number` was made
+    later."""
+
+    number: ranges.Count = 0
+
+
+class Pong(Message, tag="pong"):
+    """The controller lives, and has the status with this number."""
+
+    number: ranges.Count = 0
 
 
 class Reach(Message, tag="reach"):
@@ -348,8 +387,18 @@ class Plan(Message, tag="plan"):
     reason: ranges.Reason = ""
 
 
+class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An agent as others of its job reach it: `address` is host:port, `key` its public key (CURVE, Z85)."""
+
+    element: ranges.Element
+    agent: ranges.Name
+    address: ranges.NoName
+    key: ranges.NoName
+
+
 class PlanCommon(msgspec.Struct, omit_defaults=True):
-    """What all agents are told of a plan; members and joiners as runs [first, last]."""
+    """What all agents are told of a plan; members and joiners as runs [first, last]. leaders: the agents of the first
+    members' elements, who act for the controller while it is away."""
 
     generation: ranges.Count
     members: ranges.Runs
@@ -361,14 +410,16 @@ class PlanCommon(msgspec.Struct, omit_defaults=True):
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
+    leaders: Annotated[list[Peer], Meta(max_length=ranges.MOST_LEADERS)] = []
 
 
 class PlanShare(Message, tag="plan_share"):
     """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
-    micro-batches of the agent's own slots."""
+    micro-batches of the agent's own slots. peers: all agents of the generation, for its leaders only."""
 
     common: msgspec.Raw
     assignment: ranges.Assignment = {}
+    peers: Annotated[list[Peer], Meta(max_length=ranges.MOST_ELEMENTS)] = []
 
 
 class StartRank(Message, tag="start_rank"):
@@ -462,6 +513,7 @@ ToController = (
 ToAgent = (
     Welcome
     | Ping
+    | Pong
     | Reach
     | Recall
     | Refused
@@ -520,7 +572,7 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     return [slot for first, last in found for slot in range(first, last + 1)]
 
 
-def common(plan: Plan) -> msgspec.Raw:
+def common(plan: Plan, leaders: Sequence[Peer] = ()) -> msgspec.Raw:
     """The part of the plan that all agents get, encoded."""
     part = PlanCommon(
         plan.generation,
@@ -533,21 +585,20 @@ def common(plan: Plan) -> msgspec.Raw:
         plan.step,
         plan.iteration,
         plan.reason,
+        list(leaders),
     )
     return msgspec.Raw(_encoder.encode(part))
 
 
-def share(plan: Plan, encoded: msgspec.Raw, slots: Iterable[int]) -> PlanShare:
+def share(plan: Plan, encoded: msgspec.Raw, slots: Iterable[int], peers: Sequence[Peer] = ()) -> PlanShare:
     """What the agent with these slots is told; `encoded` is :func:`common` of the plan."""
-    return PlanShare(common=encoded, assignment={s: plan.assignment[s] for s in slots if s in plan.assignment})
+    own = {slot: plan.assignment[slot] for slot in slots if slot in plan.assignment}
+    return PlanShare(common=encoded, assignment=own, peers=list(peers))
 
 
 def whole(part: PlanShare) -> Plan:
     """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises :class:`BadMessage`."""
-    try:
-        known = _common_decoder.decode(part.common)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadMessage(str(error)) from None
+    known = _known(part)
     return Plan(
         generation=known.generation,
         members=expand(known.members),
@@ -561,3 +612,15 @@ def whole(part: PlanShare) -> Plan:
         assignment=part.assignment,
         reason=known.reason,
     )
+
+
+def leaders(part: PlanShare) -> list[Peer]:
+    """Who acts for the controller while it is away, the first first. Raises :class:`BadMessage`."""
+    return _known(part).leaders
+
+
+def _known(part: PlanShare) -> PlanCommon:
+    try:
+        return _common_decoder.decode(part.common)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadMessage(str(error)) from None

@@ -19,7 +19,7 @@ from unicron_ctl.limits import HEARTBEATS, HOMES, LIMITS, RULES, Range, contradi
 ROOT = Path(__file__).resolve().parents[3]
 # Names of constants that are times; a new one has to be listed.
 TIMES = re.compile(r"(^|_)(SECONDS|TIMEOUT|PERIODS|TIME_LIMIT)(\[\d\])?$")
-SWEPT = ("controller", "agent", "rank", "detector", "node", "protocol")
+SWEPT = ("controller", "agent", "agreement", "rank", "detector", "node", "protocol")
 
 
 def constants(home: str) -> Iterator[tuple[str, float]]:

@@ -5,9 +5,11 @@ shows that it was obeyed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property, partial
 
 import msgspec
 
+from unicron_ctl.agreement.compose import elements_of, leading
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.protocol import wire
@@ -20,12 +22,31 @@ class Letter:
 
     def __init__(self, job: JobState) -> None:
         self.plan = {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
-        self.common = wire.common(self.plan) if self.plan is not None else msgspec.Raw(b"")
+        self._job = job
+        leaders = leading(self.plan, partial(reached, job), self._per_node) if self.plan is not None else []
+        self.leaders = frozenset(peer.element for peer in leaders)
+        self.common = wire.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         lost = sorted(job.lost)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
         self.break_key = f"break {job.broken} {bool(lost)}"  # who else is lost changes nothing for those who stop
+
+    @property
+    def _per_node(self) -> int:
+        return max(1, self._job.settings.ranks_per_node)
+
+    @cached_property
+    def peers(self) -> list[wire.Peer]:
+        """The agents of the plan's members, for those who lead."""
+        elements = elements_of(self.plan.members, self._per_node) if self.plan is not None else []
+        return [peer for element in elements if (peer := reached(self._job, element)) is not None]
+
+
+def reached(job: JobState, element: int) -> wire.Peer | None:
+    """The element's agent as the others reach it; None when they cannot."""
+    one = job.agents.get(element)
+    return wire.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
 
 
 def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:
@@ -44,7 +65,8 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan = letter.plan
     if plan is not None and _lacks(agent, letter.members, plan.generation):
-        yield letter.plan_key, wire.share(plan, letter.common, agent.slots)
+        peers = letter.peers if agent.element in letter.leaders else ()
+        yield letter.plan_key, wire.share(plan, letter.common, agent.slots, peers)
     if agent.element in job.live.restarts:
         yield from _processes(job.state, agent, now)
 

@@ -17,6 +17,7 @@ from unicron_ctl.controller.model.live import READY, AgentView
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
 
 
@@ -95,6 +96,7 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
         out.hurry = True
+        reachable = is_key(key or message.key)
         record = records.AgentRegistered(
             element=message.element,
             agent=message.agent,
@@ -104,6 +106,8 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
             door=message.door,
             key=key,
             confirmed=confirmed,
+            peer=message.peer if reachable else "",
+            peer_key=key or message.key,
         )
         out.record(job, record, 0)
     elif known.gone:

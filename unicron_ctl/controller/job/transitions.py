@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from unicron_ctl.controller.job import resume
+from unicron_ctl.agreement import resume
 from unicron_ctl.controller.job.machine import Action, Event
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.log import records

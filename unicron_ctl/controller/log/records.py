@@ -137,6 +137,8 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     slots: list[int]
     door: str = ""
     key: str = ""
+    peer: str = ""
+    peer_key: str = ""
     confirmed: bool = True
 
 

@@ -233,7 +233,7 @@ def _agent_registered(job: JobState, event: Event, record: records.AgentRegister
             job.superseded.pop(next(iter(job.superseded)))
     slots = list(record.slots)
     agent = AgentRecord(record.agent, record.node, record.address, slots, door=record.door, key=record.key)
-    agent.confirmed = record.confirmed
+    agent.confirmed, agent.peer, agent.peer_key = record.confirmed, record.peer, record.peer_key
     job.agents[record.element] = agent
     job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:

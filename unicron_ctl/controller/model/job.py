@@ -68,6 +68,10 @@ class AgentRecord:
     """host:port at which others see that it lives."""
     key: str = ""
     """Its CURVE public key: by it, all that it says is known to be its own."""
+    peer: str = ""
+    """host:port where other agents of the job reach it, empty when they cannot."""
+    peer_key: str = ""
+    """By it the others know it: its key, also where nothing is encrypted."""
     confirmed: bool = True
     """Slurm has shown the element at work on this node."""
 

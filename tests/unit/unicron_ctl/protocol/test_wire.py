@@ -36,6 +36,15 @@ def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, s
     assert got == msgspec.structs.replace(plan, assignment=own)
 
 
+def test_only_those_who_lead_are_told_of_everybody():
+    everybody = [wire.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
+    plan = wire.Plan(generation=1, members=[0, 1], store="", prefix="")
+    common = wire.common(plan, everybody[:2])
+    told = [wire.decode(wire.encode(wire.share(plan, common, [0], known)), wire.ToAgent) for known in (everybody, ())]
+    assert [wire.leaders(part) for part in told] == [everybody[:2]] * 2
+    assert [part.peers for part in told] == [everybody, []]
+
+
 @given(SLOTS)
 def test_slots_as_runs_and_back(slots):
     runs = wire.runs(slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.controller.job.resume import deal, decide
+from unicron_ctl.agreement.resume import deal, decide
 from unicron_ctl.protocol.wire import RankStatus
 
 

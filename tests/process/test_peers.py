@@ -1,0 +1,112 @@
+"""The line between agents: over real sockets, those that a plan named hear each other, and nobody else is heard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from tests.support.processes import wait_for
+from unicron_ctl.agent.peers import Peers
+from unicron_ctl.protocol import peers, wire
+
+pytestmark = pytest.mark.process
+QUIET = 1.0  # seconds: what is let in comes within milliseconds
+
+
+class Talker:
+    """A line in a context of its own, as in an agent's process."""
+
+    def __init__(self, element: int) -> None:
+        self.context, keys = zmq.Context(), zmq.curve_keypair()
+        self.line = Peers(self.context, "127.0.0.1", keys)
+        self.peer = wire.Peer(element, f"agent{element}", self.line.address, keys[0].decode())
+        self.heard: list[peers.AnyPeer] = []
+        self.dropped: list[str] = []
+
+    def listen(self) -> None:
+        self.line.receive(self.heard.append, lambda who, why: self.dropped.append(f"{who}: {why}"))
+
+    def say(self, other: Talker, element: int | None = None) -> None:
+        own = self.peer.element if element is None else element
+        self.line.send(other.peer, peers.Trouble(generation=3, element=own))
+
+    def close(self) -> None:
+        self.line.close()
+        self.context.term()
+
+
+@pytest.fixture
+def talkers():
+    made = [Talker(element) for element in range(3)]
+    yield made
+    for talker in made:
+        talker.close()
+
+
+def listening(talkers: list[Talker], look: Callable[[], object]) -> Callable[[], object]:
+    def turn() -> object:
+        for talker in talkers:
+            talker.listen()
+        return look()
+
+    return turn
+
+
+def quiet(talkers: list[Talker], look: Callable[[], object]) -> None:
+    deadline = time.monotonic() + QUIET
+    while time.monotonic() < deadline:
+        assert not listening(talkers, look)()
+        time.sleep(0.01)
+
+
+def test_those_who_know_each_other_talk(talkers):
+    for talker in talkers:
+        talker.line.know(other.peer for other in talkers)
+    for talker in talkers:
+        for other in talkers:
+            if other is not talker:
+                talker.say(other)
+    wait_for(listening(talkers, lambda: all(len(t.heard) == 2 for t in talkers)), "all hear both others")
+    assert {message.element for message in talkers[0].heard} == {1, 2}
+
+
+def test_a_stranger_is_not_let_in_until_a_plan_names_it(talkers):
+    first, stranger, _ = talkers
+    stranger.line.know([first.peer])
+    stranger.say(first)
+    quiet(talkers, lambda: first.heard)
+    first.line.know([stranger.peer])
+    wait_for(listening(talkers, lambda: stranger.say(first) or first.heard), "it is heard now")
+
+
+def test_one_that_a_later_plan_does_not_name_is_not_heard_any_more(talkers):
+    first, second, third = talkers
+    first.line.know([second.peer, third.peer])
+    second.line.know([first.peer])
+    second.say(first)
+    wait_for(listening(talkers, lambda: first.heard), "it is heard")
+    first.line.know([third.peer])
+    first.heard.clear()
+    second.say(first)
+    quiet(talkers, lambda: first.heard)
+
+
+def test_nobody_speaks_for_another(talkers):
+    first, second, third = talkers
+    for talker in talkers:
+        talker.line.know(other.peer for other in talkers)
+    second.say(first, element=third.peer.element)
+    wait_for(listening(talkers, lambda: first.dropped), "it is dropped")
+    assert first.dropped == ["the agent of element 1: speaks for element 2"] and not first.heard
+
+
+def test_what_is_no_message_of_agents_is_dropped(talkers):
+    first, second, _ = talkers
+    first.line.know([second.peer])
+    second.line.know([first.peer])
+    second.line.send(first.peer, wire.Ping())
+    wait_for(listening(talkers, lambda: first.dropped), "it is dropped")
+    assert not first.heard

@@ -1,0 +1,156 @@
+"""The tables of voter and leader, and the rules that an agent keeps whatever it is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from unicron_ctl.agreement import leader, voter
+from unicron_ctl.agreement.agreement import Agreement
+from unicron_ctl.agreement.compose import LEADERS, Company, compose, leading, part, resting, whole
+from unicron_ctl.protocol import peers, wire
+
+ME = wire.Peer(0, "agent0", "n0:1", "key0")
+
+
+def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.Plan:
+    name = prefix or f"7.g{generation}"
+    return wire.Plan(generation=generation, members=members, store="n0:4000", prefix=name, **more)
+
+
+def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
+    """As the agent of element 0 is sent it, one of its leaders."""
+    everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
+    encoded = wire.share(made, wire.common(made, everybody), [0], everybody)
+    return wire.decode(wire.encode(encoded), wire.ToAgent)
+
+
+def promise(element: int, **ranks) -> peers.Promise:
+    status = wire.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
+    return peers.Promise(
+        generation=1, element=element, ballot=(1, 0), store=f"n{element}:4000", ranks={element: status}
+    )
+
+
+def company(count: int) -> Company:
+    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    made = plan(1, list(range(count)))
+    return Company(made, everybody, leading(made, everybody.get, 1), 1)
+
+
+def test_the_voter_knows_what_to_do_in_every_state():
+    assert set(voter.TABLE) == set(voter.Stand)
+    assert all(set(row) == set(voter.Heard) for row in voter.TABLE.values())
+    accepting = [(s, h) for s, row in voter.TABLE.items() for h, (_, act) in row.items() if act is voter.Act.ACCEPT]
+    assert accepting == [(voter.Stand.PLEDGED, voter.Heard.PROPOSE)], "only what it has promised to take"
+    assert all(row[voter.Heard.WORD][0] is voter.Stand.FREE for row in voter.TABLE.values()), "the controller decides"
+
+
+def test_a_leader_that_has_proposed_comes_back_to_rest_from_everywhere():
+    assert set(leader.TABLE) == set(leader.Lead)
+    for start in leader.Lead:
+        reached, more = {start}, {start}
+        while more:
+            more = {to for at in more for to in leader.TABLE[at].values()} - reached
+            reached |= more
+        assert leader.Lead.RESTING in reached
+
+
+def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
+    one = voter.Voter()
+    assert one.prepare((2, 1)) is voter.Act.ASK and one.silence() is voter.Act.PROMISE
+    assert one.prepare((1, 3)) is voter.Act.REFUSE
+    proposal = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (2, 1), "agent1")[0]
+    assert one.propose(proposal) is voter.Act.ACCEPT
+    assert one.word() is voter.Act.DECLINE and one.accepted == proposal
+    assert one.propose(proposal) is voter.Act.DECLINE, "the controller has spoken"
+
+
+def test_who_is_at_rest():
+    def rests(state, **more):
+        return resting(wire.RankStatus(state=state, **more), 4)
+
+    assert rests("stopped", broken=4) and rests("finished") and rests("exited") and rests("waiting")
+    assert not rests("stopped", broken=3) and not rests("running", broken=4) and not rests("entering")
+    assert rests("running", fault=wire.Fault(type="E", text="", at=0.0, fatal=True)), "its process ends"
+
+
+def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on():
+    promises = {
+        0: promise(0, iteration=3, done=[0]),
+        1: promise(1, state="exited", exit=wire.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
+        3: promise(3, iteration=3, done=[1, 1]),
+        4: promise(4, iteration=3, done=[5]),
+    }
+    made, following = compose(company(6), promises, 2, (1, 0), "agent0")
+    assert following.members == [0, 4] and following.generation == 2 and following.store == "n0:4000"
+    assert (
+        sorted(i for indices in following.assignment.values() for i in indices) == list(range(6))
+        and 5 in following.assignment[4]
+    )
+    assert [(lost.slot, lost.incarnation) for lost in made.lost] == [(1, 2), (2, -1), (3, 0), (5, -1)]
+    assert "4 of 6 agents" in following.reason
+
+
+def test_nobody_who_can_go_on_is_no_plan():
+    assert compose(company(2), {0: promise(0, done=[0, 0])}, 2, (1, 0), "agent0") is None
+
+
+def test_only_leaders_are_told_everything():
+    crowd = company(3 * LEADERS)
+    made, _ = compose(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
+    assert [peer.element for peer in wire.leaders(made.share)] == list(range(LEADERS))
+    assert whole(made) and whole(part(made, LEADERS - 1, crowd))
+    mine = part(made, LEADERS, crowd)
+    assert list(mine.share.assignment) == [LEADERS] and not mine.share.peers and not whole(mine)
+
+
+@pytest.fixture
+def agent():
+    """Generation 1; it has accepted a plan for 2 without having heard that it is chosen."""
+    made = Agreement(ME, 1)
+    made.plan(share(plan(1, [0, 1, 2])))
+    made.ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.0)
+    made.asks(0.0)
+    made.receive(peers.Prepare(generation=1, element=1, ballot=(1, 1)), 1.0)
+    proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
+    made.receive(peers.Propose(generation=1, element=1, ballot=(1, 1), proposal=proposal), 1.1)
+    assert made.agreed is not None and not made.agreed.chosen
+    made.word(1.2)
+    return made
+
+
+def test_the_controllers_other_plan_of_the_same_number_is_not_followed(agent):
+    assert agent.plan(share(plan(2, [0, 2]))) is None and agent.agreed is not None
+
+
+def test_the_controllers_later_plan_is_followed(agent):
+    assert agent.plan(share(plan(3, [0, 2]))).generation == 3 and agent.agreed is None
+
+
+def test_the_controller_makes_the_plan_its_own(agent):
+    same = msgspec.structs.replace(agent.agreed.plan, reason="adopted")
+    assert agent.plan(share(same)) is not None, "the ranks are told, who were not before"
+    assert agent.agreed is None
+    assert agent.plan(share(plan(2, [0, 2]))) is None, "there is no other one of this number"
+
+
+def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
+    accepted = agent.agreed.plan
+    agent.plan(share(plan(3, [0, 2])))
+    proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
+    assert wire.whole(proposal.share).prefix == accepted.prefix
+    agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
+    assert not agent.orders and agent.agreed is None
+
+
+def test_a_controller_that_has_just_spoken_is_not_asked():
+    """Thousands of agents report at once after a Break: the plan must not wait for as many answers."""
+    agent = Agreement(ME, 1)
+    agent.plan(share(plan(1, [0, 1, 2])))
+    stopped = {0: wire.RankStatus(state="stopped", broken=1, generation=1)}
+    agent.word(5.0)
+    agent.ranks(stopped, "n0:4000", 5.1)
+    assert not agent.asks(5.1) and agent.asks(6.1)
+    agent.word(6.2)
+    assert not agent.asks(6.3), "that was the answer"
