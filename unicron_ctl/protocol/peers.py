@@ -16,8 +16,6 @@ from unicron_ctl.protocol.wire import MAX_BYTES, VERSION, BadMessage, LostRank, 
 
 # A number, and the element of the leader whose it is: no two leaders have the same.
 Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]
-    ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]
-]  # a number, and the element of the leader whose it is: no two leaders have the same
 NO_BALLOT: Ballot = (0, -1)
 
 
