@@ -99,8 +99,11 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
 
 
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
-    """An agent's answer. Raises :class:`wire.BadMessage` for a plan that is none."""
-    plan = wire.whole(message.share)
+    """An agent's answer; a plan that is none says nothing."""
+    try:
+        plan = wire.whole(message.share)
+    except wire.BadMessage:
+        return
     if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:
         # Only this agent's part of the assignment is known; whoever reports says what it has computed.
         job.live.held = msgspec.structs.replace(plan, assignment={}, boundary=False)
