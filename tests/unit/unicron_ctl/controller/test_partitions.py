@@ -104,8 +104,8 @@ def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> No
     agent.register()
     assert not agent.heard, "Slurm has not shown yet whose partition it is"
     world.run(1.5)
-    told = agent.heard[-1]
-    assert isinstance(told, wire.Refused) and told.final and not told.replaced
+    (told,) = [message for message in agent.heard if isinstance(message, wire.Refused) and message.final]
+    assert not told.replaced
     assert told.reason == 'partition main is "off" in the configuration of unicrond' and not world.core.state.jobs
 
 
