@@ -57,6 +57,7 @@ PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
     records.Adopted,
+    records.NumberUsed,
     records.Reinstated,
     records.Offer,
     records.OfferWithdrawn,
