@@ -90,7 +90,7 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
 
 
 def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
-    """What the agents agreed on and follow. Each tells the micro-batches of its own ranks, their leaders those of all."""
+    """What the agents agreed on and follow. Each tells the micro-batches of its own ranks, their leaders all."""
     first = chosen[0]
     assignment = {slot: share for one in chosen for slot, share in one.plan.assignment.items()}
     plan = msgspec.structs.replace(first.plan, assignment=assignment)

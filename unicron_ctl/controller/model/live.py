@@ -455,6 +455,11 @@ class Live:
         view.suspect_since = now
         self.suspects.add((view.job, view.element))
 
+    def renew(self, now: float) -> None:
+        """Everybody has a whole lease again: nobody could be heard."""
+        for view in self.agents():
+            view.last_heard = now
+
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
         for live in self.jobs.values():
