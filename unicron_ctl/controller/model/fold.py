@@ -392,6 +392,7 @@ def _plan(job: JobState, event: Event, record: records.PlanMade) -> None:
 
 def _adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
+    job.broken = max(job.broken, record.plan.generation - 1)
     job.members = _identities(record.crews)
     job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
     job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
