@@ -141,9 +141,7 @@ class ScriptedAgent:
                 self.register()
             elif isinstance(message, wire.Reach):
                 words, number = [str(self.reaches)] * len(message.targets), message.number
-                self.send(
-                    wire.Reached(job=self.job, element=self.element, agent=self.name, number=number, words=words)
-                )
+                self.send(wire.Reached(job=self.job, element=self.element, agent=self.name, number=number, words=words))
         if time.monotonic() - self._beat > BEAT:
             self.status()
 
