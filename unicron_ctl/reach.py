@@ -34,7 +34,10 @@ def reach(address: str, seconds: float) -> Reach:
     """Tries to connect to "host:port" for at most `seconds` (resolving a name not counted). Raises nothing."""
     host, _, port = address.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        number = int(port)
+        if not 0 < number < 65536:
+            return Reach.UNKNOWN
+        found = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)
     except (OSError, ValueError, OverflowError, UnicodeError):
         return Reach.UNKNOWN
     family, kind, protocol, _, target = found[0]

@@ -62,6 +62,8 @@ class FakeAgent:
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
+        self.pinged = 0
+        self.agreed: wire.Agreed | None = None
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.steps = 0
@@ -99,6 +101,8 @@ class FakeAgent:
                     number=self.number,
                     store=f"127.0.0.1:{9000 + self.element}",
                     leaving=leaving,
+                    pinged=self.pinged,
+                    agreed=self.agreed,
                     ranks=dict(self.ranks),
                 ),
             )
@@ -119,10 +123,18 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, wire.PlanShare):
-            self.held[wire.whole(message).generation] = message
+            plan = wire.whole(message)
+            self.held[plan.generation] = message
+            if self.agreed is not None:
+                if plan.generation < self.agreed.generation:
+                    return
+                if plan.generation == self.agreed.generation and plan.prefix != self.agreed.plan.prefix:
+                    return
+                self.agreed = None
             message = wire.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
+            self.pinged = max(self.pinged, message.number)
             self.status()
         if isinstance(message, wire.Reach) and not self.silent:
             words = [str(self.world.answer(self.node, target)) for target in message.targets]

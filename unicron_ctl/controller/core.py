@@ -57,6 +57,7 @@ PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
     records.Adopted,
+    records.NumberUsed,
     records.Reinstated,
     records.Offer,
     records.OfferWithdrawn,
@@ -350,6 +351,7 @@ class Core:
         if since is not None:
             self.take(silence.heard_again(self.view))
             self._excuse(self.now - since)
+            self.view.live.renew(self.now)
 
     def _silence(self) -> None:
         outcome = silence.look(self.view)

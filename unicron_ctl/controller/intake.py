@@ -239,8 +239,10 @@ class Intake:
             changed = list(agent.slots)
             if (left := members.leaving(self._view, view, agent)) is not None:
                 self._take(Outcome(findings=[left]))
-        if agent.newest > job.generation:
+        if adoption.unknown(job, agent):
             view.live.ahead.add(agent.element)
+        if agent.agreed is not None:
+            view.live.touched.add(agent.element)
         if changed or was_expired:
             view.live.changed.update(changed)
             view.notice_agent(agent)

@@ -51,9 +51,9 @@ class Turns:
     def advance(self, job: JobState) -> None:
         """Sense, judge, decide, act."""
         view = self._view.job(job)
-        if not job.over and view.live.ahead and (generation := adoption.ahead(view)):
-            self._take(adoption.look(self._view, view, generation))
-            if view.live.ahead:
+        if not job.over and view.live.ahead and adoption.ahead(view):
+            self._take(adoption.look(self._view, view))
+            if adoption.ahead(view):
                 return  # nothing is decided of what is not known
         if not job.over:
             self._sense(job, view)

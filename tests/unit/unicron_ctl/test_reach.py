@@ -42,15 +42,14 @@ def test_an_address_that_is_none_says_nothing(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("name", "error"),
     [
-        OSError(errno.EMFILE, "Too many open files"),
-        OSError(errno.ENFILE, "Too many open files in system"),
-        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
-        UnicodeError("label too long"),
+        ("socket", OSError(errno.EMFILE, "Too many open files")),
+        ("socket", OSError(errno.ENFILE, "Too many open files in system")),
+        ("getaddrinfo", socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")),
+        ("getaddrinfo", UnicodeError("label too long")),
     ],
 )
-@pytest.mark.parametrize("name", ["getaddrinfo", "socket"])
 def test_our_own_trouble_is_no_word_about_the_node(
     monkeypatch: pytest.MonkeyPatch, error: Exception, name: str
 ) -> None:

@@ -1,17 +1,22 @@
 """A generation that the controller knows nothing of: its log was lost, in part or whole, or the agents agreed on it
-while the controller was away. It is taken over as its agents show it; until then nothing is decided about the job.
+while the controller was away (docs/design/agreement.md). It is taken over as its agents show it; until then nothing is
+decided about the job.
 
-What the plan was is asked of agents whose ranks are in it (`wire.Recall`). When all of its members are there and in it
-the job simply goes on; else the generation is broken, and the survivors go on from what they have.
+What a plan of an earlier controller was is asked of agents whose ranks are in it (`wire.Recall`). When all of its
+members are there and in it the job simply goes on; else the generation is broken, and the survivors go on from what
+they have. What agents agreed on is believed when all living ones have spoken since they were asked: one may know that
+it was chosen while another does not yet.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
@@ -21,46 +26,120 @@ ASKED = 3  # agents that are asked at once what the plan was
 HERE = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"})  # states in which an element has processes
 
 
-def ahead(job: JobView) -> int:
-    """The highest generation that agents show and that this controller knows nothing of; 0 when there is none."""
-    live, known = job.live, job.state.generation
+def unknown(job: JobState, agent: AgentView) -> bool:
+    """The agent shows a generation, or a plan, that this controller has not made."""
+    return agent.alive and (agent.newest > job.generation or _foreign(job, agent.agreed))
+
+
+def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
+    if agreed is None or agreed.generation != job.generation or not agreed.chosen:
+        return agreed is not None and agreed.generation > job.generation
+    return job.plan is None or (job.plan.generation <= agreed.generation and job.plan.prefix != agreed.plan.prefix)
+
+
+def ahead(job: JobView) -> bool:
+    """Whether any agent shows what this controller does not know."""
+    live = job.live
     for element in list(live.ahead):
         agent = job.agents.get(element)
-        if agent is None or not agent.alive or agent.newest <= known:
+        if agent is None or not unknown(job.state, agent):
             live.ahead.discard(element)
-    return max((job.agents[element].newest for element in live.ahead), default=0)
+    if not live.ahead:
+        live.asked, live.held = 0, None
+    return bool(live.ahead)
 
 
-def look(view: View, job: JobView, generation: int) -> Outcome:
+def look(view: View, job: JobView) -> Outcome:
     """Takes the generation over, or asks what it is; empty while answers are awaited."""
-    out, held = Outcome(), job.live.held
-    if held is None or held.generation != generation:
-        _recall(view, job, generation, out)
+    out, shown = Outcome(), [job.agents[element] for element in sorted(job.live.ahead)]
+    agreed = [agent.agreed for agent in shown if agent.agreed is not None and _foreign(job.state, agent.agreed)]
+    newest = max(agent.newest for agent in shown)
+    if agreed and not _all_heard(view, job, out):
         return out
-    per_node, plan = job.per_node, held
+    highest = max((one.generation for one in agreed), default=0)
+    chosen = [one for one in agreed if one.chosen and one.generation == highest]
+    if chosen:
+        _take_over(view, job, chosen, out)
+    elif newest > job.state.generation:
+        _recover(view, job, newest, out)
+    else:
+        reason = f"number {highest}, which agents had begun to agree on, is not used"
+        out.record(job.state, records.NumberUsed(reason=reason), highest)
+    if out.records:
+        job.live.held = None
+    return out
+
+
+def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
+    """All living agents have spoken since they were asked; who is silent is judged elsewhere."""
+    live = job.live
+    if not live.asked:
+        view.inquiries.last += 1
+        live.asked = view.inquiries.last
+    silent = {element for name, element in view.inquiries.open if name == job.state.job}
+    missing = [agent for agent in job.alive() if agent.pinged < live.asked and agent.element not in silent]
+    for agent in missing:
+        _once(view, agent, f"ping {live.asked}", wire.Ping(number=live.asked), out)
+    return not missing
+
+
+def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Outcome) -> None:
+    if view.now - agent.repeated.get(key, float("-inf")) >= view.config.repeat_seconds:
+        agent.repeated[key] = view.now
+        out.send(agent, message)
+
+
+def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
+    """What the agents agreed on and follow. Each tells the micro-batches of its own ranks, their leaders all."""
+    first = chosen[0]
+    assignment = {slot: share for one in chosen for slot, share in one.plan.assignment.items()}
+    plan = msgspec.structs.replace(first.plan, assignment=assignment)
+    found = _crews(view, job, plan)
+    if found is None:
+        return
+    crews, missing = found
+    reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
+    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation)
+
+
+def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
+    """What an earlier controller planned."""
+    plan = job.live.held
+    if plan is None or plan.generation != generation:
+        _recall(view, job, generation, out)
+        return
+    found = _crews(view, job, plan)
+    if found is None:
+        return
+    crews, missing = found
+    whole = not missing and all(job.inside(slot, generation) for crew in crews for slot in crew.slots)
+    if whole:
+        reason = f"all {len(plan.members)} members run in generation {generation}, which this log did not hold"
+    else:
+        lost = f" without slots {missing[:20]}" if missing else ""
+        reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"
+    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
+
+
+def _crews(view: View, job: JobView, plan: wire.Plan) -> tuple[list[records.Crew], list[int]] | None:
+    """The plan's processes, and the slots of which nobody is there; None while somebody may still come."""
     crews, missing = [], []
-    for element in job.state.elements(plan.members):
-        slots = [slot for slot in plan.members if slot // per_node == element]
+    for element, slots in _by_element(job, plan.members).items():
         crew = _crew(view, job, element, slots)
         if crew is not None:
             crews.append(crew)
         elif _may_come(view, job, element):
-            return out
+            return None
         else:
             missing += slots
-    inside = all(job.inside(slot, generation) for crew in crews for slot in crew.slots)
-    if not missing and inside:
-        reason = f"all {len(plan.members)} members run in generation {generation}, which this log did not hold"
-        whole = True
-    else:
-        lost = f" without slots {missing[:20]}" if missing else ""
-        reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"
-        whole = False
-    record = records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason)
-    out.record(job.state, record, generation)
-    job.live.held = None
-    job.live.ahead.clear()
-    return out
+    return crews, missing
+
+
+def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for slot in slots:
+        found.setdefault(slot // job.per_node, []).append(slot)
+    return found
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
@@ -87,20 +166,17 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    key, asked = f"recall {generation}", 0
-    for element in sorted(job.live.ahead):
-        agent = job.agents[element]
-        if agent.newest != generation or asked >= ASKED:
-            continue
-        asked += 1
-        if view.now - agent.repeated.get(key, float("-inf")) >= view.config.repeat_seconds:
-            agent.repeated[key] = view.now
-            out.send(agent, wire.Recall(generation=generation))
+    asked = [job.agents[e] for e in sorted(job.live.ahead) if job.agents[e].newest == generation]
+    for agent in asked[:ASKED]:
+        _once(view, agent, f"recall {generation}", wire.Recall(generation=generation), out)
 
 
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
-    """An agent's answer. Raises :class:`wire.BadMessage` for a plan that is none."""
-    plan = wire.whole(message.share)
+    """An agent's answer; a plan that is none says nothing."""
+    try:
+        plan = wire.whole(message.share)
+    except wire.BadMessage:
+        return
     if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:
         # Only this agent's part of the assignment is known; whoever reports says what it has computed.
         job.live.held = msgspec.structs.replace(plan, assignment={}, boundary=False)

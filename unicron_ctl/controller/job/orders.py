@@ -20,8 +20,9 @@ BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
 class Letter:
     """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan."""
 
-    def __init__(self, job: JobState) -> None:
-        self.plan = {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
+    def __init__(self, job: JobState, plan: wire.Plan | None = None) -> None:
+        """plan: another one than the job's phase is about."""
+        self.plan = plan or {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
         self._job = job
         leaders = leading(self.plan, partial(reached, job), self._per_node) if self.plan is not None else []
         self.leaders = frozenset(peer.element for peer in leaders)
@@ -35,6 +36,17 @@ class Letter:
     @property
     def _per_node(self) -> int:
         return max(1, self._job.settings.ranks_per_node)
+
+    @cached_property
+    def confirmed(self) -> Letter:
+        """About the plan that the job is in, for agents that made it without the controller."""
+        return Letter(self._job, self._job.plan)
+
+    def share(self, agent: AgentView) -> wire.PlanShare | None:
+        """The agent's part of the plan."""
+        if self.plan is None:
+            return None
+        return wire.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
 
     @cached_property
     def peers(self) -> list[wire.Peer]:
@@ -63,10 +75,12 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         yield letter.break_key, letter.broken
     if stale := _withdrawn(job.state, agent):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
-    plan = letter.plan
-    if plan is not None and _lacks(agent, letter.members, plan.generation):
-        peers = letter.peers if agent.element in letter.leaders else ()
-        yield letter.plan_key, wire.share(plan, letter.common, agent.slots, peers)
+    plan, agreed, known = letter.plan, agent.agreed, job.state.plan
+    if plan is not None and _lacks(agent, letter.members, plan.generation) and (share := letter.share(agent)):
+        yield letter.plan_key, share
+    elif agreed is not None and known is not None and agreed.generation <= known.generation:
+        if (share := letter.confirmed.share(agent)) is not None:
+            yield f"confirm {known.generation}", share
     if agent.element in job.live.restarts:
         yield from _processes(job.state, agent, now)
 

@@ -296,11 +296,16 @@ class PlanMade(Record, frozen=True, tag="plan"):
 
 
 class Adopted(Record, frozen=True, tag="adopted"):
-    """A generation that the log did not hold, as its agents show it. whole: all of its members run in it."""
+    """A generation that the log did not hold, as its agents show it. whole: all of its members are there, in it or on
+    their way."""
 
     plan: Plan
     crews: list[Crew]
     whole: bool
+
+
+class NumberUsed(Record, frozen=True, tag="number_used"):
+    """The number of a generation that agents had begun to agree on, and did not: it is never used again."""
 
 
 class Reinstated(Record, frozen=True, tag="reinstated"):

@@ -22,6 +22,7 @@ LASTING = (
     records.PlanMade,
     records.Offer,
     records.Adopted,
+    records.NumberUsed,
     records.JobEnded,
     records.SlurmAction,
 )

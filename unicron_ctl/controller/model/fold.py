@@ -396,7 +396,15 @@ def _adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
     job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
     job.regroup = "" if record.whole else record.reason
-    _phase(job, event, Phase.RUNNING)
+    _phase(job, event, Phase.ENTERING)
+
+
+def _number_used(job: JobState, event: Event, record: records.NumberUsed) -> None:
+    job.generation = max(job.generation, event.generation)
+    if job.phase is Phase.BREAKING:
+        job.broken = job.generation
+    elif job.members:
+        job.regroup = record.reason
 
 
 def _parted(job: JobState, event: Event, record: records.Parted) -> None:
@@ -526,6 +534,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.Break: _break,
     records.PlanMade: _plan,
     records.Adopted: _adopted,
+    records.NumberUsed: _number_used,
     records.Reinstated: _reinstated,
     records.Parted: _parted,
     records.Rejoined: _rejoined,

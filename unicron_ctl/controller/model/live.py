@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
 from unicron_ctl.controller.model.survey import Survey
-from unicron_ctl.protocol.wire import Plan, RankStatus, Status
+from unicron_ctl.protocol.wire import Agreed, Plan, RankStatus, Status
 
 AT_REST = ("stopped", "waiting")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -56,6 +56,10 @@ class AgentView:
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
+    pinged: int = 0
+    """The number of the last Ping that its last status answers."""
+    agreed: Agreed | None = None
+    """What it and others have agreed on without this controller, until a plan of this controller's."""
     newest: int = 0
     """The highest generation that one of its ranks is in, or enters."""
     before: dict[int, RankStatus] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
+        self.pinged, self.agreed = status.pinged, status.agreed
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:
@@ -145,6 +150,8 @@ class LiveJob:
     """When an agent registered last."""
     ahead: set[int] = field(default_factory=set)
     """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    asked: int = 0
+    """The number of the Ping that all of them are to answer before that is looked at."""
     held: Plan | None = None
     """What such an agent says that its plan was."""
     survey: Survey = field(default_factory=Survey)
@@ -447,6 +454,11 @@ class Live:
         """Slurm says that the agent has ended."""
         view.suspect_since = now
         self.suspects.add((view.job, view.element))
+
+    def renew(self, now: float) -> None:
+        """Everybody has a whole lease again: nobody could be heard."""
+        for view in self.agents():
+            view.last_heard = now
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""

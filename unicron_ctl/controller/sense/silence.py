@@ -157,6 +157,8 @@ def heard_again(view: View) -> Outcome:
     out, inquiries = Outcome(), view.inquiries
     seconds = view.now - (inquiries.alone_since or view.now)
     inquiries.alone_since = None
+    for key in list(inquiries.open):
+        inquiries.close(key)  # everybody has a lease again
     out.record(None, records.HeardAgain(seconds=seconds, reason=f"agents are heard again after {seconds:.1f} s"))
     return out
 

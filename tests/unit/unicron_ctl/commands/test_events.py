@@ -14,6 +14,7 @@ from unicron_ctl.controller import answers
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -29,7 +30,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
         arguments = dict(question)
-        return answers.answer(None, store, arguments.pop("kind"), arguments)  # type: ignore[arg-type]
+        return answers.answer(None, store, arguments.pop("kind"), arguments, EVERYBODY)  # type: ignore[arg-type]
 
     monkeypatch.setattr(events, "ask", ask)
 
@@ -59,4 +60,4 @@ def test_after_an_id_come_the_next_ones(log: None) -> None:
 @pytest.mark.parametrize("without", ["step", [1], ["x"] * 21])
 def test_a_wrong_list_of_kinds_is_refused(without: Any) -> None:
     with pytest.raises(answers.Unanswerable, match="without must be a list of up to 20 kinds"):
-        answers.events(None, None, {"without": without})  # type: ignore[arg-type]
+        answers.events(None, None, {"without": without}, EVERYBODY)  # type: ignore[arg-type]

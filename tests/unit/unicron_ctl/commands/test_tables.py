@@ -75,7 +75,7 @@ STATUS: dict[str, Any] = {
     "failures": [FAILURE],
     "attention": [{"reason": "gpu-a-0117 is to be set down by hand"}],
     "waf": 1.9e15,
-    "controller": {"time": 90.0, "since": 0.0, "observe": False, "slurm": {"error": "", "used": False}},
+    "controller": {"time": 90.0, "since": 0.0, "modes": {"default": "act"}, "slurm": {"error": "", "used": False}},
 }
 
 

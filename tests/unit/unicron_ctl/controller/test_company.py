@@ -61,7 +61,7 @@ def test_after_a_loss_the_next_ones_lead():
     world.check_replay()
 
 
-@pytest.mark.parametrize("reached", [{"peer": ""}, {"key": "no key"}, {"peer": "n" * 1000}])
+@pytest.mark.parametrize("reached", [{"peer": ""}, {"key": "no key"}])
 def test_nobody_leads_who_cannot_be_reached(reached):
     world, agents = start(3, **reached)
     assert wire.leaders(shares(world, agents[0])[0]) == [] and world.job().phase == "running"

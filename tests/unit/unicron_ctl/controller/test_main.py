@@ -58,11 +58,11 @@ def test_a_good_configuration_shows_its_time_outs(unicrond: Any, tmp_path: Path)
 
 
 def test_everything_wrong_is_printed(unicrond: Any, tmp_path: Path) -> None:
-    text = "[controller]\nheartbeat_period = 0.005\nrestart_seconds = 900\npublic_key = 'short'\nhint = 1\n"
+    text = "[controller]\nheartbeat_period = 0.005\nrestart_seconds = 1000\npublic_key = 'short'\nhint = 1\n"
     path = written(tmp_path, text + "[[severity.rule]]\nid = 'mine'\n")
     status, out, err = unicrond("--config", path, "--check")
     assert (status, out) == (2, []) and all(line.startswith(f"unicrond: {path}: ") for line in err)
-    for word in ("heartbeat_period = 0.005", "restart_seconds = 900", "public key", "hint: unknown key"):
+    for word in ("heartbeat_period = 0.005", "restart_seconds = 1000", "public key", "hint: unknown key"):
         assert sum(word in line for line in err) == 1, (word, err)
     assert len(err) == 5, "the severity table is checked as well"
 

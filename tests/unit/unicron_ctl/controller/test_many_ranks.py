@@ -42,7 +42,10 @@ def test_a_thousand_ranks_that_stop_at_once_regroup_and_few_are_named() -> None:
 def test_one_jobs_broken_judge_does_not_keep_another_on_an_unfit_node(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm(4)
     world = World(slurm, max_isolated_job_share=1.0)
-    slurm.submit("2", 2)
+    for job in ("1", "2"):  # they share their nodes
+        slurm.submit(job, 2)
+        for element in range(2):
+            slurm.queue[job, element].update(state="RUNNING", node=f"n{element + 1}", reason="")
     first, second = world.start_job("1", nodes=2), world.start_job("2", nodes=2)
     world.run(1.0)
     real = failures.JUDGES[What.NODE]

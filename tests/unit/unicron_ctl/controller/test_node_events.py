@@ -90,7 +90,7 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
     agents[1].silent = True
     world.run(3)
     assert len(world.job().failures) == 1 and left(world) == [("1", "n2")], "one event, one failure"
-    shown = next(node for node in answer_nodes(world.core, None, {}) if node["node"] == "n2")
+    shown = next(node for node in answer_nodes(world.core, None, {}, EVERYBODY) if node["node"] == "n2")
     assert shown["healthy"] and "fallen off the bus" in shown["suspect"]
     (item,) = attention(world.core.view)
     assert item.node == "n2" and "unicronctl pair-test --nodes n2" in item.reason

@@ -24,6 +24,9 @@ class SlowSlurm:
         self.refused: set[str] = set()
         self.go = threading.Event()
 
+    def private_data(self) -> frozenset[str]:
+        return frozenset()
+
     def _call(self, what: str) -> None:
         self.began.append(what)
         if what in self.blocked:
@@ -66,7 +69,7 @@ class Answers:
     def on_actions_done(self, urgent: bool) -> None:
         self.heard.append(("all", str(urgent)))
 
-    def on_listing(self, nodes: Any, elements: Any) -> None:
+    def on_listing(self, nodes: Any, elements: Any, private: Any) -> None:
         self.heard.append(("listing", ""))
 
 

@@ -20,7 +20,7 @@ REGISTER = wire.Register(
 def test_each_claim_is_good_for_one_purpose_and_one_connection() -> None:
     made = {claims.of_controller(KEY), claims.of_asker(KEY), claims.of_agent(REGISTER, KEY)}
     assert len(made) == 3 and claims.of_asker(KEY) != claims.of_asker("o" * 40)
-    for change in ({"job": "8"}, {"element": 2}, {"node": "n2"}, {"agent": "b"}):
+    for change in ({"job": "8"}, {"element": 2, "slots": [2]}, {"node": "n2"}, {"agent": "b"}):
         other = wire.msgspec.structs.replace(REGISTER, **change)
         assert claims.of_agent(other, KEY) not in made, change
 

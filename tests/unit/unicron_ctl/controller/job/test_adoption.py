@@ -149,3 +149,128 @@ def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int)
     assert max(agent.ranks[slot].iteration for agent in agents for slot in agent.slots) >= 2
     assert len(job.members) == 8, f"{sorted(job.members)} of 8 are in"
     world.check_replay()
+
+
+# ---------------------------------------------------------------- what agents agreed on without the controller
+def away(world: World, agents: list[FakeAgent]) -> None:
+    """Nobody hears the controller, and it hears nobody."""
+    train(world, agents, range(2))
+    for agent in agents:
+        agent.silent = agent.cut = True
+    world.run(5.0)
+    assert world.core.view.alone
+
+
+def agree(world: World, agents: list[FakeAgent], lost: int, chosen: tuple[bool, ...] = ()) -> wire.Plan:
+    """A rank dies, and all others agree on a plan without it; `chosen`: who knows that it was chosen."""
+    members = [agent.slots[0] for agent in agents if agent.slots[0] != lost]
+    plan = wire.Plan(generation=2, members=members, store="n1:9000", prefix="1.g2.0.1", iteration=2, reason="agreed")
+    gone = [wire.LostRank(lost, agents[lost].agent, 0)]
+    agents[lost].die(lost)
+    for place, agent in enumerate(agents):
+        if agent.slots[0] == lost:
+            continue
+        knows = chosen[place] if chosen else True
+        part = wire.Plan(**{name: getattr(plan, name) for name in plan.__struct_fields__ if name != "v"})
+        part.assignment = {agent.slots[0]: [place]}
+        agent.agreed = wire.Agreed(
+            generation=2, since=1, plan=part, lost=gone, reason="agreed", by=agents[0].agent, chosen=knows
+        )
+        if knows:
+            agent.set(agent.slots[0], state="running", generation=2, broken=1)
+        else:
+            agent.set(agent.slots[0], state="stopped", broken=1)
+    return plan
+
+
+def back(world: World, agents: list[FakeAgent]) -> None:
+    for agent in agents:
+        agent.silent = agent.cut = False
+        agent.status()
+    world.run(3.0)
+
+
+def test_a_plan_that_the_agents_agreed_on_is_taken_over():
+    world = World()
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3)
+    back(world, agents)
+    job = world.job()
+    assert sorted(job.members) == [0, 1, 2] and job.plan.prefix == "1.g2.0.1"
+    assert job.plan.assignment == {0: [0], 1: [1], 2: [2]}
+    assert not any(isinstance(message, wire.Break) for _, message in world.sent)
+    assert all(agent.agreed is None for agent in agents), "they have been told that it is known"
+    assert [failure.slots for failure in job.failures] == [[3]] and agents[3].ranks[3].incarnation == 1
+    agents[3].ready()
+    world.run(1.0)
+    for agent in agents:
+        agent.take_offer()
+    world.run(1.0)
+    assert sorted(job.members) == [0, 1, 2, 3]
+    world.check_replay()
+
+
+def test_a_restarted_and_an_emptied_controller_take_it_over():
+    for records in (0, None):
+        world = World()
+        agents = world.start_job(nodes=4)
+        away(world, agents)
+        agree(world, agents, lost=3)
+        if records is None:
+            world.log.clear()
+        world.restart()
+        back(world, agents)
+        assert sorted(world.job().members)[:3] == [0, 1, 2] and world.job().plan.prefix == "1.g2.0.1"
+        assert all(agents[slot].ranks[slot].iteration == 2 for slot in range(3))
+
+
+def test_one_that_knows_of_the_choice_is_enough_and_those_behind_are_told_the_plan():
+    world = World()
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3, chosen=(False, True, False))
+    back(world, agents)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().plan.prefix == "1.g2.0.1"
+    assert all(agents[slot].ranks[slot].generation == 2 for slot in range(3)) and world.job().phase == "running"
+
+
+def test_it_is_not_looked_at_before_all_living_agents_have_spoken():
+    world = World()
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3, chosen=(False, True, False))
+    agents[0].silent = agents[0].cut = False
+    agents[0].status()
+    world.run(0.2)
+    assert world.job().generation == 1, "another one may know more"
+    back(world, agents)
+    assert world.job().plan.prefix == "1.g2.0.1"
+
+
+def test_a_number_that_was_begun_is_used_up():
+    world = World()
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3, chosen=(False, False, False))
+    back(world, agents)
+    job = world.job()
+    assert sorted(job.members) == [0, 1, 2] and job.plan.generation == 3 and "number_used" in world.kinds()
+    world.check_replay()
+
+
+def test_the_agents_choice_counts_against_a_plan_of_the_controller_with_its_number():
+    world = World()
+    agents = world.start_job(nodes=4)
+    train(world, agents, range(2))
+    for agent in agents[:3]:
+        agent.obedient = False
+    agents[3].die(3)
+    for agent in agents[:3]:
+        agent.set(agent.slots[0], state="stopped", broken=1)
+    assert world.job().plan.generation == 2
+    for agent in agents[:3]:
+        agent.obedient = True
+    agree(world, agents, lost=3)
+    world.run(3.0)
+    assert world.job().plan.prefix == "1.g2.0.1" and world.job().phase in ("running", "offering")

@@ -32,6 +32,7 @@ def register(world: World, agent: FakeAgent, uid: int | None = ANN) -> None:
         address="127.0.0.1",
         slots=agent.slots,
         settings=agent.settings,
+        door=f"{agent.node}:{agent.agent}",
     )
     world.core.receive(agent.route, message, world.now, asker=Asker(uid=uid, user=""))
     world.core.settle()

@@ -14,6 +14,7 @@ from unicron_ctl.controller.log import records, savings
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.savings import saved
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY
 
 HOUR = 3600.0
 
@@ -72,7 +73,7 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
     store = Store(tmp_path / "events.sqlite")
     store.append(world.log)
     world.core.now = world.now + 2 * HOUR
-    (line,) = answers.status(world.core, store, {})["observed"]
+    (line,) = answers.status(world.core, store, {}, EVERYBODY)["observed"]
     assert "up to 2.0 more node-hours" in line and "1 down" in line
     week = answers.observed(world.core, store)
     assert week is not None
