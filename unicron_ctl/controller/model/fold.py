@@ -444,7 +444,7 @@ def _offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn
     _phase(job, event, Phase.RUNNING)
 
 
-def _last_copy(job: JobState, event: Event, record: records.LastCopy) -> None:
+def _last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
     job.waits = record.reason
 
 
@@ -542,6 +542,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.Offer: _offer,
     records.OfferWithdrawn: _offer_withdrawn,
     records.LastCopy: _last_copy,
+    records.StateAwaited: _last_copy,
     records.Entered: _entered,
     records.Reform: _reform,
     records.Step: _step,
