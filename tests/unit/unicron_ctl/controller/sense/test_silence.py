@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeSlurm, World
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
 
@@ -27,6 +30,11 @@ def heal(world: World) -> None:
         agent.silent = agent.cut = False
 
 
+def _shown(world: World) -> str:
+    told = answers.status(world.core, None, {}, EVERYBODY)
+    return "\n".join(str(part) for part in tables.status(told))
+
+
 def taken(world: World) -> list[tuple]:
     return [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold", "hold")]
 
@@ -43,6 +51,7 @@ def test_a_silence_of_the_head_node_harms_nobody(seconds, slurm_too):
     for _ in range(seconds):
         world.run(1.0)
     assert world.core.view.alone
+    assert "hears no agent for" in _shown(world)
     for states in world.slurm.node_states.values():
         states.discard("NOT_RESPONDING")
     heal(world)
@@ -91,6 +100,10 @@ def test_an_agent_that_others_reach_is_not_lost():
     world.agents[1].silent = world.agents[1].cut = True
     world.run(60.0)
     assert not world.job().failures and not taken(world)
+    assert (
+        "silent, and not taken for lost: element 1 (n2)"
+        in tables.jobs(answers.jobs(world.core, None, {}, EVERYBODY)).lines()[-1]
+    )
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
 
 
