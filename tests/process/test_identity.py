@@ -19,7 +19,7 @@ from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, ranges, wire
 from unicron_ctl.protocol.client import ask
 from unicron_ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
 from unicron_ctl.protocol.hello import Hello
@@ -175,11 +175,11 @@ def test_a_status_of_another_connection_changes_nothing(controller, agents, stra
                 job="7",
                 element=key,
                 agent=agents[key].name,
-                sent=1e300,
-                number=2**60,
+                sent=ranges.MOST_TIME,
+                number=ranges.MOST_COUNT,
                 store="192.0.2.1:1",
                 leaving="finished",
-                ranks={key: wire.RankStatus(state="finished", changed=1e300, generation=1)},
+                ranks={key: wire.RankStatus(state="finished", changed=ranges.MOST_TIME, generation=1)},
             )
         )
         assert refused(stranger, *agents).reason == "register first"

@@ -170,11 +170,11 @@ def test_a_step_that_the_others_have_behind_them_runs_alone(controller, tmp_path
 
 
 def test_an_agent_of_another_mode_is_refused_with_one_line_and_runs_unprotected(controller, tmp_path):
-    job = Job(tmp_path, controller.address, "64", 2, ["sleep", "600"])
+    job = Job(tmp_path, controller.address, "64", 1, ["sleep", "600"])
     try:
         wait_for(lambda: controller.job("64").get("state") == "running", lambda: job.logs)
-        job.agents[1].kill()
-        again = job.start(1, [sys.executable, "-c", "raise SystemExit(5)"], UNICRON_MODE="session")
+        job.agents[0].kill()
+        again = job.start(0, [sys.executable, "-c", "raise SystemExit(5)"], UNICRON_MODE="session")
         assert again.wait() == 5
         said = "job 64 is healed in restart mode, this agent would be in session mode (UNICRON_MODE=session)"
         assert said in again.log and "the job runs unprotected" in again.log

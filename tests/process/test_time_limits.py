@@ -24,7 +24,7 @@ def kill(job: World, slot: int) -> None:
 
 
 def test_a_rank_in_the_scripts_own_code_is_waited_for_when_a_peer_dies(tmp_path):
-    evaluation = {"slot": 0, "iteration": "any", "at": "outside", "kind": "sleep", "delay": 20, "file": "evaluate"}
+    evaluation = {"slot": 0, "iteration": "any", "at": "outside", "kind": "sleep", "delay": 14, "file": "evaluate"}
     settings = f"report_timeout = 9.0\nfault_grace = 0.5\n{PATIENT}"
     with World(tmp_path, 3, settings, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02", TINY_FAULT=faults(evaluation)) as job:
         job.wait(lambda: job.trains([0, 1, 2], 10), "10 iterations")
@@ -38,12 +38,12 @@ def test_a_rank_in_the_scripts_own_code_is_waited_for_when_a_peer_dies(tmp_path)
 
 
 def test_a_hang_right_after_a_recovery_is_found_by_the_usual_time(tmp_path):
-    with World(tmp_path, 3, "hang_floor_seconds = 10.0\n", TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
+    with World(tmp_path, 3, "hang_floor_seconds = 6.0\n", TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
         job.wait(lambda: job.trains([0, 1, 2], 30), "30 iterations")
         job.agents[2].kill()
         job.wait(lambda: job.trains([0, 1]), "the others go on")
         os.kill(job.rank(1)["pid"], signal.SIGSTOP)
-        within = 90.0  # 3 times the floor; 10 times would be more
+        within = 55.0  # 3 times the floor; 10 times would be more
         failure = job.wait(
             lambda: next((f for f in job.failures() if f["slots"] == [1]), None), "the hang is found", within
         )

@@ -29,7 +29,7 @@ REASON = 100_000  # characters: of what the controller says
 CREDENTIAL = 65_536
 NODE_EVENTS = 1 << 40
 MOST_LEADERS = 16  # agents that may act for the controller
-KINDS = 256  # names in a map
+KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
 
 # ---------------------------------------------------------------- numbers
@@ -71,7 +71,8 @@ RankState = Annotated[
 RankPhase = Annotated[str, Meta(pattern=r"^(computing|reducing|synced|stepped)\Z", max_length=9)]
 EventSource = Annotated[str, Meta(pattern=r"^(kernel|memory|link)\Z")]
 ProcessState = Annotated[str, Meta(max_length=1)]
-Argument = Text | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | bool | None
+Kinds = Annotated[list[Kind], Meta(max_length=KINDS)]
+Argument = Text | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | bool | Kinds | None
 
 # ---------------------------------------------------------------- many of them
 Slots = Annotated[list[Slot], Meta(max_length=MOST_SLOTS)]
