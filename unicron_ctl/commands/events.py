@@ -16,7 +16,7 @@ from unicron_ctl.protocol.client import ask
 
 POLL_SECONDS = 0.5
 PAGE = 1000
-QUIET = ["step", "timing", "ranks_ready"]  # too many to be read
+QUIET = "step timing ranks_ready"  # too many to be read
 
 
 @click.command(name="events")
@@ -33,7 +33,7 @@ def command(
     follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None
 ) -> None:
     """Show the event log."""
-    question = {"kind": "events", "job": job, "without": [] if as_json or steps else QUIET}
+    question = {"kind": "events", "job": job, "without": "" if as_json or steps else QUIET}
     found = ask({**question, "after": after, "limit": limit}, controller)
     try:
         while True:

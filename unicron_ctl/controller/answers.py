@@ -229,22 +229,23 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
 
 
 def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
-    """The log after an id: args after, limit, job, without (kinds that do not count)."""
+    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them)."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
-    without = args.get("without", [])
+    without = args.get("without", "")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
         raise Unanswerable("events: after and limit must be whole numbers, job a job id")
     if not 0 <= after < 2**63:
         raise Unanswerable("events: after must be the id of an event")
-    if not isinstance(without, list) or len(without) > 20 or not all(isinstance(kind, str) for kind in without):
-        raise Unanswerable("events: without must be a list of up to 20 kinds")
+    if not isinstance(without, str) or len(without.split()) > 20:
+        raise Unanswerable("events: without must be up to 20 kinds with a space between them")
+    unwanted = without.split()
     limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
     if asker.admin:
-        return [event.as_dict() for event in store.tail(after, limit, name, without)]
+        return [event.as_dict() for event in store.tail(after, limit, name, unwanted)]
     # Events of a job are its owner's; those of nodes and of the controller the admins'.
     mine = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
     found = sorted(
-        (event for job in mine for event in store.tail(after, limit, job, without)), key=lambda event: event.id
+        (event for job in mine for event in store.tail(after, limit, job, unwanted)), key=lambda event: event.id
     )
     return [event.as_dict() for event in (found[:limit] if after else found[-limit:])]
 
