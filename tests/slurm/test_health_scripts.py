@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import wait_for
 from unicron_ctl.localslurm.health import HEALTH, PROLOG
 
 BAD = "[health]\nmemory_mb = 999999999\n"
@@ -26,8 +27,8 @@ class Scripts:
         }
         self.prolog = {"UNICRON_CHECK_SHM": "off", "UNICRON_HEALTH_SECONDS": "20"}
 
-    def __call__(self, script: Path, limit: float = 30.0) -> int:
-        self.log.unlink(missing_ok=True)
+    def configure(self, script: Path) -> None:
+        """Write the files that it reads."""
         log = {"UNICRON_LOG": str(self.log)}
         # Without a Slurm of its own nothing can be drained: the status and the log are looked at here.
         health = self.health | {"UNICRON_HEALTH_DRAIN": "off"} | log
@@ -36,19 +37,28 @@ class Scripts:
         (self.folder / "health.conf").write_text(_lines(health))
         prolog = self.prolog | {"UNICRON_HEALTH_CONF": str(self.folder / "health.conf")} | log
         (self.folder / "prolog.conf").write_text(_lines(prolog))
+
+    def begin(self, script: Path, node: str = "n1") -> subprocess.Popen[bytes]:
+        """Start it as slurmd on that node does."""
         variable = "UNICRON_HEALTH_CONF" if script == HEALTH else "UNICRON_PROLOG_CONF"
         conf = self.folder / ("health.conf" if script == HEALTH else "prolog.conf")
-        began = time.monotonic()
-        done = subprocess.run(
+        return subprocess.Popen(
             [script],
-            env={variable: str(conf), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "8", "SLURM_CONF": "/dev/null"},
-            capture_output=True,
+            env={variable: str(conf), "SLURMD_NODENAME": node, "SLURM_JOB_ID": "8", "SLURM_CONF": "/dev/null"},
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+
+    def __call__(self, script: Path, limit: float = 30.0) -> int:
+        self.log.unlink(missing_ok=True)
+        self.configure(script)
+        began = time.monotonic()
+        process = self.begin(script)
+        said, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < limit
-        assert done.stdout == done.stderr == b""
-        return done.returncode
+        assert said == b""
+        return process.returncode
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -112,6 +122,31 @@ def test_a_check_that_hangs_holds_nobody(scripts: Scripts, script: Path) -> None
     scripts.prolog["UNICRON_HEALTH_SECONDS"] = "1"
     assert scripts(script, limit=15.0) == 0
     assert "took" in scripts.said()
+
+
+def test_a_run_never_overlaps_an_earlier_one_on_its_node(scripts: Scripts) -> None:
+    """slurmd starts one each interval, also while the last one goes on."""
+    slow, began, go = scripts.folder / "python", scripts.folder / "began", scripts.folder / "go"
+    slow.write_text(f'#!/bin/sh\necho "$SLURMD_NODENAME" >>{began}\nuntil [ -e {go} ]; do sleep 0.05; done\n')
+    slow.chmod(0o755)
+    scripts.health["UNICRON_PYTHON"] = str(slow)
+    scripts.prolog["UNICRON_HEALTH_SECONDS"] = "49"
+    scripts.configure(HEALTH)
+    first = scripts.begin(HEALTH)
+    wait_for(began.exists, "the first run")
+    other = scripts.begin(HEALTH, node="n2")
+    wait_for(lambda: began.read_text().split() == ["n1", "n2"], "one on another node")
+    assert [scripts.begin(HEALTH).wait(30) for _ in range(3)] == [0, 0, 0]
+    assert first.poll() is other.poll() is None and scripts.said() == ""
+    go.touch()
+    assert first.wait(60) == other.wait(60) == 0
+    assert scripts(HEALTH) == 0 and began.read_text().split() == ["n1", "n2", "n1"]
+
+
+def test_a_node_without_a_place_for_the_lock_is_checked_all_the_same(scripts: Scripts) -> None:
+    scripts.config.write_text(BAD)
+    scripts.health["UNICRON_HEALTH_STATE"] = "/proc/nowhere"
+    assert scripts(HEALTH) == 0 and "proven bad: memory" in scripts.said()
 
 
 @pytest.mark.parametrize("script", [PROLOG, HEALTH])
