@@ -39,7 +39,7 @@ def fake():
 # ---------------------------------------------------------------- a real unicrond and a real training
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """Three nodes lose a rank, their controller in the midst of that recovery, the controller again, then a node; at
+    """Three nodes lose a rank, their controller in the midst of that recovery, the controller again, then an agent; at
     the end a signal stops the training. Every step of it needs the one before, and each rank's start costs seconds.
     """
     folder = tmp_path_factory.mktemp("story")
@@ -94,7 +94,7 @@ def _play(told: SimpleNamespace, job: Job, controller: Controller) -> None:
 def test_a_killed_rank_starts_again_in_place_and_rejoins(story):
     assert story.with_it_again > story.without_victim
     failures = story.controller.events("failure_detected", job="7")
-    assert [each["kind_of_failure"] for each in failures] == ["rank", "node"] and failures[0]["slots"] == [1]
+    assert [each["kind_of_failure"] for each in failures] == ["rank", "agent"] and failures[0]["slots"] == [1]
     starts = [(each["slot"], each["incarnation"]) for each in story.controller.events("rank_start", job="7")]
     assert starts == [(1, 1)]
     generations = [each["generation"] for each in story.job.losses(0)]
@@ -113,10 +113,11 @@ def test_training_goes_on_without_a_controller(story):
 def test_the_ranks_of_a_killed_agent_end_with_it_and_the_others_go_on(story):
     assert story.was_alive and not is_alive(story.lost_pid)
     assert story.without_node > max(story.without_controller)
-    failures = [
-        event for event in story.controller.events("failure_detected", job="7") if event["kind_of_failure"] == "node"
+    (death,) = [
+        event for event in story.controller.events("failure_detected", job="7") if event["kind_of_failure"] == "agent"
     ]
-    assert [(each["element"], each["node"]) for each in failures] == [(2, "n2")]
+    assert (death["element"], death["node"], death["action"]) == (2, "n2", "restart"), "its closed door told of it"
+    assert not story.controller.events("node_lost"), "the node is not blamed"
 
 
 def test_a_signal_to_one_agent_ends_the_training_after_the_same_iteration_everywhere(story):
@@ -407,7 +408,7 @@ def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.Complete
         ({"UNICRON_WEIGHT": "1e308"}, "UNICRON_WEIGHT=1e308 must be 1e-06 to 1e+06"),
         ({"UNICRON_WEIGHT": "nan"}, "UNICRON_WEIGHT=nan must be 1e-06 to 1e+06"),
         ({"UNICRON_MIN_NODES": "1.5"}, "UNICRON_MIN_NODES='1.5' is no whole number"),
-        ({"UNICRON_RANKS_PER_NODE": "0"}, "UNICRON_RANKS_PER_NODE=0 must be at least 1"),
+        ({"UNICRON_RANKS_PER_NODE": "0"}, "UNICRON_RANKS_PER_NODE=0 must be 1 to 1024"),
         ({"UNICRON_REGISTER_TIMEOUT": "soon"}, "UNICRON_REGISTER_TIMEOUT='soon' is no number"),
         ({"UNICRON_MODE": "fast"}, "UNICRON_MODE='fast': write auto, session or restart"),
         ({"SLURM_ARRAY_TASK_ID": "a"}, "SLURM_ARRAY_TASK_ID='a' is no whole number"),

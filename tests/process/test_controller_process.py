@@ -20,9 +20,10 @@ from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.client import ask
+from unicron_ctl.reach import Reach
 
 pytestmark = pytest.mark.process
-PATIENT = "lease_periods = 40\nhint_grace = 2.0\n"
+PATIENT = "lease_periods = 40\n"
 SHORT_LEASE = "heartbeat_period = 0.4\n"
 
 
@@ -116,10 +117,15 @@ def test_a_controller_killed_in_a_recovery_finishes_it_after_its_start(controlle
 
 
 @pytest.mark.parametrize("controller", [SHORT_LEASE], indirect=True)
-def test_a_silent_agent_is_lost(controller, running):
-    order = running[0].expect(wire.Break, running[1])
+def test_a_silent_agent_is_lost_once_others_do_not_reach_it_either(controller, running):
+    first, second, _ = running
+    wait([first, second], lambda: controller.events("silence"), "it is silent")
+    assert controller.failures() == [], "others reach it"
+    first.reaches = second.reaches = Reach.SILENT
+    order = first.expect(wire.Break, second)
     assert order.lost == [2]
-    assert controller.failures()[0]["kind"] == "node"
+    failure = controller.failures()[0]
+    assert (failure["kind"], failure["detected_by"]) == ("node", "lease and witnesses")
 
 
 def test_hostile_input_is_counted_answered_and_survived(controller, agents):
@@ -172,7 +178,7 @@ def test_a_hint_provokes_a_question_and_nothing_else(controller, running):
     running[1].expect(wire.Ping, *running)
     running[1].status()
     answered = time.monotonic()
-    wait(running, lambda: time.monotonic() > answered + 3.0, "the time after which it would have been lost")
+    wait(running, lambda: time.monotonic() > answered + 2.0, "the time in which others would have been asked")
     assert controller.job()["state"] == "running"
     assert controller.failures() == []
 

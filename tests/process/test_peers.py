@@ -11,6 +11,7 @@ import zmq
 from tests.support.processes import wait_for
 from unicron_ctl.agent.peers import Peers
 from unicron_ctl.protocol import peers, wire
+from unicron_ctl.protocol.encryption import new_pair
 
 pytestmark = pytest.mark.process
 QUIET = 1.0  # seconds: what is let in comes within milliseconds
@@ -20,9 +21,9 @@ class Talker:
     """A line in a context of its own, as in an agent's process."""
 
     def __init__(self, element: int) -> None:
-        self.context, keys = zmq.Context(), zmq.curve_keypair()
+        self.context, keys = zmq.Context(), new_pair()
         self.line = Peers(self.context, "127.0.0.1", keys)
-        self.peer = wire.Peer(element, f"agent{element}", self.line.address, keys[0].decode())
+        self.peer = wire.Peer(element, f"agent{element}", self.line.address, keys[0])
         self.heard: list[peers.AnyPeer] = []
         self.dropped: list[str] = []
 

@@ -78,7 +78,7 @@ def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp
 
 @pytest.fixture(scope="module")
 def story(controller, tmp_path_factory):
-    """Three nodes, one of which dies and comes back; then a rank fails when another has ended already."""
+    """Three nodes; the agent of one dies, and its element is started again."""
     folder = tmp_path_factory.mktemp("story")
     plain = Plain(folder, controller.address, "61", 3, UNICRON_MIN_NODES="2")
     told = SimpleNamespace(plain=plain, controller=controller)
@@ -95,11 +95,11 @@ def story(controller, tmp_path_factory):
         plain.job.close()
 
 
-def test_a_lost_node_leaves_a_smaller_world_which_goes_on(story):
+def test_a_lost_agent_leaves_a_smaller_world_which_goes_on(story):
     assert not is_alive(story.lost_pid)
     assert story.smaller["begun"] >= story.first["step"] and story.smaller["size"] == 2
     failures = story.controller.events("failure_detected", job="61")
-    assert [f["node"] for f in failures if f["kind_of_failure"] == "node"] == ["n2"]
+    assert [f["node"] for f in failures if f["kind_of_failure"] == "agent"] == ["n2"]
 
 
 def test_a_node_that_comes_back_is_taken_in_by_a_restart_with_its_reason(story):
@@ -169,15 +169,14 @@ def test_a_step_that_the_others_have_behind_them_runs_alone(controller, tmp_path
         job.close()
 
 
-def test_modes_that_differ_are_refused_with_one_line(controller, tmp_path):
+def test_an_agent_of_another_mode_is_refused_with_one_line_and_runs_unprotected(controller, tmp_path):
     job = Job(tmp_path, controller.address, "64", 2, ["sleep", "600"])
     try:
         wait_for(lambda: controller.job("64").get("state") == "running", lambda: job.logs)
         job.agents[1].kill()
-        again = job.start(1, UNICRON_MODE="session")
-        assert again.wait() == 1
-        assert (
-            "job 64 is healed in restart mode, this agent would be in session mode (UNICRON_MODE=session)" in again.log
-        )
+        again = job.start(1, [sys.executable, "-c", "raise SystemExit(5)"], UNICRON_MODE="session")
+        assert again.wait() == 5
+        said = "job 64 is healed in restart mode, this agent would be in session mode (UNICRON_MODE=session)"
+        assert said in again.log and "the job runs unprotected" in again.log
     finally:
         job.close()

@@ -15,6 +15,7 @@ from tests.support.processes import LIMIT
 from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.encryption import secure_client
 from unicron_ctl.protocol.munge import MungeError, make_credential
+from unicron_ctl.reach import Reach
 
 BEAT = 0.2  # seconds between a scripted agent's statuses
 M = TypeVar("M", bound=wire.Message)
@@ -54,6 +55,7 @@ class ScriptedAgent:
         self.socket.connect(address)
         self.rank = wire.RankStatus(state="starting", micro_batches=4, train_iterations=50)
         self.heard: list[wire.Message] = []
+        self.reaches = Reach.REACHED  # what it answers when it is asked for others
         self._number, self._steps, self._beat = 0, 0, 0.0
 
     def close(self) -> None:
@@ -137,6 +139,9 @@ class ScriptedAgent:
             self.heard.append(wire.whole(message) if isinstance(message, wire.PlanShare) else message)
             if isinstance(message, wire.Refused) and not message.final:
                 self.register()
+            elif isinstance(message, wire.Reach):
+                words, number = [str(self.reaches)] * len(message.targets), message.number
+                self.send(wire.Reached(job=self.job, element=self.element, agent=self.name, number=number, words=words))
         if time.monotonic() - self._beat > BEAT:
             self.status()
 

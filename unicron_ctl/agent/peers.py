@@ -20,6 +20,7 @@ _OPTIONS = (
     (zmq.RECONNECT_IVL, 50),
     (zmq.RECONNECT_IVL_MAX, 1000),
     (zmq.CONNECT_TIMEOUT, 2000),
+    (zmq.HANDSHAKE_IVL, 1000),  # who is not let in yet is told nothing, and tries again after this; usually 30 s
     (zmq.HEARTBEAT_IVL, 1000),
     (zmq.HEARTBEAT_TIMEOUT, 5000),
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),

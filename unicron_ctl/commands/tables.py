@@ -46,6 +46,8 @@ def _foot(data: dict[str, Any]) -> str:
     controller = data["controller"]
     words = [f"WAF {rate(data['waf'])}", f"unicrond up {duration(controller['time'] - controller['since'])}"]
     words.append(", ".join(f"{name}: {mode}" for name, mode in controller["modes"].items()))
+    if controller.get("alone_since") is not None:
+        words.append(f"hears no agent for {duration(controller['time'] - controller['alone_since'])}: does nothing")
     slurm = controller["slurm"]
     if slurm["error"]:
         words.append(f"Slurm: {slurm['error']}")
@@ -108,6 +110,10 @@ def _notes(job: dict[str, Any]) -> list[str]:
         found.append(f"set aside: see `unicronctl explain {job['job']}`")
     if job.get("waits"):
         found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
+    if job.get("silent"):
+        found.append(f"silent, and not taken for lost: element {', '.join(job['silent'])}")
+    if job.get("left_out"):
+        found.append(f"left out, for it and others do not reach each other: element {', '.join(job['left_out'])}")
     if job.get("mode") == "restart":
         found.append("restart mode")
     if not job["ended"] and (slow := _slow(job)):

@@ -81,6 +81,7 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
             "pid": os.getpid(),
             "since": core.view.started_at,
             "time": core.now,
+            "alone_since": core.view.inquiries.alone_since,
             "modes": modes(core),
             "events": core.state.last_event,
             "slurm": {
@@ -97,6 +98,13 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         "waf": sum(item["waf"] for item in listed),
         "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report and asker.admin else {},
     }
+
+
+def _silent(core: Core, state: JobState) -> list[str]:
+    """Elements that this controller does not hear and does not take for lost."""
+    view, lease = core.view, core.config.lease
+    found = [one for (job, _), one in sorted(view.inquiries.open.items()) if job == state.job]
+    return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
 
 
 def observed(core: Core, store: Store) -> ObservedWeek | None:
@@ -157,6 +165,8 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
         "waits": state.waits,
+        "silent": _silent(core, state),
+        "left_out": [f"{element} ({state.agents[element].node})" for element in sorted(state.parted)],
         "failures": len(state.failures),
         "last_failure": failure_record(last) if last else None,
         "reason": state.decisions[-1].reason if state.decisions else "",

@@ -143,11 +143,13 @@ def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
-    """The element's processes; those of an agent that has not come back yet are known from the log, if at all."""
+    """The element's processes as its agent tells; those of one that has not come back are known from the log, if at
+    all."""
     agent = job.agents.get(element)
     if agent is not None:
         ranks = agent.ranks
-        return records.Crew(agent.agent, slots, [ranks[s].incarnation if s in ranks else 0 for s in slots])
+        told = all(slot in ranks for slot in slots)
+        return records.Crew(agent.agent, slots, [ranks[slot].incarnation for slot in slots]) if told else None
     record, members = job.state.agents.get(element), job.state.members
     if record is None or record.gone or any(s not in members or members[s].agent != record.agent for s in slots):
         return None
@@ -155,7 +157,10 @@ def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.C
 
 
 def _may_come(view: View, job: JobView, element: int) -> bool:
-    """An agent of which only the plan tells may still register: Slurm runs its element, or nothing is known of it."""
+    """An agent of which only the plan tells may still register, or one that has may still speak: Slurm runs its
+    element, or nothing is known of it."""
+    if (agent := job.agents.get(element)) is not None:
+        return agent.alive
     if view.now - view.started_at > view.config.state_wait_seconds:
         return False
     seen = view.slurm.seen

@@ -392,6 +392,7 @@ def _plan(job: JobState, event: Event, record: records.PlanMade) -> None:
 
 def _adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
+    job.broken = max(job.broken, record.plan.generation - 1)
     job.members = _identities(record.crews)
     job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
     job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
@@ -443,7 +444,7 @@ def _offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn
     _phase(job, event, Phase.RUNNING)
 
 
-def _last_copy(job: JobState, event: Event, record: records.LastCopy) -> None:
+def _last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
     job.waits = record.reason
 
 
@@ -541,6 +542,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.Offer: _offer,
     records.OfferWithdrawn: _offer_withdrawn,
     records.LastCopy: _last_copy,
+    records.StateAwaited: _last_copy,
     records.Entered: _entered,
     records.Reform: _reform,
     records.Step: _step,

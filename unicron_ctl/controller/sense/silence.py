@@ -7,7 +7,7 @@ who cannot reach it, or Slurm. What goes wrong on the witness's side (names, des
 - Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died.
 - Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
 - When nobody at all is heard, the trouble is this controller's own, and nobody is judged.
-- Those that cannot be heard may go on without this controller once they are a majority (docs/design/generations.md):
+- Those that cannot be heard may go on without this controller once they are a majority (docs/design/agreement.md):
   it never leaves out more than half of a generation on the word of witnesses.
 
 Living agents stand in the order of their last word (`Live.leases`), so a tick looks at those only whose time is over.
@@ -233,7 +233,8 @@ def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None
 def verdict(view: View, inquiry: Inquiry) -> Finding | None:
     """Whether the agent died, or its node is lost; None while that is not known."""
     words = list(inquiry.words.values())
-    refused = [word for word in words if word.door is Reach.REFUSED]
+    own = [word for (job, _), word in inquiry.words.items() if job in ("", inquiry.job)]  # no stranger's word
+    refused = [word for word in own if word.door is Reach.REFUSED]
     if refused:
         return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
     silent = view.now - inquiry.since
@@ -247,7 +248,8 @@ def verdict(view: View, inquiry: Inquiry) -> Finding | None:
             return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", witnessed)
         if all(word.door is Reach.SILENT for word in witnessed):
             return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "lease and witnesses", witnessed)
-    if silent > view.config.state_wait_seconds and not view.alone:
+    given_up = silent > view.config.state_wait_seconds and not view.alone
+    if given_up and (not view.slurm.used or _may_go_on(view, inquiry)):  # of more than half, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words)
     return None
 

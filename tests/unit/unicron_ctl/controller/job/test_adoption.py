@@ -58,6 +58,23 @@ def test_the_emptied_controller_waits_for_agents_that_have_not_registered():
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
 
 
+def test_an_agent_that_has_registered_and_not_spoken_is_waited_for():
+    world = World()
+    agents = world.start_job(nodes=3)
+    train(world, agents, range(2))
+    forget(world, None)
+    agents[2].obedient = False
+    for agent in agents[:2]:
+        agent.register()
+        agent.status()
+    agents[2].register()
+    world.run(0.3, heartbeats=False)
+    agents[2].obedient = True
+    world.run(2.0)
+    assert world.job().plan.generation == 1 and sorted(world.job().members) == [0, 1, 2]
+    assert not any(isinstance(message, wire.Break) for _, message in world.sent)
+
+
 def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
     world = World(FakeSlurm(4))
     world.slurm.submit("1", 3)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.world import FakeSlurm, World
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
 
@@ -27,6 +30,11 @@ def heal(world: World) -> None:
         agent.silent = agent.cut = False
 
 
+def _shown(world: World) -> str:
+    told = answers.status(world.core, None, {}, EVERYBODY)
+    return "\n".join(str(part) for part in tables.status(told))
+
+
 def taken(world: World) -> list[tuple]:
     return [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold", "hold")]
 
@@ -43,6 +51,7 @@ def test_a_silence_of_the_head_node_harms_nobody(seconds, slurm_too):
     for _ in range(seconds):
         world.run(1.0)
     assert world.core.view.alone
+    assert "hears no agent for" in _shown(world)
     for states in world.slurm.node_states.values():
         states.discard("NOT_RESPONDING")
     heal(world)
@@ -91,6 +100,10 @@ def test_an_agent_that_others_reach_is_not_lost():
     world.agents[1].silent = world.agents[1].cut = True
     world.run(60.0)
     assert not world.job().failures and not taken(world)
+    assert (
+        "silent, and not taken for lost: element 1 (n2)"
+        in tables.jobs(answers.jobs(world.core, None, {}, EVERYBODY)).lines()[-1]
+    )
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
 
 
@@ -173,6 +186,41 @@ def test_a_node_that_nobody_can_say_anything_of_is_given_up_after_a_bound():
     assert not world.job().failures
     world.run(10.0)
     assert sorted(failure.slots for failure in world.job().failures) == [[0], [1]]
+
+
+def test_a_node_that_is_given_up_is_not_taken_out_of_service():
+    world = on_slurm(5, 4, state_wait_seconds=30.0)
+    silent = world.agents[1]
+    silent.silent = True
+    world.cuts |= {frozenset((silent.node, other.node)) for other in world.agents[2:]}
+    answer = world.answer
+    world.answer = lambda witness, target: Reach.UNKNOWN if target.startswith(silent.node) else answer(witness, target)
+    world.run(25.0)
+    assert not world.job().failures
+    world.run(10.0)
+    assert [failure.slots for failure in world.job().failures] == [[1]] and not taken(world)
+
+
+def test_a_strangers_word_ends_no_element():
+    """Agents of other users say that the port of a silent agent is closed."""
+    world = World(FakeSlurm(6))
+    world.slurm.submit("1", 1)
+    world.slurm.submit("2", 3)
+    (victim,) = world.start_job(nodes=1)
+    for element in range(3):
+        stranger = FakeAgent(world, "2", element, f"n{element + 2}", nodes=3)
+        stranger.settings.user = "bob"
+        stranger.register()
+        stranger.ready()
+    world.run(2.0)
+    victim.silent = victim.cut = True
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.REFUSED if witness and target.startswith("n1:") else answer(witness, target)
+    )
+    world.cuts.add(frozenset(("", "n1")))
+    world.run(20.0)
+    assert not world.job("1").failures and not [call for call in taken(world) if call[1] == "1"]
 
 
 def test_a_whole_racks_loss_asks_different_witnesses():
