@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PAGE = ROOT / "docs" / "own-training.md"
 ACTIVATE = ". .venv/bin/activate\n"  # the one line that is not: the tests' environment is another one's
 DONE = "~~~ status"
-BLOCKS = 7
+BLOCKS = 8
 
 
 class Shell:
@@ -95,6 +95,9 @@ def test_the_page_leads_from_a_cluster_to_ones_own_script(shell: Shell) -> None:
     told = shell.next()
     assert "failure_detected" in told and "killed_from_outside" in told
     wait_for(lambda: len(shell.job("gpt")["members"]) == 2, shell.logs)
+    shell.next()
+    wait_for(lambda: shell.job("gpt")["ended"], shell.logs)
+    assert shell.job("gpt")["ended"]["code"] == 0
     assert "Submitted batch job" in shell.next()
     wait_for(lambda: shell.job("train").get("ended"), shell.logs)
     assert shell.job("train")["ended"]["code"] == 0 and shell.job("train")["mode"] == "restart"
