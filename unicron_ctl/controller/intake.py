@@ -273,6 +273,9 @@ class Intake:
             return
         whole, agent.steps = message.number == agent.steps + 1, message.number
         message.ranks = [rank for rank in message.ranks if rank.slot in agent.slots]
+        if message.generation > job.generation:  # who else is in it is not known yet, so this says too little
+            self._desk(job).unheard_until = max(self._desk(job).unheard_until, message.iteration)
+            return
         if job.plan is not None and message.generation == job.plan.generation:
             self._view.job(job).live.stepped.take(message.iteration, self._view.now)
         if message.ranks:

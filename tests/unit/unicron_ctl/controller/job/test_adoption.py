@@ -67,11 +67,16 @@ def test_an_agent_that_has_registered_and_not_spoken_is_waited_for():
     for agent in agents[:2]:
         agent.register()
         agent.status()
+    for iteration in range(2, 5):
+        agents[0].step(0, iteration, [0, 3, 6])
     agents[2].register()
     world.run(0.3, heartbeats=False)
     agents[2].obedient = True
     world.run(2.0)
     assert world.job().plan.generation == 1 and sorted(world.job().members) == [0, 1, 2]
+    for iteration in range(5, 9):
+        world.iterate("1", iteration)
+    assert not world.job().ledger_violations and world.job().iteration == 8
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
 
 
