@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
 
@@ -28,6 +30,11 @@ def ask(world: World, **args) -> dict:
 
 def orders(world: World) -> list[wire.Inject]:
     return [message for _, message in world.sent if isinstance(message, wire.Inject)]
+
+
+def clock(now: list[float]) -> SimpleNamespace:
+    """For one module alone: other threads of this process sleep, too."""
+    return SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
 
 
 def test_a_fault_goes_to_the_agent_of_the_rank_and_into_the_log(world):
@@ -87,8 +94,7 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
     runs = []
     for _ in range(2):
         now, asked = [0.0], []
-        monkeypatch.setattr(commands.time, "monotonic", lambda now=now: now[0])
-        monkeypatch.setattr(commands.time, "sleep", lambda seconds, now=now: now.__setitem__(0, now[0] + seconds))
+        monkeypatch.setattr(commands, "time", clock(now))
 
         def answer(question, _controller, asked=asked, now=now):
             if question["kind"] == "jobs":
@@ -179,8 +185,7 @@ def test_a_lost_node_of_the_local_cluster_is_powered_off_and_on_again(monkeypatc
 
     monkeypatch.setattr(commands, "LocalCluster", Local)
     monkeypatch.setattr(commands, "ask", Controller())
-    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(commands.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(commands, "time", clock(now))
     assert CliRunner().invoke(commands.command, ["lost-node", "--node", "n1"]).exit_code == 0
     assert calls == [("off", "n1", 0.0)]
     calls.clear()
