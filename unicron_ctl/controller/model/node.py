@@ -54,6 +54,8 @@ class NodeState:
     """It lives and was drained; else it was dead and set down."""
     going_down: bool = False
     """Asked of Slurm, which has not done it yet."""
+    out_at: float = 0.0
+    """When Slurm had done it, as far as is known."""
     refused: str = ""
     """Why Slurm does not do it, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
     refused_at: float = 0.0
@@ -84,7 +86,7 @@ def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> 
 
 def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
     if record.action in OUT:
-        node.going_down, node.refused = False, ""
+        node.going_down, node.refused, node.out_at = False, "", event.time
 
 
 def avoided(node: NodeState, event: Event, record: records.Avoided) -> None:

@@ -115,6 +115,8 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
         if node.healthy and not known.going_down:
             if ("resume", "", -1, name) in view.state.intents:
                 continue  # our own doing
+            if view.slurm.seen is None or view.slurm.seen.asked_at <= known.out_at:
+                continue  # Slurm was asked before it had taken the node out
             said = f"{name} was given back to Slurm by somebody else"
             out.record(None, records.NodeResumed(node=name, by_others=True, reason=said))
             continue

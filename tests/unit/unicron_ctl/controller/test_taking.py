@@ -334,6 +334,26 @@ def test_a_node_that_was_being_given_back_is_given_back(done):
     world.check_replay()
 
 
+def test_an_answer_from_before_a_node_was_taken_out_gives_it_to_nobody():
+    """Defect: a dead node whose `down` overtook a listing was taken for given back, and an element was pinned to it."""
+    world, slurm = on_slurm(4, 3)
+    power_off(world, "n4")
+    world.run(2)
+    before = slurm.nodes(), slurm.elements()
+    world.core.slurm.busy, world.core.slurm.asked_at = True, world.core.now  # Slurm is slow to answer
+    world.core.append("", 0, records.SlurmAction(action="down", element=-1, node="n4", slurm_reason="unicron[x]: y"))
+    slurm.down("n4", "unicron[x]: y")
+    world.core.append("", 0, records.SlurmDone(action="down", element=-1, node="n4", reason="unicron[x]: y"))
+    world.core.on_listing(*before)
+    assert world.core.state.nodes["n4"].downed
+    world.run(2)
+    assert world.core.state.nodes["n4"].downed and not [e for e in world.log if e.kind == "node_resumed"]
+    slurm.resume("n4")
+    world.run(2)
+    assert [e.record.by_others for e in world.log if e.kind == "node_resumed"] == [True], "an admin's doing counts"
+    world.check_replay()
+
+
 def test_every_action_has_its_outcome_on_record():
     world, slurm = on_slurm(4, 3)
     die_alone(world, 1)
