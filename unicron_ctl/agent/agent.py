@@ -466,9 +466,7 @@ class Agent:
             case wire.Withdraw():
                 self._to_ranks(message)
             case wire.PlanShare():
-                if (plan := self._stand_in.agreement.plan(message)) is not None:
-                    self._hold(message, plan.generation)
-                    self._to_ranks(plan)
+                self._on_plan(message)
             case wire.Recall():
                 if (share := self._held.get(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
@@ -487,6 +485,17 @@ class Agent:
                 self._dump(message)
             case wire.End():
                 self._on_end(message)
+
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
+        agreement = self._stand_in.agreement
+        agreed = agreement.agreed
+        plan = agreement.plan(share)
+        if plan is not None:
+            self._hold(share, plan.generation)
+            self._to_ranks(plan)
+        elif agreed is not None and agreement.agreed is None:
+            self._hold(share, agreed.generation)
 
     def _hold(self, share: wire.PlanShare, generation: int) -> None:
         self._held[generation] = share

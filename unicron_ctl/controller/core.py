@@ -315,6 +315,7 @@ class Core:
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
+            self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view)))
             return
         for job in list(self.state.jobs.values()):
             if not job.over:

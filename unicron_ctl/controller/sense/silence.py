@@ -48,9 +48,10 @@ def look(view: View) -> Outcome:
         if not _still_silent(view, inquiry):
             inquiries.close(key)
             continue
-        if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
+        if not view.alone and (not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS):
             inquiries.begin_round(inquiry, view.now)
-        _ask(view, inquiry, out)
+        if not view.alone:
+            _ask(view, inquiry, out)
         finding = verdict(view, inquiry)
         if finding is not None:
             out.findings.append(finding)
@@ -233,11 +234,13 @@ def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None
 def verdict(view: View, inquiry: Inquiry) -> Finding | None:
     """Whether the agent died, or its node is lost; None while that is not known."""
     words = list(inquiry.words.values())
+    silent = view.now - inquiry.since
+    agent = view.live.agent(inquiry.job, inquiry.element)
+    ended = agent is not None and agent.suspect_since is not None  # somebody says that its task has
     own = [word for (job, _), word in inquiry.words.items() if job in ("", inquiry.job)]  # no stranger's word
     refused = [word for word in own if word.door is Reach.REFUSED]
-    if refused:
+    if refused and (ended or silent > view.config.lease) and not _many_refuse(view):
         return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
-    silent = view.now - inquiry.since
     if silent <= view.config.lease or any(word.door is Reach.REACHED for word in words):
         return None
     if slurm := _slurm_says(view, inquiry.node):
@@ -252,6 +255,12 @@ def verdict(view: View, inquiry: Inquiry) -> Finding | None:
     if given_up and (not view.slurm.used or _may_go_on(view, inquiry)):  # of more than half, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words)
     return None
+
+
+def _many_refuse(view: View) -> bool:
+    """More than half of all agents at once seem to have closed their ports: a firewall that refuses is likelier."""
+    refused = sum(any(w.door is Reach.REFUSED for w in one.words.values()) for one in view.inquiries.open.values())
+    return refused > 1 and 2 * refused > len(view.live.leases)
 
 
 def _needed(view: View, inquiry: Inquiry) -> int:

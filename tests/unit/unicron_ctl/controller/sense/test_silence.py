@@ -223,6 +223,39 @@ def test_a_strangers_word_ends_no_element():
     assert not world.job("1").failures and not [call for call in taken(world) if call[1] == "1"]
 
 
+def test_a_firewall_that_refuses_ends_nobody():
+    """The head's own rules are loaded anew and reject what it sends: every port looks closed."""
+    world = on_slurm(5, 4)
+    before = dict(world.job().members)
+    head_cut(world)
+    world.answer = lambda witness, target: Reach.REFUSED
+    world.run(30.0)
+    assert not world.job().failures and not taken(world)
+    del world.answer
+    heal(world)
+    world.run(3.0)
+    assert world.job().members == before and not world.job().failures
+
+
+def test_a_closed_port_alone_shortens_no_lease():
+    world = on_slurm(5, 4)
+    world.agents[1].silent = world.agents[1].killed = True
+    world.run(1.2)
+    assert not world.job().failures
+    world.run(1.0)
+    assert [failure.kind for failure in world.job().failures] == ["agent"]
+
+
+def test_nothing_is_asked_while_nobody_is_heard():
+    world = on_slurm(5, 4)
+    head_cut(world)
+    world.run(4.0)
+    asked = world.core.view.inquiries.last
+    world.run(60.0)
+    assert world.core.view.alone and world.core.view.inquiries.last == asked
+    assert world.core.view.slurm.seen.asked_at > world.now - 3.0, "Slurm is asked for its lists"
+
+
 def test_a_whole_racks_loss_asks_different_witnesses():
     world = on_slurm(20, 16)
     for agent in world.agents[:6]:
