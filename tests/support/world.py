@@ -73,20 +73,22 @@ class FakeAgent:
     def route(self) -> tuple[bytes, ...]:
         return (self.agent.encode(),)
 
-    def register(self) -> None:
-        self.world.to_core(
-            self,
-            wire.Register(
-                job=self.job,
-                element=self.element,
-                agent=self.agent,
-                node=self.node,
-                address="127.0.0.1",
-                slots=self.slots,
-                settings=self.settings,
-                door=f"{self.node}:{self.agent}",
-            ),
+    def registration(self, **more: str) -> wire.Register:
+        """Its first message; more: what else it says of itself."""
+        return wire.Register(
+            job=self.job,
+            element=self.element,
+            agent=self.agent,
+            node=self.node,
+            address="127.0.0.1",
+            slots=self.slots,
+            settings=self.settings,
+            door=f"{self.node}:{self.agent}",
+            **more,
         )
+
+    def register(self) -> None:
+        self.world.to_core(self, self.registration())
 
     def status(self, leaving: str = "") -> None:
         if not self.silent:

@@ -112,7 +112,7 @@ class Agent:
         self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
         self._signals = SignalPipe()
         self._watch(self._signals.fileno(), "signal", 0)
-        self._watch(self._witness.fileno(), "witness", 0)
+        self._watch(self._witness.answers.fileno(), "witness", 0)
         self._node: node_watch.NodeWatch | None = None
 
     # ------------------------------------------------------------ life
@@ -406,7 +406,7 @@ class Agent:
 
     def _testify(self) -> None:
         job, element, agent = self.place.job, self.place.element, self.identity
-        for number, words in self._witness.take():
+        for number, words in self._witness.answers.take():
             self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
 
     def _send_steps(self, now: float, leaving: bool = False) -> None:

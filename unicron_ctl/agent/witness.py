@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
 from collections.abc import Sequence
 
+from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import Door, Reach, reach
 
 REACH_SECONDS = 0.7  # for one address; several connections are tried in that time
@@ -14,19 +13,13 @@ AT_ONCE = 64  # addresses that are being tried; a question beyond them is answer
 
 
 class Witness:
-    """Its answers are ready when `fileno()` is readable. Raises OSError without a port for the door."""
+    """answers: numbers of questions, and a word for each address. Raises OSError without a port for the door."""
 
     def __init__(self) -> None:
         self.door = Door()
-        self._answers: queue.SimpleQueue[tuple[int, list[str]]] = queue.SimpleQueue()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self.answers: Mailbox[tuple[int, list[str]]] = Mailbox()
         self._trying = 0
         self._lock = threading.Lock()
-
-    def fileno(self) -> int:
-        return self._read
 
     def ask(self, number: int, targets: Sequence[str]) -> None:
         """Tries the addresses side by side; the answer is known after at most REACH_SECONDS, if names resolve."""
@@ -36,7 +29,7 @@ class Witness:
             free = self._trying + len(wanted) <= AT_ONCE
             self._trying += len(wanted) if free else 0
         if not wanted or not free:
-            self._say(number, words)
+            self.answers.put((number, words))
             return
         left = [len(wanted)]
 
@@ -47,32 +40,12 @@ class Witness:
                 left[0] -= 1
                 last = not left[0]
             if last:
-                self._say(number, words)
+                self.answers.put((number, words))
 
         for place in wanted:
             threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
 
-    def take(self) -> list[tuple[int, list[str]]]:
-        """Numbers of questions and their answers."""
-        try:
-            os.read(self._read, 4096)
-        except BlockingIOError:
-            pass
-        found = []
-        while not self._answers.empty():
-            found.append(self._answers.get())
-        return found
-
-    def _say(self, number: int, words: list[str]) -> None:
-        self._answers.put((number, words))
-        try:
-            os.write(self._write, b".")
-        except OSError:
-            pass  # woken often enough, or closed
-
     def close(self) -> None:
         """The door is shut; answers that are still to come are lost."""
         self.door.close()
-        write, self._write = self._write, -1
-        os.close(write)
-        os.close(self._read)
+        self.answers.close()

@@ -147,7 +147,7 @@ class Server:
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = zmq.Poller()
-        for source in (self._router, self._hints, self.worker.wake_read, self._stop_read):
+        for source in (self._router, self._hints, self.worker.results.fileno(), self._stop_read):
             self._poller.register(source, zmq.POLLIN)
 
     def now(self) -> float:
@@ -171,7 +171,7 @@ class Server:
                 self._receive()
             if self._hints.fileno() in ready:
                 self._receive_hints()
-            if self.worker.wake_read in ready:
+            if self.worker.results.fileno() in ready:
                 self._results()
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
@@ -343,7 +343,7 @@ class Server:
             self._hints.sendto(data, where)
 
     def _results(self) -> None:
-        for result in self.worker.take():
+        for result in self.worker.results.take():
             self.core.now = self.now()
             result()
 

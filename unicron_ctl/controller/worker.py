@@ -8,7 +8,6 @@ changes the same element or node keeps its order over both (`Order`).
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
+from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
 from unicron_ctl.slurm.client import SlurmClient, SlurmError
 
@@ -76,9 +76,7 @@ class Task:
 
 
 class Worker:
-    """Carries requests out and hands back what to call in the main thread: `take()` after the wake-up descriptor is
-    readable.
-    """
+    """Carries requests out; `results` is what to call in the main thread then."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
         self._client, self._probe_timeout = client, probe_timeout
@@ -86,25 +84,11 @@ class Worker:
         self._order = Order()
         self._private: frozenset[str] = frozenset()
         self._looked = -PRIVATE_SECONDS
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self.wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        os.set_blocking(self.wake_read, False)
+        self.results: Mailbox[Result] = Mailbox()
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
-
-    def take(self) -> list[Result]:
-        """What has been finished since the last time."""
-        try:
-            os.read(self.wake_read, 4096)
-        except BlockingIOError:
-            pass
-        found = []
-        while not self._results.empty():
-            found.append(self._results.get())
-        return found
 
     def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
@@ -135,7 +119,7 @@ class Worker:
             except Exception as error:  # no result must not mean that nobody hears of it
                 log.warning("work in the background failed: %r", error)
                 result = None
-            self._finish(lambda: then(result))
+            self.results.put(lambda: then(result))
 
         pool.submit(run)
 
@@ -145,13 +129,7 @@ class Worker:
             lane.put(None)
         for pool in (self._pool, self._verifiers):
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _finish(self, result: Result) -> None:
-        self._results.put(result)
-        try:
-            os.write(self._wake_write, b".")
-        except BlockingIOError:
-            pass  # the main thread has been woken often enough
+        self.results.close()
 
     def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
         while (task := lane.get()) is not None:
@@ -169,14 +147,14 @@ class Worker:
             private = self._private
         except SlurmError as error:
             message = str(error)
-            self._finish(lambda: core.on_slurm_error(message))
+            self.results.put(lambda: core.on_slurm_error(message))
         except (
             Exception
         ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
             text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
-            self._finish(lambda: core.on_slurm_error(text))
+            self.results.put(lambda: core.on_slurm_error(text))
         else:
-            self._finish(lambda: core.on_listing(nodes, elements, private))
+            self.results.put(lambda: core.on_listing(nodes, elements, private))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         failed: set[Target] = set()
@@ -188,8 +166,8 @@ class Worker:
                 self._order.through(action.target)
             if error:
                 failed.add(action.target)
-            self._finish(partial(core.on_action, action, error))
-        self._finish(partial(core.on_actions_done, request.urgent))
+            self.results.put(partial(core.on_action, action, error))
+        self.results.put(partial(core.on_actions_done, request.urgent))
 
     def _act(self, action: Action) -> str:
         assert self._client is not None

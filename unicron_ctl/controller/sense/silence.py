@@ -48,9 +48,9 @@ def look(view: View) -> Outcome:
         if not _still_silent(view, inquiry):
             inquiries.close(key)
             continue
-        if not view.alone and (not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS):
-            inquiries.begin_round(inquiry, view.now)
         if not view.alone:
+            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
+                inquiries.begin_round(inquiry, view.now)
             _ask(view, inquiry, out)
         finding = verdict(view, inquiry)
         if finding is not None:

@@ -12,16 +12,7 @@ KEY = "A" * 40
 
 
 def register(agent: FakeAgent, **reached: str) -> None:
-    message = wire.Register(
-        job=agent.job,
-        element=agent.element,
-        agent=agent.agent,
-        node=agent.node,
-        address="127.0.0.1",
-        slots=agent.slots,
-        settings=agent.settings,
-        **{"peer": f"n{agent.element}:7", "key": KEY} | reached,
-    )
+    message = agent.registration(**{"peer": f"n{agent.element}:7", "key": KEY} | reached)
     agent.world.to_core(agent, message)
 
 

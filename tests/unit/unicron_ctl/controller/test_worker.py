@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -83,7 +82,7 @@ class Bench:
 
     def heard(self, count: int) -> list[tuple[str, str]]:
         def enough() -> bool:
-            for result in self.worker.take():
+            for result in self.worker.results.take():
                 result()
             return len(self.core.heard) >= count
 
@@ -97,7 +96,6 @@ def bench() -> Iterator[Bench]:
     yield bench
     bench.slurm.go.set()
     bench.worker.close()
-    os.close(bench.worker.wake_read)
 
 
 def act(action: str, element: int = -1, node: str = "") -> Action:

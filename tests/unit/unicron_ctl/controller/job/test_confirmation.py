@@ -24,17 +24,7 @@ def cluster(nodes: int = 4, **facts) -> World:
 
 def register(world: World, agent: FakeAgent, uid: int | None = ANN) -> None:
     """As the server hands it on: with whoever made the credential."""
-    message = wire.Register(
-        job=agent.job,
-        element=agent.element,
-        agent=agent.agent,
-        node=agent.node,
-        address="127.0.0.1",
-        slots=agent.slots,
-        settings=agent.settings,
-        door=f"{agent.node}:{agent.agent}",
-    )
-    world.core.receive(agent.route, message, world.now, asker=Asker(uid=uid, user=""))
+    world.core.receive(agent.route, agent.registration(), world.now, asker=Asker(uid=uid, user=""))
     world.core.settle()
     world.deliver()
 

@@ -1,0 +1,42 @@
+"""What threads hand to a loop: nothing is lost, the loop is woken, and a closed mailbox harms no other file."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+from unicron_ctl.mailbox import Mailbox
+
+
+def test_what_many_threads_put_is_taken_and_wakes_the_loop() -> None:
+    box: Mailbox[int] = Mailbox()
+    threads = [threading.Thread(target=lambda n=n: [box.put(n * 1000 + i) for i in range(1000)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    found: list[int] = []
+    while len(found) < 4000:
+        assert select.select([box.fileno()], [], [], 30.0)[0], "whoever waits is woken"
+        found += box.take()
+    assert sorted(found) == list(range(4000))
+    assert box.take() == [] and not select.select([box.fileno()], [], [], 0.0)[0]
+    box.close()
+
+
+def test_a_full_pipe_loses_nothing() -> None:
+    box: Mailbox[int] = Mailbox()
+    for number in range(100_000):  # more wake-ups than a pipe holds
+        box.put(number)
+    assert box.take() == list(range(100_000))
+    box.close()
+
+
+def test_what_comes_after_the_end_is_written_nowhere() -> None:
+    box: Mailbox[int] = Mailbox()
+    box.close()
+    read, write = os.pipe()  # takes the numbers that were free again
+    os.set_blocking(read, False)
+    box.put(1)
+    assert not select.select([read], [], [], 0.0)[0]
+    os.close(read)
+    os.close(write)
