@@ -258,9 +258,16 @@ def verdict(view: View, inquiry: Inquiry) -> Finding | None:
 
 
 def _many_refuse(view: View) -> bool:
-    """More than half of all agents at once seem to have closed their ports: a firewall that refuses is likelier."""
-    refused = sum(any(w.door is Reach.REFUSED for w in one.words.values()) for one in view.inquiries.open.values())
+    """More than half of all agents at once seem to have closed their ports, on nodes of which nothing else answers: a
+    firewall that refuses is likelier."""
+    closed = [{word.door for word in one.words.values()} for one in view.inquiries.open.values() if not _slurmd_is(one)]
+    refused = sum(Reach.REFUSED in doors for doors in closed)
     return refused > 1 and 2 * refused > len(view.live.leases)
+
+
+def _slurmd_is(inquiry: Inquiry) -> bool:
+    """The node's slurmd answers, so what its other ports say is the node's own word."""
+    return any(word.slurmd is Reach.REACHED for word in inquiry.words.values())
 
 
 def _needed(view: View, inquiry: Inquiry) -> int:
