@@ -133,8 +133,14 @@ class Agent:
         said = self._line.problem or self.refusal
         return f"no controller answers at {address}" + (f" ({said})" if said else "")
 
-    def run(self) -> int:
-        """Start the ranks and serve until the element is over."""
+    @property
+    def released(self) -> bool:
+        """Nothing protects it, and no rank has a world: the command is to run without this agent."""
+        outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
+        return self._unprotected and outside
+
+    def run(self) -> int | None:
+        """Start the ranks and serve until the element is over; None when it was released before it had a world."""
         try:
             self._node = node_watch.start(self._complain, os.environ)
             self._watch(self._node.fileno(), "node", 0)
@@ -142,7 +148,7 @@ class Agent:
             for rank in self.ranks.values():
                 if not rank.alive:
                     self._start(rank, 0)
-            while self.exit_code is None:
+            while self.exit_code is None and not self.released:
                 self._turn()
         finally:
             self.close()
@@ -530,12 +536,12 @@ class Agent:
         self.refusal, self.alone = message.reason, self.alone or message.alone
         if message.alone and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
-        elif message.replaced:
+        elif message.replaced or message.apart:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")
         elif message.final:
             self._unprotected = True
-            if self._registered:
+            if self._registered and not self.released:
                 self._complain(f"{message.reason}; the job trains on unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again
