@@ -103,7 +103,7 @@ class Server:
         connections: int = MAX_SOCKETS,
     ) -> None:
         self.config, self.store = config, store
-        self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
+        self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.snapshot()
         store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
