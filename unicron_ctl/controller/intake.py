@@ -153,7 +153,7 @@ class Intake:
         """info: the element as Slurm shows it, where it was asked and has answered."""
         refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
         if refused is not None:
-            self._take(Outcome(sends=[Send(route, refused)]))
+            self._take(registration.turned_away(self._view, route, message, refused))
             return
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
@@ -217,6 +217,9 @@ class Intake:
             self._take(Outcome(sends=[Send(route, end)]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
+            return
+        if job is not None and registration.released(job) and self._had(job, message, key):
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
             return
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))

@@ -347,12 +347,14 @@ class Recall(Message, tag="recall"):
 
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
-    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node."""
+    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node.
+    apart: the job's other nodes train protected, so it ends: a plain world would wait for them in vain."""
 
     reason: ranges.Reason
     final: bool = False
     replaced: bool = False
     alone: bool = False
+    apart: bool = False
 
 
 class Break(Message, tag="break"):

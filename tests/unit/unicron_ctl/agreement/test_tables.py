@@ -105,6 +105,42 @@ def test_only_leaders_are_told_everything():
     assert list(mine.share.assignment) == [LEADERS] and not mine.share.peers and not whole(mine)
 
 
+def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_square(monkeypatch):
+    """Half of 2,048 agents promise after the majority has, each by itself; then all stop, one after the other."""
+    looks = []
+    monkeypatch.setattr(leader, "resting", lambda status, broken: looks.append(status) or resting(status, broken))
+    crowd = company(2048)
+    one = leader.Leader(ME, crowd)
+    one.trouble(1.0)
+    for element in crowd.elements:
+        one.promised(promise(element, state="running", broken=0), 1.1)
+    assert one.lead is leader.Lead.HALTING
+    halted = [element for element, message in one.sends if isinstance(message, peers.Halt)]
+    assert sorted(halted) == crowd.elements, "each once"
+    one.tick(1.5)
+    again = len(one.sends)
+    for element in crowd.elements[:-1]:
+        one.promised(promise(element), 1.6)
+    assert one.lead is leader.Lead.HALTING and len(one.sends) == again
+    one.tick(1.9)
+    assert [element for element, _ in one.sends[again:]] == crowd.elements[-1:], "whoever has stopped has answered"
+    one.promised(promise(2047), 1.9)
+    assert one.lead is leader.Lead.PROPOSING
+    assert len(one.sends) <= 5 * 2048 and len(looks) <= 5 * 2048
+
+
+def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
+    crowd = company(4)
+    one = leader.Leader(ME, crowd)
+    one.trouble(1.0)
+    for element in (0, 1, 2):
+        one.promised(promise(element), 1.1)
+    one.sends.clear()
+    one.promised(msgspec.structs.replace(promise(3), seen=2), 1.2)
+    assert [(element, message.broken) for element, message in one.sends] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert one.lead is leader.Lead.HALTING, "who has stopped for the first one only is waited for"
+
+
 @pytest.fixture
 def agent():
     """Generation 1; it has accepted a plan for 2 without having heard that it is chosen."""
