@@ -242,7 +242,10 @@ class Server:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                     last = frames[-1]
                     key, address = str(last.get("User-Id")), str(last.get("Peer-Address"))
-                    self._take(tuple(frame.bytes for frame in frames[:-1]), last.bytes, key, address)
+                    route = tuple(frame.bytes for frame in frames[:-1])
+                    if key in self.core.view.live.keys:
+                        self.doorkeeper.spoke(key, route[0], last)
+                    self._take(route, last.bytes, key, address)
                 else:
                     plain = self._router.recv_multipart(zmq.NOBLOCK)
                     self._take(tuple(plain[:-1]), plain[-1], "", "")
