@@ -56,7 +56,10 @@ class Doors:
         self._is_stranger(descriptor)
         if len(self.strangers[address]) > self.most * SHARE:
             return next(iter(self.strangers[address]))
-        return next(iter(max(self.strangers.values(), key=len))) if full else None
+        if not full:
+            return None
+        most = max(self.strangers.values(), key=len)
+        return next(iter(most))
 
     def known(self, descriptor: int, key: str, now: float) -> None:
         """The agent with this key has spoken by it. Who has a second connection with a key has one known one."""
@@ -84,10 +87,11 @@ class Doors:
         if (agent := self.agents.pop(descriptor, None)) is not None:
             del self.by_key[agent[0]]
         address = self.addresses[descriptor]
-        here = self.strangers.get(address, {})
-        here.pop(descriptor, None)
-        if not here:
-            self.strangers.pop(address, None)
+        here = self.strangers.get(address)
+        if here is not None:
+            here.pop(descriptor, None)
+            if not here:
+                del self.strangers[address]
 
 
 class Doorkeeper:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from unicron_ctl.controller.job import adoption, confirmation, registration
 from unicron_ctl.controller.job.confirmation import Waiting
 from unicron_ctl.controller.job.desk import JobDesk
+from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
@@ -213,8 +214,7 @@ class Intake:
     def _status(self, route: Route, message: wire.Status, key: str) -> None:
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if job is not None and job.ended and self._had(job, message, key):
-            end = wire.End(code=job.ended.code, reason=job.ended.reason)
-            self._take(Outcome(sends=[Send(route, end)]))
+            self._take(Outcome(sends=[Send(route, ending(job.ended))]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
             return

@@ -88,10 +88,11 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     coming = any(
         e.state in OCCUPIES or e.state == "PENDING" or (e.element in dead and e.state in ENDED_BADLY) for e in elements
     )
-    if here or coming:
+    if coming or (here and job.submitted):
         desk.missing_since.pop(job.job, None)
     elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
-        out.record(job, records.JobEnded(code=0, reason="Slurm no longer runs any of its elements"))
+        reason = "Slurm no longer runs any of its elements" if job.submitted else "Slurm does not show this job"
+        out.record(job, records.JobEnded(code=0, reason=reason, disowned=not job.submitted))
     return []
 
 
