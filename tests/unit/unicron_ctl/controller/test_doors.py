@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 
 from unicron_ctl.controller.doorkeeper import KNOWN_SECONDS, Doors
-from unicron_ctl.controller.throttle import BYTES_OF_ONE, Throttle, cost
+from unicron_ctl.controller.throttle import (
+    BYTES_OF_ONE,
+    NAMES,
+    OF_A_STRANGER,
+    OF_A_USER,
+    OF_AN_ADDRESS,
+    OF_AN_AGENT,
+    Quotas,
+    Throttle,
+    cost,
+)
+from unicron_ctl.protocol.wire import MAX_BYTES
 
 
 def test_strangers_go_first_and_agents_stay() -> None:
@@ -106,11 +117,46 @@ def test_what_an_answer_costs_is_taken_from_later_questions() -> None:
 
 
 def test_large_messages_count_for_more_and_every_allowed_size_passes_a_full_bucket() -> None:
-    from unicron_ctl.controller.server import OF_AN_ADDRESS, OF_AN_AGENT
-    from unicron_ctl.protocol.wire import MAX_BYTES
-
     assert cost(0) == cost(BYTES_OF_ONE - 1) == 1.0 and cost(10 * BYTES_OF_ONE) == 11.0
-    assert cost(MAX_BYTES) < min(OF_AN_ADDRESS[1], OF_AN_AGENT[1])
+    assert cost(MAX_BYTES) < min(burst for _, burst in (OF_AN_AGENT, OF_A_USER, OF_A_STRANGER, OF_AN_ADDRESS))
+
+
+def drain(quotas: Quotas, key: str, address: str = "10.0.0.1") -> int:
+    """Asks until nothing is left; as often as it was allowed."""
+    count = 0
+    while quotas.allows(key, address, False, 0.0, 1.0):
+        count += 1
+    return count
+
+
+def test_users_of_one_address_do_not_use_up_what_others_there_have() -> None:
+    """Defect: all who were no registered agents shared what their node had."""
+    quotas = Quotas()
+    quotas.proven("ann's", 1000)
+    quotas.proven("bob's", 1001)
+    quotas.proven("bob's other", 1001)
+    assert drain(quotas, "bob's") == OF_A_USER[1] and drain(quotas, "bob's other") == 0, "however many keys he has"
+    assert drain(quotas, "a stranger's") == OF_A_STRANGER[1] and drain(quotas, "another's") == OF_A_STRANGER[1]
+    assert sum(drain(quotas, f"key {number}") for number in range(20)) == OF_AN_ADDRESS[1] - 2 * OF_A_STRANGER[1]
+    assert drain(quotas, "a stranger's there", "10.0.0.2") == OF_A_STRANGER[1]
+    assert quotas.allows("an agent's", "10.0.0.1", True, 0.0, 1.0) and quotas.may_ask(1000, "10.0.0.1", 0.0)
+    assert drain(quotas, "ann's") == OF_A_USER[1] - 1
+
+
+def test_an_answer_counts_for_who_asked() -> None:
+    quotas = Quotas()
+    quotas.answered(1001, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    assert not quotas.may_ask(1001, "10.0.0.1", 0.0) and quotas.may_ask(1000, "10.0.0.1", 0.0)
+    assert drain(quotas, "a stranger's") == OF_A_STRANGER[1]
+    quotas.answered(None, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
+    assert drain(quotas, "another's") == 0
+
+
+def test_proofs_cost_bounded_memory() -> None:
+    quotas = Quotas()
+    for number in range(3 * NAMES):
+        quotas.proven(str(number), number)
+    assert len(quotas._proven) == NAMES
 
 
 def test_invented_names_cost_bounded_memory() -> None:
