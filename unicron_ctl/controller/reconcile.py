@@ -21,8 +21,10 @@ from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.inputs import dead_elements, inputs, key_of, plan_for, reaches
 from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, WORKS, Need, Placement, held_by_others, place
 from unicron_ctl.controller.plan.pools import pools
+from unicron_ctl.controller.throttle import Throttle
 
 HURRY_SECONDS = 0.1
+EARLY = 1.0, 20.0  # early looks a second, and at once: whatever users do, Slurm has other work
 RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
@@ -42,10 +44,13 @@ class Desk:
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""
     """What the last plan depended on for jobs that are only watched."""
+    early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
 
     def hurry(self, now: float) -> None:
-        """Something changed: ask Slurm soon."""
-        self.next_poll = min(self.next_poll, now + HURRY_SECONDS)
+        """Something changed: ask Slurm soon, if that was not done too often of late."""
+        soon = now + HURRY_SECONDS
+        if not self.busy and self.next_poll > soon and self.early.allows("", now):
+            self.next_poll = soon
 
     def tick(self, view: View) -> Outcome:
         """Asks Slurm when it is time."""
