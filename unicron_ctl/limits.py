@@ -113,6 +113,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "PARTED_SECONDS", 5.0, "between two looks whether a node that was left out is reached again"),
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
     Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
+    Limit("controller", "RUN_SECONDS", 10.0, "for the actions of one request; then Slurm is listed again"),
+    Limit("controller", "KNOWN_SECONDS", 600.0, "without a word; then an agent's connection may be closed for others"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),

@@ -330,13 +330,22 @@ class ShortOfFiles(Controller):
 
 
 def test_idle_connections_do_not_keep_others_out(realm, tmp_path):
+    """And a registered agent keeps its connection, whatever comes from the same address."""
     controller = ShortOfFiles(tmp_path, MUNGE, outside_slurm() | realm.environment)
     host, port = "127.0.0.1", int(controller.address.rpartition(":")[2])
-    idle = [socket.create_connection((host, port)) for _ in range(400)]
+    idle: list[socket.socket] = []
+    agents = [ScriptedAgent(controller.address, element, key=key_of(controller)) for element in range(2)]
+    closed: list[zmq.Socket[bytes]] = []
     try:
+        closed += [agent.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for agent in agents]
+        form(agents)
+        idle += [socket.create_connection((host, port)) for _ in range(400)]
         assert controller.ask("ping") == {"pong": True}
         assert len(os.listdir(f"/proc/{controller.process.pid}/fd")) < 300
+        agents[0].status(phase="reducing")
+        controller.wait(lambda: controller.rank(0)["phase"] == "reducing", "the agent is heard")
+        assert not any(events.poll(0) for events in closed)
     finally:
-        for one in idle:
+        for one in (*idle, *closed, *agents):
             one.close()
         controller.close()

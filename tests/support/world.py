@@ -11,6 +11,7 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
@@ -57,6 +58,7 @@ class FakeAgent:
             for slot in self.slots
         }
         self.obedient, self.silent = True, False
+        self.asker = EVERYBODY  # who makes its credentials
         self.cut = False  # it lives, and is silent only to the controller
         self.killed = False  # its node lives, and says so
         self.number = 0
@@ -410,7 +412,7 @@ class World:
                     )
 
     def to_core(self, agent: FakeAgent, message: wire.Message) -> None:
-        self.core.receive(agent.route, message, self.now)
+        self.core.receive(agent.route, message, self.now, asker=agent.asker)
         self.core.settle()
         self.deliver()
 

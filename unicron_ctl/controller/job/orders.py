@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import msgspec
 
 from unicron_ctl.agreement.compose import elements_of, leading
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.protocol import sharing, wire
 
@@ -61,6 +61,13 @@ def reached(job: JobState, element: int) -> wire.Peer | None:
     return wire.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
 
 
+def ending(ended: Ending) -> wire.Message:
+    """What the agents of a job that is over are told. Of a disowned one they may ask again: Slurm may be wrong."""
+    if ended.disowned:
+        return wire.Refused(reason=ended.reason)
+    return wire.End(code=ended.code, reason=ended.reason)
+
+
 def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:
     """(key, message) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
 
@@ -69,7 +76,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
     if not agent.alive:
         return
     if job.state.ended:
-        yield "end", wire.End(code=job.state.ended.code, reason=job.state.ended.reason)
+        yield "end", ending(job.state.ended)
         return
     if _must_break(job.state, agent):
         yield letter.break_key, letter.broken

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
@@ -20,6 +21,10 @@ from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
 
+# Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
+OF_A_USER = 20, 4096
+OF_ALL = 400, 20_000
+
 
 def answer(
     view: View, message: wire.Register, key: str, asker: Asker, info: ElementInfo | None = None
@@ -29,7 +34,7 @@ def answer(
     job = view.state.jobs.get(message.job)
     if job is not None and another(job, info):
         return None
-    if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
+    if refused := _not_the_owner(view, message, job, asker) or _other_key(message, job, key):
         return refused
     if refused := _other_step(message, job):
         return refused
@@ -43,8 +48,8 @@ def answer(
     if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step:
-        return wire.End(code=job.ended.code, reason=job.ended.reason)
-    return None
+        return ending(job.ended)
+    return _too_many(view, message, asker) if view.slurm.used and info is None else None
 
 
 def turned_away(view: View, route: Route, message: wire.Register, answered: wire.Message) -> Outcome:
@@ -74,13 +79,37 @@ def _others(view: View, message: wire.Register) -> bool:
     return any(agent.alive for element, agent in agents.items() if element != message.element)
 
 
-def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's. While the name service is away
-    nobody is an admin but root, so nothing is final then."""
-    if job is None or asker.may_order(job):
+def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
+    """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
+    service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
+    it may have named another's, even an admin's."""
+    if job is None:
+        return None
+    sure = bool(job.submitted) or not view.slurm.used
+    if asker.may_order(job) and (sure or None in (job.uid, asker.uid) or job.uid == asker.uid):
         return None
     reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
-    return wire.Refused(reason=reason, final=bool(asker.user))
+    if not sure:
+        reason = f"job {message.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
+    return wire.Refused(reason=reason, final=sure and bool(asker.user))
+
+
+def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused | None:
+    """A new agent of whose job Slurm says nothing: there are bounds on what may be made up meanwhile."""
+    job = view.state.jobs.get(message.job)
+    if job is not None and (known := job.agents.get(message.element)) and known.agent == message.agent:
+        return None
+    unconfirmed = [one for one in view.state.jobs.values() if not one.submitted and not one.over]
+    of_user = [one for one in unconfirmed if one.uid == asker.uid]
+    new = job is None or job.over
+    for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
+        agents = sum(len(one.agents) for one in jobs) + (len(job.agents) if job is not None and job.submitted else 0)
+        if len(jobs) + new > most_jobs or agents >= most_agents:
+            reason = (
+                f"Slurm has not confirmed {len(jobs)} jobs with {agents} agents: job {message.job} waits for its word"
+            )
+            return wire.Refused(reason=reason)
+    return None
 
 
 def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:

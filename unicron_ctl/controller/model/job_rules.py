@@ -297,7 +297,7 @@ def allotted(job: JobState, event: Event, record: records.Allotted) -> None:
 
 
 def job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
-    job.ended = Ending(record.code, record.reason, event.time)
+    job.ended = Ending(record.code, record.reason, event.time, record.disowned)
     job.offer, job.joining, job.condemned, job.fatal, job.regroup = None, {}, {}, None, ""
     job.slots, job.banished, job.worked = {}, {}, {}
     _phase(job, event, Phase.ENDED)
