@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 
 from unicron_ctl.agreement.compose import Company, compose, elements_of, part, resting, whole
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.protocol.peers import (
     NO_BALLOT,
     Accept,
@@ -182,7 +182,7 @@ class Leader:
     def _number(self) -> int:
         """Of the plan: above all that anybody has heard of."""
         accepted = (promise.accepted for promise in self._promises.values())
-        numbers = [wire.whole(proposal.share).generation for proposal in accepted if proposal is not None]
+        numbers = [sharing.whole(proposal.share).generation for proposal in accepted if proposal is not None]
         return max([self._broken, *numbers]) + 1
 
     # ------------------------------------------------------------ steps

@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
 from unicron_ctl.controller.throttle import Throttle
 from unicron_ctl.partitions import OFF
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
@@ -315,7 +315,7 @@ class Intake:
         self._take(out)
 
     # ------------------------------------------------------------ hints
-    def hint(self, hint: wire.Hint) -> Outcome:
+    def hint(self, hint: datagrams.Hint) -> Outcome:
         """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
         out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)

@@ -45,7 +45,7 @@ from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.slurm.client import SlurmClient
@@ -329,14 +329,14 @@ class Server:
                 return
             try:
                 if len(data) >= HELLO_BYTES:
-                    wire.decode(data, wire.Hello)
+                    wire.decode(data, datagrams.Hello)
                     self._introducer.hello(where, self.now())
                 else:
-                    self.core.hint(wire.decode(data, wire.Hint), self.now())
+                    self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
                 if len(data) >= HELLO_BYTES:
-                    self._answer_hello(wire.encode(wire.Introduction(error=str(error)[:200])), where)
+                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), where)
 
     def _answer_hello(self, data: bytes, where: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from unicron_ctl.config import is_loopback
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import PLAIN, is_key
 from unicron_ctl.protocol.munge import MungeError, unmunge
 
@@ -51,7 +51,7 @@ class Hello:
         self._believed = believed
         self._where: tuple[str, int] | None = None
         self._socket: socket.socket | None = None
-        self._question = wire.encode(wire.Hello(padding=" " * HELLO_BYTES))
+        self._question = wire.encode(datagrams.Hello(padding=" " * HELLO_BYTES))
         self.problem = ""
 
     def open(self) -> bool:
@@ -103,7 +103,7 @@ class Hello:
             except OSError:
                 return None
             try:
-                key = self._understand(wire.decode(data, wire.Introduction))
+                key = self._understand(wire.decode(data, datagrams.Introduction))
             except wire.BadMessage as error:
                 self.problem = str(error)
                 continue
@@ -111,7 +111,7 @@ class Hello:
                 return key
         return None
 
-    def _understand(self, message: wire.Introduction) -> str | None:
+    def _understand(self, message: datagrams.Introduction) -> str | None:
         if message.plain:
             if self.local:
                 return PLAIN

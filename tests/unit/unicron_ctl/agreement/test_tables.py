@@ -8,7 +8,7 @@ import pytest
 from unicron_ctl.agreement import leader, voter
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.agreement.compose import LEADERS, Company, compose, leading, part, resting, whole
-from unicron_ctl.protocol import peers, wire
+from unicron_ctl.protocol import peers, sharing, wire
 
 ME = wire.Peer(0, "agent0", "n0:1", "key0")
 
@@ -21,7 +21,7 @@ def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.
 def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
     """As the agent of element 0 is sent it, one of its leaders."""
     everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
-    encoded = wire.share(made, wire.common(made, everybody), [0], everybody)
+    encoded = sharing.share(made, sharing.common(made, everybody), [0], everybody)
     return wire.decode(wire.encode(encoded), wire.ToAgent)
 
 
@@ -99,7 +99,7 @@ def test_nobody_who_can_go_on_is_no_plan():
 def test_only_leaders_are_told_everything():
     crowd = company(3 * LEADERS)
     made, _ = compose(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
-    assert [peer.element for peer in wire.leaders(made.share)] == list(range(LEADERS))
+    assert [peer.element for peer in sharing.leaders(made.share)] == list(range(LEADERS))
     assert whole(made) and whole(part(made, LEADERS - 1, crowd))
     mine = part(made, LEADERS, crowd)
     assert list(mine.share.assignment) == [LEADERS] and not mine.share.peers and not whole(mine)
@@ -175,7 +175,7 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
     accepted = agent.agreed.plan
     agent.plan(share(plan(3, [0, 2])))
     proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
-    assert wire.whole(proposal.share).prefix == accepted.prefix
+    assert sharing.whole(proposal.share).prefix == accepted.prefix
     agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
     assert not agent.orders and agent.agreed is None
 
