@@ -40,6 +40,7 @@ class Desk:
     """Actions of which this process waits to hear the outcome."""
     refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
     missing_since: dict[str, float] = field(default_factory=dict)
+    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
     gate: admission.Gate = field(default_factory=admission.Gate)
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""
@@ -73,6 +74,8 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     isolation.gone_down(view, out)
     actions = unfinished.settle(view, listing, desk.under_way, out)
     actions += admission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way)
+    going_on = {name for name, job in view.state.jobs.items() if not job.ended}
+    desk.missing_since = {name: at for name, at in desk.missing_since.items() if name in going_on}
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
     _ask(view, desk, actions, out)

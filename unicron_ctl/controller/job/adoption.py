@@ -19,11 +19,12 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import sharing, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
+MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
 ASKED = 3  # agents that are asked at once what the plan was
-HERE = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"})  # states in which an element has processes
 
 
 def unknown(job: JobState, agent: AgentView) -> bool:
@@ -167,7 +168,11 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
     if not view.slurm.used or seen is None or seen.asked_at < view.started_at:
         return True
     info = seen.of(job.state.job).get(element)
-    return info is not None and info.state in HERE and view.now - view.started_at <= view.config.state_wait_seconds
+    return (
+        info is not None
+        and info.state in elsewhere.HERE
+        and view.now - view.started_at <= view.config.state_wait_seconds
+    )
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -199,19 +204,10 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     found = []
     for slot, identity in state.lost.items():
         record = state.agents.get(state.element(slot))
-        if record is not None and record.agent == identity.agent and record.gone == "silent":
-            if not _shown_dead(view, job, state.element(slot), record.node):
+        if record is not None and record.agent == identity.agent and record.gone in MAY_LIVE:
+            if not elsewhere.shown_dead(view, state, state.element(slot)):
                 found.append(slot)
     return found
-
-
-def _shown_dead(view: View, job: JobView, element: int, node: str) -> bool:
-    """Slurm no longer runs the element there."""
-    seen = view.slurm.seen
-    info = seen.of(job.state.job).get(element) if seen is not None else None
-    if not view.slurm.used or info is None:
-        return False
-    return info.state not in HERE or info.node != node
 
 
 def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:

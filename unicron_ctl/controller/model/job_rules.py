@@ -23,7 +23,7 @@ def _slot(job: JobState, slot: int) -> SlotState:
 def agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:
     old = job.agents.get(record.element)
     if old and old.agent != record.agent:
-        job.superseded[old.agent] = None
+        job.superseded[old.agent] = old.node
         while len(job.superseded) > SUPERSEDED_KEPT:
             job.superseded.pop(next(iter(job.superseded)))
     slots = list(record.slots)

@@ -45,17 +45,20 @@ def look(view: View, job: JobView) -> Outcome:
             out.merge([begin(view, job)])
     elif state.parted and view.now >= survey.again:
         survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
-        there = [element for element in state.elements(state.members) or job.agents if element not in state.parted]
-        _ask(view, job, dict.fromkeys(state.parted, there), out)
-        if not survey.open:
-            _rejoin(job, state.parted, out)  # there is nobody else
+        inside = state.elements(state.members) or sorted(job.agents)
+        there = [e for e in inside if e not in state.parted and e in job.agents and job.agents[e].alive]
+        if there:
+            _ask(view, job, dict.fromkeys(state.parted, there), out)
+        else:
+            _rejoin(job, state.parted, "there is nobody else", out)
     return out
 
 
 def _conclude(view: View, job: JobView, out: Outcome) -> None:
     survey = job.live.survey
     if survey.returning is not None:
-        _rejoin(job, survey.returning - {witness for witness, _ in survey.cut}, out)
+        reached = survey.returning - {witness for witness, _ in survey.cut}
+        _rejoin(job, reached, "the others are reached again", out)
         survey.returning = None
     elif survey.before is not None:
         _judge(view, job, survey.cut & survey.before, out)
@@ -146,8 +149,7 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
     return found
 
 
-def _rejoin(job: JobView, elements: Iterable[int], out: Outcome) -> None:
+def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
     for element in sorted(elements):
         node = job.state.agents[element].node if element in job.state.agents else "its node"
-        reason = f"{node} and the others reach each other again"
-        out.record(job.state, records.Rejoined(element=element, reason=reason))
+        out.record(job.state, records.Rejoined(element=element, reason=f"{node} is a candidate again: {why}"))

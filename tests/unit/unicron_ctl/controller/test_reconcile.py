@@ -188,3 +188,16 @@ def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_
         agent.take_offer()
     world.run(1.0)
     assert sorted(world.job().members) == [0, 1, 2]
+
+
+def test_of_a_job_that_is_over_nothing_is_kept():
+    world = World(FakeSlurm(2))
+    world.slurm.submit("1", 2)
+    for agent in world.start_job(nodes=2):
+        agent.status(leaving="stopped by SIGTERM")
+        agent.silent = True
+    world.slurm.queue.clear()
+    world.run(5.0)
+    assert world.core.slurm.missing_since and not world.job().ended
+    world.run(15.0)
+    assert world.job().ended and not world.core.slurm.missing_since

@@ -132,6 +132,24 @@ def test_a_job_is_not_formed_anew_while_its_state_may_live_and_its_rank_is_a_mem
     world.check_replay()
 
 
+def test_ranks_whose_agent_died_may_hold_the_state_until_slurm_shows_their_end():
+    """Nobody listens at the agent's port. That says nothing of its ranks."""
+    world = World(FakeSlurm(4), state_wait_seconds=60.0)
+    world.slurm.submit("1", 2)
+    agents = world.start_job(nodes=2)
+    train(world, agents, range(5))
+    agents[0].obedient = False  # it does not get to stop
+    agents[1].silent = agents[1].killed = True
+    world.run(3.0)
+    assert list(world.job().lost) == [1] and world.job().failures[-1].kind == "agent"
+    agents[0].die(0)  # ... and nobody else has the state
+    world.run(10.0)
+    assert world.job().phase == "breaking" and any(event.kind == "state_awaited" for event in world.log)
+    world.slurm.queue["1", 1].update(state="FAILED")
+    world.run(3.0)
+    assert any(event.kind == "reform" for event in world.log)
+
+
 def test_the_wait_for_the_last_state_is_bounded():
     world = World(state_wait_seconds=30.0)
     agents = world.start_job(nodes=2)

@@ -69,6 +69,19 @@ def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
     world.check_replay()
 
 
+def test_a_node_that_was_left_out_and_whose_agent_ended_has_not_come_back():
+    world = on_slurm(4)
+    cut(world, (0, 1))
+    hang(world)
+    world.run(6.0)
+    assert list(world.job().parted) == [1]
+    world.agents[1].silent = True
+    world.dead_nodes.add(world.agents[1].node)
+    world.slurm.node_states[world.agents[1].node] = {"DOWN", "NOT_RESPONDING"}
+    world.run(12.0)
+    assert list(world.job().parted) == [1] and not [e for e in world.log if e.kind == "rejoined"]
+
+
 def test_whole_links_and_lost_packets_part_nobody(monkeypatch):
     world = on_slurm(4)
     whole, lost = world.answer, iter([True, False] * 500)
