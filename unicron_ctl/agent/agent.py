@@ -109,6 +109,7 @@ class Agent:
         self._signals = SignalPipe()
         self._watch(self._signals.fileno(), "signal", 0)
         self._watch(self._witness.answers.fileno(), "witness", 0)
+        self._watch(self._line.results.fileno(), "line", 0)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -258,8 +259,11 @@ class Agent:
             self._reports.node_events()
         elif what == "witness":
             self._reports.testimony(self._witness.answers.take())
-        elif what == "answers" and self._line.learn():
-            self._last_register = 0.0
+        elif what == "answers":
+            self._line.learn(self._register)
+        elif what == "line":
+            for result in self._line.results.take():
+                result()
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -350,8 +354,7 @@ class Agent:
     def _register(self) -> None:
         self._last_register = time.monotonic()
         door = f"{self.place.address}:{self._witness.door.port}"
-        if (message := self._line.registration(self.place, self.identity, door, self._stand_in.address)) is not None:
-            self._send(message)
+        self._line.register(self.place, self.identity, door, self._stand_in.address, self._send)
 
     def _send_status(self, leaving: str = "") -> None:
         self._reports.status(self._store.port, leaving)

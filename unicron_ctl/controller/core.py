@@ -187,7 +187,7 @@ class Core:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
-            self.take(parting.begin(self.view, self.view.job(job)))
+            self.take(parting.begin(self.view, self.view.job(job), finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.suspected(self.desk(job).watch, finding, number)
 

@@ -150,6 +150,8 @@ class LiveJob:
     """When an agent registered last."""
     ahead: set[int] = field(default_factory=set)
     """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    ahead_since: float = 0.0
+    """Since when that has been asked; 0 when it is not."""
     asked: int = 0
     """The number of the Ping that all of them are to answer before that is looked at."""
     held: Plan | None = None
@@ -464,6 +466,7 @@ class Live:
         """This process stood still for so long: nobody else was late."""
         for live in self.jobs.values():
             live.stalled += seconds
+            live.ahead_since += seconds if live.ahead_since else 0.0
         for view in self.agents():
             view.last_heard += seconds
             if view.suspect_since is not None:

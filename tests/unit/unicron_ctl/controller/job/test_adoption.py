@@ -80,6 +80,73 @@ def test_an_agent_that_has_registered_and_not_spoken_is_waited_for():
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
 
 
+def forgotten_plan(world: World, agents: list[FakeAgent]) -> None:
+    """The log is empty, and no agent holds what its ranks' plan was."""
+    train(world, agents, range(2))
+    for agent in agents:
+        agent.held.clear()
+    forget(world, None)
+
+
+def test_a_generation_whose_plan_nobody_holds_is_broken_in_the_end():
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=3)
+    forgotten_plan(world, agents)
+    world.run(25.0)
+    assert not world.job().members and not any(event.kind == "adopted" for event in world.log)
+    world.run(10.0)
+    (adopted,) = [event.record for event in world.log if event.kind == "adopted"]
+    assert "nobody could say" in adopted.reason and not adopted.whole
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    assert all(agent.ranks[agent.slots[0]].iteration == 2 for agent in agents), "nothing is done again"
+    world.check_replay()
+
+
+def test_a_smaller_part_does_not_break_off_what_a_majority_may_go_on_with():
+    world = World(FakeSlurm(6), state_wait_seconds=30.0)
+    world.slurm.submit("1", 5)
+    agents = world.start_job(nodes=5)
+    world.run(2.0)
+    for agent in agents[:3]:
+        agent.silent = agent.cut = True
+    forgotten_plan(world, agents)
+    world.run(60.0)
+    assert not world.job().members and "may go on by themselves" in world.job().waits
+    for agent in agents[:3]:
+        agent.silent = agent.cut = False
+    world.run(10.0)
+    assert len(world.job().members) == 5 and world.job().phase == "running"
+
+
+def test_a_smaller_part_that_holds_the_plan_does_not_either():
+    world = World(FakeSlurm(6), state_wait_seconds=30.0)
+    world.slurm.submit("1", 5)
+    agents = world.start_job(nodes=5)
+    world.run(2.0)
+    train(world, agents, range(2))
+    for agent in agents[:3]:
+        agent.silent = agent.cut = True
+    forget(world, None)
+    world.run(60.0)
+    assert not world.job().members and not any(isinstance(m, wire.Break) for _, m in world.sent)
+
+
+def test_agents_that_never_answer_do_not_keep_what_was_agreed_from_being_taken_over(monkeypatch):
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3)
+    whole = FakeAgent.get
+    monkeypatch.setattr(
+        FakeAgent, "get", lambda self, m: None if self is agents[3] and isinstance(m, wire.Ping) else whole(self, m)
+    )
+    back(world, agents)
+    world.run(20.0)
+    assert world.job().generation == 1
+    world.run(15.0)
+    assert world.job().plan.prefix == "1.g2.0.1"
+
+
 def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
     world = World(FakeSlurm(4))
     world.slurm.submit("1", 3)
