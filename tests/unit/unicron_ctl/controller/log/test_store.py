@@ -37,6 +37,15 @@ def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_pat
     assert [e.id for e in store.tail(after=2, limit=3)] == [3, 4, 5]
 
 
+def test_events_of_a_kind_are_found_without_reading_the_others(tmp_path: Path) -> None:
+    """A week's log holds millions."""
+    store, work = Store(tmp_path / "events.sqlite"), list[int]()
+    store.append([event(n) for n in range(1, 20_001)] + [event(20_001, records.JobEnded(code=0))])
+    store._db.set_progress_handler(lambda: work.append(1), 100)  # called once for so many steps of SQLite's machine
+    assert [e.id for e in store.of_kinds((records.JobEnded, records.Observed))] == [20_001]
+    assert len(work) < 10
+
+
 def test_a_batch_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
     store.append([event(1)])
