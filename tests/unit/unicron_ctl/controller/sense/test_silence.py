@@ -66,6 +66,33 @@ def test_a_silence_of_the_head_node_harms_nobody(seconds, slurm_too):
     world.check_replay()
 
 
+@pytest.mark.parametrize("says", ["registers", "speaks", "speaks for an agent"])
+def test_a_stranger_who_is_heard_ends_no_silence(says):
+    """Defect: any message did, so whoever is on the head node itself had the controller judge its agents."""
+    world = on_slurm(5, 4)
+    for agent, key in zip(world.agents, "abcd", strict=True):
+        world.job().agents[agent.element].key = world.core.view.live.agent("1", agent.element).key = key
+    head_cut(world)
+    world.run(5.0)
+    assert world.core.view.alone
+    stranger = FakeAgent(world, "9" if says != "speaks for an agent" else "1", 0, "n5", name=world.agents[0].agent)
+    stranger.obedient = False
+    for _ in range(20):
+        stranger.register() if says == "registers" else stranger.status()
+        world.run(0.5, heartbeats=False)
+        assert world.core.view.alone
+    world.agents.remove(stranger)
+    world.agents[1].silent = False
+    number = world.agents[1].number + 1
+    world.core.receive(
+        world.agents[1].route,
+        wire.Status(job="1", element=1, agent=world.agents[1].agent, sent=0.0, number=number, ranks={}),
+        world.now,
+        "b",
+    )
+    assert not world.core.view.alone
+
+
 def test_a_restart_while_nobody_can_reach_the_controller_harms_nobody():
     world = on_slurm(5, 4)
     before = dict(world.job().members)
