@@ -19,7 +19,7 @@ from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, ranges, wire
+from unicron_ctl.protocol import claims, datagrams, ranges, wire
 from unicron_ctl.protocol.client import ask
 from unicron_ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
 from unicron_ctl.protocol.hello import Hello
@@ -145,7 +145,7 @@ def test_another_controller_is_not_believed(realm, made):
 
         def answer() -> None:
             _, where = rogue.recvfrom(4096)
-            rogue.sendto(wire.encode(wire.Introduction(credential=credential)), where)
+            rogue.sendto(wire.encode(datagrams.Introduction(credential=credential)), where)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -160,7 +160,7 @@ def test_another_controller_is_not_believed(realm, made):
 def test_plain_answers_are_for_loopback_addresses_only():
     hello = Hello("tcp://192.0.2.1:7451")
     assert hello.open() and not hello.local
-    assert hello._understand(wire.Introduction(plain=True)) is None and "loopback" in hello.problem
+    assert hello._understand(datagrams.Introduction(plain=True)) is None and "loopback" in hello.problem
     hello.close()
 
 
@@ -330,13 +330,22 @@ class ShortOfFiles(Controller):
 
 
 def test_idle_connections_do_not_keep_others_out(realm, tmp_path):
+    """And a registered agent keeps its connection, whatever comes from the same address."""
     controller = ShortOfFiles(tmp_path, MUNGE, outside_slurm() | realm.environment)
     host, port = "127.0.0.1", int(controller.address.rpartition(":")[2])
-    idle = [socket.create_connection((host, port)) for _ in range(400)]
+    idle: list[socket.socket] = []
+    agents = [ScriptedAgent(controller.address, element, key=key_of(controller)) for element in range(2)]
+    closed: list[zmq.Socket[bytes]] = []
     try:
+        closed += [agent.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for agent in agents]
+        form(agents)
+        idle += [socket.create_connection((host, port)) for _ in range(400)]
         assert controller.ask("ping") == {"pong": True}
         assert len(os.listdir(f"/proc/{controller.process.pid}/fd")) < 300
+        agents[0].status(phase="reducing")
+        controller.wait(lambda: controller.rank(0)["phase"] == "reducing", "the agent is heard")
+        assert not any(events.poll(0) for events in closed)
     finally:
-        for one in idle:
+        for one in (*idle, *closed, *agents):
             one.close()
         controller.close()

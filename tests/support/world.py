@@ -11,13 +11,14 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
@@ -57,6 +58,7 @@ class FakeAgent:
             for slot in self.slots
         }
         self.obedient, self.silent = True, False
+        self.asker = EVERYBODY  # who makes its credentials
         self.cut = False  # it lives, and is silent only to the controller
         self.killed = False  # its node lives, and says so
         self.number = 0
@@ -125,7 +127,7 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, wire.PlanShare):
-            plan = wire.whole(message)
+            plan = sharing.whole(message)
             self.held[plan.generation] = message
             if self.agreed is not None:
                 if plan.generation < self.agreed.generation:
@@ -133,7 +135,7 @@ class FakeAgent:
                 if plan.generation == self.agreed.generation and plan.prefix != self.agreed.plan.prefix:
                     return
                 self.agreed = None
-            message = wire.whole(wire.decode(wire.encode(message), wire.ToAgent))
+            message = sharing.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.pinged = max(self.pinged, message.number)
@@ -410,7 +412,7 @@ class World:
                     )
 
     def to_core(self, agent: FakeAgent, message: wire.Message) -> None:
-        self.core.receive(agent.route, message, self.now)
+        self.core.receive(agent.route, message, self.now, asker=agent.asker)
         self.core.settle()
         self.deliver()
 

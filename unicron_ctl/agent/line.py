@@ -8,13 +8,17 @@ one.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from unicron_ctl.agent.place import Place
 from unicron_ctl.config import load
+from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_client
 from unicron_ctl.protocol.hello import HELLO_SECONDS, Hello
@@ -33,6 +37,7 @@ TO_CONTROLLER = (
     (zmq.HEARTBEAT_TIMEOUT, 5000),
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
 )
+Result = TypeVar("Result")
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -43,6 +48,8 @@ class Line:
     pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
     :data:`PLAIN` with a controller that encrypts nothing, None before either is known.
     up: the controller's side has answered, and has not closed since.
+    results: what to call in the loop. Munge, the name service and Slurm are asked in threads: each may take seconds, in
+    which the ranks must be heard.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -55,6 +62,8 @@ class Line:
         self.key: str | None = None
         self.up = False
         self._problem = ""
+        self.results: Mailbox[Callable[[], None]] = Mailbox()
+        self._working: set[str] = set()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         for option, value in TO_CONTROLLER:
             self.socket.setsockopt(option, value)
@@ -86,19 +95,24 @@ class Line:
             self._asked = now
             self._hello.ask()
 
-    def learn(self) -> bool:
-        """Reads what was answered; True when the line leads to another key now."""
-        theirs = self._hello.read()
-        if theirs is None or self.up or theirs == self._theirs:
-            return False
-        if self._theirs and theirs == PLAIN:
-            return False  # encrypted once, encrypted for ever
-        self._connect(theirs)
-        return True
+    def learn(self, learned: Callable[[], None]) -> None:
+        """Reads what was answered; `learned` is called when the line leads to another key."""
+        answers = self._hello.read()
 
-    def registration(self, place: Place, agent: str, door: str, peer: str) -> wire.Register | None:
-        """The agent's first message, with a fresh credential that is bound to this line; None before it leads
-        anywhere."""
+        def then(theirs: str | None) -> None:
+            if theirs is None or self.up or theirs == self._theirs:
+                return
+            if self._theirs and theirs == PLAIN:
+                return  # encrypted once, encrypted for ever
+            self._connect(theirs)
+            learned()
+
+        if answers:
+            self._in_thread("answers", lambda: self._hello.believed(answers), then)
+
+    def register(self, place: Place, agent: str, door: str, peer: str, send: Callable[[wire.Message], None]) -> None:
+        """Sends the agent's first message, with a fresh credential that is bound to this line, as soon as that is made;
+        nothing before the line leads anywhere."""
         message = wire.Register(
             job=place.job,
             element=place.element,
@@ -112,15 +126,46 @@ class Line:
             peer=peer,
             key=self.pair[0],
         )
-        if self.key is None:
-            return None
-        self._problem = ""
-        if self.key != PLAIN:
+        key = self.key
+        if key == PLAIN:
+            self._problem = ""
+            send(message)
+        if not key:
+            return
+
+        def make() -> str:
             try:
-                message.credential = make_credential(claims.of_agent(message, self.key))
+                message.credential = make_credential(claims.of_agent(message, key))
             except MungeError as error:  # with a key of the admin's, auth may be "none"
-                self._problem = str(error)
-        return message
+                return str(error)
+            return ""
+
+        def then(problem: str) -> None:
+            self._problem = problem
+            if self.key == key:
+                send(message)
+
+        self._in_thread("credential", make, then)
+
+    def _in_thread(self, what: str, work: Callable[[], Result], then: Callable[[Result], None]) -> None:
+        """Runs `work` in a thread, then `then` in the loop; nothing while the same is under way."""
+        if what in self._working:
+            return
+        self._working.add(what)
+
+        def run() -> None:
+            found = []
+            try:
+                found.append(work())
+            finally:  # whatever broke, the next try may do
+                self.results.put(lambda: done(found))
+
+        def done(found: list[Result]) -> None:
+            self._working.discard(what)
+            for result in found:
+                then(result)
+
+        threading.Thread(target=run, name=f"unicron-{what}", daemon=True).start()
 
     def notice(self) -> None:
         """Takes in what happened to the connection."""
@@ -133,6 +178,7 @@ class Line:
         self.events.close(0)
         self.socket.close()
         self._hello.close()
+        self.results.close()
 
     def _connect(self, theirs: str) -> None:
         if self._theirs is not None:

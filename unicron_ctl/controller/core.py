@@ -45,7 +45,7 @@ from unicron_ctl.controller.plan.inputs import inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
@@ -283,7 +283,7 @@ class Core:
         if name in self.state.jobs:
             self._dirty.add(name)
 
-    def hint(self, hint: wire.Hint, now: float) -> None:
+    def hint(self, hint: datagrams.Hint, now: float) -> None:
         """A datagram of the plugin: never trusted alone."""
         self.now = now
         self._contained(hint.job, "a hint", lambda: self.take(self.intake.hint(hint)))

@@ -3,7 +3,7 @@
 It answers libzmq's question about each CURVE key (ZAP, ZeroMQ RFC 27): every key may come in, and is from then on the
 `User-Id` of all that comes by this connection. And it keeps the connections within the open files that the process may
 have. libzmq knows no bound: out of descriptors, it tries to accept the next connection again and again, and whoever
-comes waits.
+comes waits. Connections of registered agents stay whatever others do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import zmq
 from zmq.utils import z85
@@ -23,47 +23,75 @@ ZAP = "inproc://zeromq.zap.01"
 DOORS, STOP = "inproc://unicron-doors", "inproc://unicron-stop"
 HANDSHAKE_MS = 10_000  # for a connection to become one of ZeroMQ's: packets may be lost
 TELL_AGAIN = 60.0  # seconds between two lines in the log
-SHARE = 0.5  # of all connections, for one address
-EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+SHARE = 0.5  # of all connections, for strangers of one address
+SAY_AGAIN = 10.0  # seconds; then it is looked at again which connection an agent has
+KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a stranger's again
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class Doors:
     """The connections, by their descriptors. Pure: says whom to put out.
 
-    most: connections at once; one address may have `SHARE` of them. When there are too many, those go first that have
-    not shown yet that they speak the protocol, the oldest before the others.
+    most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, a stranger
+    goes, the oldest of the address that has the most of them. Who is known is never put out for others. Known is the
+    connection of a registered agent, one for each key. Times in seconds on any clock that does not go backwards.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.addresses: dict[int, str] = {}
-        self.strangers: OrderedDict[int, None] = OrderedDict()
-        self.count: Counter[str] = Counter()
+        self.strangers: dict[str, OrderedDict[int, None]] = {}
+        """address -> connections, the oldest first."""
+        self.agents: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        """connection -> its agent's key, and when that spoke last. Who spoke last is at the end."""
+        self.by_key: dict[str, int] = {}
 
-    def came(self, descriptor: int, address: str) -> int | None:
+    def came(self, descriptor: int, address: str, now: float) -> int | None:
         """A connection; returns the descriptor of the one that has to go for it."""
         self.left(descriptor)
         self.addresses[descriptor] = address
-        self.strangers[descriptor] = None
-        self.count[address] += 1
-        if self.count[address] > self.most * SHARE:
-            return next((one for one in self.strangers if self.addresses[one] == address), descriptor)
-        if len(self.addresses) > self.most:
-            return next(iter(self.strangers))
-        return None
+        full = len(self.addresses) > self.most
+        while full and self.agents and now - (oldest := next(iter(self.agents.items())))[1][1] > KNOWN_SECONDS:
+            self._is_stranger(oldest[0])
+        self._is_stranger(descriptor)
+        if len(self.strangers[address]) > self.most * SHARE:
+            return next(iter(self.strangers[address]))
+        if not full:
+            return None
+        most = max(self.strangers.values(), key=len)
+        return next(iter(most))
 
-    def known(self, descriptor: int) -> None:
-        """It speaks the protocol."""
-        self.strangers.pop(descriptor, None)
+    def known(self, descriptor: int, key: str, now: float) -> None:
+        """The agent with this key has spoken by it. Who has a second connection with a key has one known one."""
+        if descriptor not in self.addresses:
+            return
+        before = self.by_key.get(key)
+        if before is not None and before != descriptor:
+            self._is_stranger(before)
+        self._forget(descriptor)
+        self.agents[descriptor] = key, now
+        self.by_key[key] = descriptor
 
     def left(self, descriptor: int) -> None:
         """It is closed."""
-        self.strangers.pop(descriptor, None)
-        address = self.addresses.pop(descriptor, None)
-        if address is not None:
-            self.count[address] -= 1
-            if not self.count[address]:
-                del self.count[address]
+        if descriptor in self.addresses:
+            self._forget(descriptor)
+            del self.addresses[descriptor]
+
+    def _is_stranger(self, descriptor: int) -> None:
+        self._forget(descriptor)
+        self.strangers.setdefault(self.addresses[descriptor], OrderedDict())[descriptor] = None
+
+    def _forget(self, descriptor: int) -> None:
+        """Who it is."""
+        if (agent := self.agents.pop(descriptor, None)) is not None:
+            del self.by_key[agent[0]]
+        address = self.addresses[descriptor]
+        here = self.strangers.get(address)
+        if here is not None:
+            here.pop(descriptor, None)
+            if not here:
+                del self.strangers[address]
 
 
 class Doorkeeper:
@@ -71,7 +99,10 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], most: int) -> None:
         self._doors = Doors(most)
+        self._lock = threading.Lock()  # around the doors: two threads tell them
         self._told = float("-inf")
+        self._spoke: dict[str, bytes] = {}
+        self._asked_at = float("-inf")
         self.port = 0  # where it listens; nothing is closed before that is known
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._zap = context.socket(zmq.ROUTER)
@@ -93,6 +124,18 @@ class Doorkeeper:
         self._stop.send(b"")
         self._thread.join()
         self._stop.close(0)
+
+    def spoke(self, key: str, route: bytes, frame: zmq.Frame) -> None:
+        """A registered agent's message, for the main thread to tell at each one. route: what the router calls its
+        connection."""
+        now = time.monotonic()
+        if now - self._asked_at >= SAY_AGAIN:  # an event may overtake a message, and a number be used again
+            self._asked_at = now
+            self._spoke.clear()
+        if self._spoke.get(key) != route:
+            self._spoke[key] = route
+            with self._lock:
+                self._doors.known(int(frame.get(zmq.SRCFD)), key, now)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -126,20 +169,23 @@ class Doorkeeper:
             if kind == zmq.EVENT_ACCEPTED:
                 self._accepted(descriptor)
             elif kind == zmq.EVENT_DISCONNECTED:
-                self._doors.left(descriptor)
+                with self._lock:
+                    self._doors.left(descriptor)
 
     def _accepted(self, descriptor: int) -> None:
-        goes = self._doors.came(descriptor, _peer(descriptor))
-        if goes is None:
-            return
+        with self._lock:
+            goes = self._doors.came(descriptor, _peer(descriptor), time.monotonic())
+            there = len(self._doors.addresses)
+            if goes is None:
+                return
+            self._doors.left(goes)
         if time.monotonic() - self._told >= TELL_AGAIN:
             self._told = time.monotonic()
             log.warning(
                 "%d connections, more than the %d open files allow, or one address has too many: some are closed",
-                len(self._doors.addresses),
+                there,
                 self._doors.most,
             )
-        self._doors.left(goes)
         _shut(goes, self.port)
 
 

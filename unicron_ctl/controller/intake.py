@@ -7,6 +7,7 @@ from collections.abc import Callable
 from unicron_ctl.controller.job import adoption, confirmation, registration
 from unicron_ctl.controller.job.confirmation import Waiting
 from unicron_ctl.controller.job.desk import JobDesk
+from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
@@ -15,12 +16,14 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
+from unicron_ctl.controller.throttle import Throttle
 from unicron_ctl.partitions import OFF
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
-HINT_SECONDS = 0.5  # between two questions that hints lead to
+HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
+HINTS = 0.5, 10.0  # early looks at Slurm a second, and at once, that all hints together lead to: anybody can send one
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
@@ -39,6 +42,7 @@ class Intake:
         self._view, self._desk, self._talk, self._take = view, desk, talk, take
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._refused: set[tuple[str, str]] = set()
+        self._hints = Throttle(*HINTS)
 
     def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
         """A message that passed the checks at the edge, of the connection with this CURVE key."""
@@ -153,7 +157,7 @@ class Intake:
         """info: the element as Slurm shows it, where it was asked and has answered."""
         refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
         if refused is not None:
-            self._take(Outcome(sends=[Send(route, refused)]))
+            self._take(registration.turned_away(self._view, route, message, refused))
             return
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
@@ -213,10 +217,12 @@ class Intake:
     def _status(self, route: Route, message: wire.Status, key: str) -> None:
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if job is not None and job.ended and self._had(job, message, key):
-            end = wire.End(code=job.ended.code, reason=job.ended.reason)
-            self._take(Outcome(sends=[Send(route, end)]))
+            self._take(Outcome(sends=[Send(route, ending(job.ended))]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
+            return
+        if job is not None and registration.released(job) and self._had(job, message, key):
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
             return
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
@@ -309,7 +315,7 @@ class Intake:
         self._take(out)
 
     # ------------------------------------------------------------ hints
-    def hint(self, hint: wire.Hint) -> Outcome:
+    def hint(self, hint: datagrams.Hint) -> Outcome:
         """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
         out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)
@@ -318,7 +324,7 @@ class Intake:
         agent.task_status = hint.status
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS:
             agent.repeated["hint"] = now
-            out.hurry = True
+            out.hurry = self._hints.allows("", now)
             out.merge([self.suspect(agent)])
         return out
 

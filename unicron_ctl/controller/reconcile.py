@@ -21,8 +21,10 @@ from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.inputs import dead_elements, inputs, key_of, plan_for, reaches
 from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, WORKS, Need, Placement, held_by_others, place
 from unicron_ctl.controller.plan.pools import pools
+from unicron_ctl.controller.throttle import Throttle
 
 HURRY_SECONDS = 0.1
+EARLY = 1.0, 20.0  # early looks a second, and at once: whatever users do, Slurm has other work
 RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
@@ -43,10 +45,13 @@ class Desk:
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""
     """What the last plan depended on for jobs that are only watched."""
+    early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
 
     def hurry(self, now: float) -> None:
-        """Something changed: ask Slurm soon."""
-        self.next_poll = min(self.next_poll, now + HURRY_SECONDS)
+        """Something changed: ask Slurm soon, if that was not done too often of late."""
+        soon = now + HURRY_SECONDS
+        if not self.busy and self.next_poll > soon and self.early.allows("", now):
+            self.next_poll = soon
 
     def tick(self, view: View) -> Outcome:
         """Asks Slurm when it is time."""
@@ -91,10 +96,11 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     coming = any(
         e.state in OCCUPIES or e.state == "PENDING" or (e.element in dead and e.state in ENDED_BADLY) for e in elements
     )
-    if here or coming:
+    if coming or (here and job.submitted):
         desk.missing_since.pop(job.job, None)
     elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
-        out.record(job, records.JobEnded(code=0, reason="Slurm no longer runs any of its elements"))
+        reason = "Slurm no longer runs any of its elements" if job.submitted else "Slurm does not show this job"
+        out.record(job, records.JobEnded(code=0, reason=reason, disowned=not job.submitted))
     return []
 
 

@@ -42,10 +42,10 @@ from unicron_ctl.controller.model.job import (
     SlotState,
 )
 from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
-from unicron_ctl.controller.throttle import Throttle, cost
+from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.slurm.client import SlurmClient
@@ -64,9 +64,6 @@ UNSENT = 1000  # messages to one peer that does not read; what matters is repeat
 UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
 UNREAD = 1000  # messages of one peer that were not looked at yet; then TCP holds it back
 MAX_SOCKETS = 16384
-# Messages a second, and at once; see throttle.cost. An agent has 20 a second in its busiest moments.
-OF_AN_AGENT = 500.0, 3000.0
-OF_AN_ADDRESS = 300.0, 3000.0  # of all there that are not registered: registrations, questions
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
 TRIES = 5  # to find a port that is free for TCP and for UDP
@@ -103,7 +100,7 @@ class Server:
         connections: int = MAX_SOCKETS,
     ) -> None:
         self.config, self.store = config, store
-        self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
+        self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.snapshot()
         store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
@@ -115,7 +112,7 @@ class Server:
         self.dropped: Counter[str] = Counter()
         self._complained: set[str] = set()
         self._complaints = Throttle(*COMPLAINTS)
-        self._agents, self._others = Throttle(*OF_AN_AGENT), Throttle(*OF_AN_ADDRESS)
+        self._quotas = Quotas()
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
         self._munge = config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
@@ -242,7 +239,10 @@ class Server:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                     last = frames[-1]
                     key, address = str(last.get("User-Id")), str(last.get("Peer-Address"))
-                    self._take(tuple(frame.bytes for frame in frames[:-1]), last.bytes, key, address)
+                    route = tuple(frame.bytes for frame in frames[:-1])
+                    if key in self.core.view.live.keys:
+                        self.doorkeeper.spoke(key, route[0], last)
+                    self._take(route, last.bytes, key, address)
                 else:
                     plain = self._router.recv_multipart(zmq.NOBLOCK)
                     self._take(tuple(plain[:-1]), plain[-1], "", "")
@@ -268,12 +268,11 @@ class Server:
             self.core.receive(route, message, self.now(), key)
 
     def _allowed(self, key: str, address: str, size: int) -> bool:
-        """The peer has not sent too much: an agent counts by itself, all else by its address, for keys are free."""
+        """The peer has not sent too much."""
         if not self._munge:
             return True  # there is one user
-        if key in self.core.view.live.keys:
-            return self._agents.allows(key, self.now(), cost(size))
-        return self._others.allows(address, self.now(), cost(size))
+        registered = key in self.core.view.live.keys
+        return self._quotas.allows(key, address, registered, self.now(), cost(size))
 
     def _bad(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1
@@ -310,6 +309,7 @@ class Server:
         def then(found: Asker | Unproven) -> None:
             self._verifying.discard(known)
             if isinstance(found, Asker):
+                self._quotas.proven(key, found.uid or 0)
                 if found.user and not found.admin:
                     message.settings.user = found.user
                 self.core.receive(route, message, self.now(), key, found)
@@ -329,14 +329,14 @@ class Server:
                 return
             try:
                 if len(data) >= HELLO_BYTES:
-                    wire.decode(data, wire.Hello)
+                    wire.decode(data, datagrams.Hello)
                     self._introducer.hello(where, self.now())
                 else:
-                    self.core.hint(wire.decode(data, wire.Hint), self.now())
+                    self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
                 if len(data) >= HELLO_BYTES:
-                    self._answer_hello(wire.encode(wire.Introduction(error=str(error)[:200])), where)
+                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), where)
 
     def _answer_hello(self, data: bytes, where: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):
@@ -357,13 +357,16 @@ class Server:
             return
 
         def then(found: Asker | Unproven) -> None:
-            if isinstance(found, Asker):
-                self._answer(route, ask, found, address)
-            else:
+            if isinstance(found, Unproven):
                 self._send(route, wire.Answer(ok=False, error=found.reason))
+            elif found.uid is not None and not self._quotas.may_ask(found.uid, address, self.now()):
+                self._send(route, busy)
+            else:
+                self._answer(route, ask, found, address)
 
+        busy = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
         if not self._verifier.verify(ask.credential, claims.of_asker(key), address, then):
-            self._send(route, wire.Answer(ok=False, error="the controller is asked too much at once: try again"))
+            self._send(route, busy)
 
     def _answer(self, route: Route, ask: wire.Ask, asker: Asker, address: str) -> None:
         self.core.now = self.now()
@@ -378,7 +381,7 @@ class Server:
             reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
         data = wire.encode(reply)
         if self._munge:  # who asks for much and does not read it may not fill the memory
-            self._others.charge(address, self.now(), cost(len(data)) - 1)
+            self._quotas.answered(asker.uid, address, self.now(), cost(len(data)) - 1)
         self._send_bytes(route, data)
 
     def flush(self) -> None:

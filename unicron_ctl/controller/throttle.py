@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
+# Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
+OF_AN_AGENT = 500.0, 3000.0
+OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents
+OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
+OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
 
 
 @dataclass
@@ -33,6 +38,45 @@ class Throttle:
         """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
         left, at = self.buckets.pop(name, (self.burst, now))
         self.buckets[name] = min(self.burst, left + (now - at) * self.rate) - cost, now
+
+
+class Quotas:
+    """How much each peer may ask for: a registered agent by its key; whoever has proven who he is by his user id and
+    address, for one user may have many keys; strangers by key and by address, for keys are free. So nobody uses up
+    what others at his address have, but for strangers."""
+
+    def __init__(self) -> None:
+        self._agents, self._users = Throttle(*OF_AN_AGENT), Throttle(*OF_A_USER)
+        self._strangers, self._addresses = Throttle(*OF_A_STRANGER), Throttle(*OF_AN_ADDRESS)
+        self._proven: OrderedDict[str, int] = OrderedDict()
+
+    def proven(self, key: str, uid: int) -> None:
+        """The key is this user's: a credential of his was bound to it."""
+        self._proven[key] = uid
+        self._proven.move_to_end(key)
+        if len(self._proven) > NAMES:
+            self._proven.popitem(last=False)
+
+    def allows(self, key: str, address: str, registered: bool, now: float, cost: float) -> bool:
+        """Whether a message of that cost is taken. registered: the key is an agent's."""
+        if registered:
+            return self._agents.allows(key, now, cost)
+        uid = self._proven.get(key)
+        if uid is not None:
+            return self._users.allows(f"{uid} {address}", now, cost)
+        return self._strangers.allows(key, now, cost) and self._addresses.allows(address, now, cost)
+
+    def answered(self, uid: int | None, address: str, now: float, cost: float) -> None:
+        """What an answer costs is taken from later questions of the user; of all strangers there where none is
+        proven."""
+        if uid is not None:
+            self._users.charge(f"{uid} {address}", now, cost)
+        else:
+            self._addresses.charge(address, now, cost)
+
+    def may_ask(self, uid: int, address: str, now: float) -> bool:
+        """Whether the user may ask yet another thing from there, by whatever key."""
+        return self._users.allows(f"{uid} {address}", now)
 
 
 def cost(size: int) -> float:

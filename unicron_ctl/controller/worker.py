@@ -22,7 +22,7 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
-from unicron_ctl.slurm.client import SlurmClient, SlurmError
+from unicron_ctl.slurm.client import SlurmClient, SlurmError, SlurmTimeout
 
 Result = Callable[[], None]
 Target = tuple[str, int]
@@ -30,6 +30,8 @@ log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 8, 4
 PRIVATE_SECONDS = 60.0  # between two looks at Slurm's PrivateData
 LEFT_OUT = "left out: an action before it failed"
+PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
+RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
 
 
 class Order:
@@ -157,11 +159,19 @@ class Worker:
             self.results.put(lambda: core.on_listing(nodes, elements, private))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
+        """Goes on for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
         failed: set[Target] = set()
+        until, over = time.monotonic() + RUN_SECONDS, False
         for action, ticket in zip(request.actions, tickets, strict=True):
             self._order.wait(action.target, ticket)
             try:
-                error = LEFT_OUT if action.target in failed else self._act(action)
+                if over:
+                    error = PUT_OFF
+                elif action.target in failed:
+                    error = LEFT_OUT
+                else:
+                    error, hangs = self._act(action)
+                    over = hangs or time.monotonic() >= until
             finally:
                 self._order.through(action.target)
             if error:
@@ -169,15 +179,16 @@ class Worker:
             self.results.put(partial(core.on_action, action, error))
         self.results.put(partial(core.on_actions_done, request.urgent))
 
-    def _act(self, action: Action) -> str:
+    def _act(self, action: Action) -> tuple[str, bool]:
+        """Why it failed, and whether Slurm gave no answer."""
         assert self._client is not None
         try:
             perform(self._client, action)
         except SlurmError as error:
-            return str(error)
+            return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return f"{type(error).__name__}: {error}", False
+        return "", False
 
 
 def perform(client: SlurmClient, action: Action) -> None:

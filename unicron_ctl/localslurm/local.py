@@ -115,10 +115,13 @@ class LocalCluster:
                     WRONG_USE,
                 )
             heads = {process.kind for process in running}
-            whole = "slurmctld" in heads and ("munged" in heads or self.spec.auth == "none")
-            whole = whole and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
-            if whole and saved is not None and self.layout.slurm_conf.exists():
+            begun = "slurmctld" in heads or bool(_slurmds(running))
+            begun = begun and ("munged" in heads or self.spec.auth == "none")
+            begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
+            if begun and saved is not None and self.layout.slurm_conf.exists():
                 self.spec = saved
+                if "slurmctld" not in heads:
+                    self._start_controller(programs["slurmctld"])
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
                 busy = {process.node for process in running if process.kind == "stepd"}
                 self._start_nodes(programs, missing, rebooted={name for name in missing if name not in busy})

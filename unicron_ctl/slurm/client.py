@@ -24,6 +24,10 @@ class SlurmError(UserError):
         super().__init__(one_line(message))
 
 
+class SlurmTimeout(SlurmError):
+    """Slurm did not answer in time: the next call would wait as long."""
+
+
 @dataclass(frozen=True)
 class PartitionInfo:
     """A partition: how many nodes it has, and its state (UP, DOWN, DRAIN, INACTIVE)."""

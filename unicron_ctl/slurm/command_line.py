@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from unicron_ctl.errors import one_line
 from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmError
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmError, SlurmTimeout
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
@@ -202,7 +202,7 @@ class CommandLineClient:
                 command, env=self._env, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout
             )
         except subprocess.TimeoutExpired:
-            raise SlurmError(f"{what}: no answer from Slurm within {self._timeout:g} s") from None
+            raise SlurmTimeout(f"{what}: no answer from Slurm within {self._timeout:g} s") from None
         except FileNotFoundError:
             raise SlurmError(f"{command[0]} not found; install with: apt-get install slurm-client") from None
         if done.returncode != 0:

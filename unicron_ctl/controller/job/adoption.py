@@ -23,7 +23,7 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
@@ -240,7 +240,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
     """An agent's answer; a plan that is none says nothing."""
     try:
-        plan = wire.whole(message.share)
+        plan = sharing.whole(message.share)
     except wire.BadMessage:
         return
     if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:

@@ -8,7 +8,7 @@ listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.log import records
@@ -20,7 +20,6 @@ from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo
-from unicron_ctl.slurm.listing import hosts
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
 LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
@@ -63,20 +62,20 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
     return None if works else wire.Refused(reason=f"Slurm shows {name} as {info.state}, not at work")
 
 
-def _shown(seen: Listing, message: wire.Register) -> tuple[ElementInfo | None, list[str]]:
+def _shown(seen: Listing, message: wire.Register) -> tuple[ElementInfo | None, Mapping[str, int]]:
     """The element and its nodes; a plain job of several nodes is one element to Slurm, and one for each node to us."""
     elements = seen.of(message.job)
     info = elements.get(message.element)
     if info is None and len(elements) == 1 and 0 in elements:
-        found = hosts(elements[0].node or "")
-        return (elements[0], found) if message.element < len(found) else (None, [])
-    return info, hosts(info.node or "") if info else []
+        found = seen.nodes_of(elements[0])
+        return (elements[0], found) if message.element < len(found) else (None, {})
+    return info, seen.nodes_of(info) if info else {}
 
 
 def size(seen: Listing, job: str) -> int:
     """As many elements as Slurm shows; the nodes of a plain job."""
     elements = seen.of(job)
-    plain = hosts(elements[0].node or "") if len(elements) == 1 and 0 in elements else []
+    plain = seen.nodes_of(elements[0]) if len(elements) == 1 and 0 in elements else {}
     return max(len(elements), len(plain))
 
 
@@ -93,7 +92,8 @@ def look(view: View, listing: Listing, job: JobState) -> Outcome:
     if job.submitted and not unsure:
         return out
     if (other := next(iter(listing.of(job.job).values()), None)) is not None and another(job, other):
-        out.record(job, records.JobEnded(code=1, reason=f"Slurm shows job {job.job} as {other.user}'s"))
+        reason = f"Slurm shows job {job.job} as {other.user}'s"
+        out.record(job, records.JobEnded(code=1, reason=reason, disowned=True))
         return out
     for element in sorted(job.agents) if not job.submitted else unsure:
         agent = job.agents[element]

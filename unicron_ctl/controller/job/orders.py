@@ -10,9 +10,9 @@ from functools import cached_property, partial
 import msgspec
 
 from unicron_ctl.agreement.compose import elements_of, leading
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
 
@@ -26,7 +26,7 @@ class Letter:
         self._job = job
         leaders = leading(self.plan, partial(reached, job), self._per_node) if self.plan is not None else []
         self.leaders = frozenset(peer.element for peer in leaders)
-        self.common = wire.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
+        self.common = sharing.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         lost = sorted(job.lost)
@@ -46,7 +46,7 @@ class Letter:
         """The agent's part of the plan."""
         if self.plan is None:
             return None
-        return wire.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
+        return sharing.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
 
     @cached_property
     def peers(self) -> list[wire.Peer]:
@@ -61,6 +61,13 @@ def reached(job: JobState, element: int) -> wire.Peer | None:
     return wire.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
 
 
+def ending(ended: Ending) -> wire.Message:
+    """What the agents of a job that is over are told. Of a disowned one they may ask again: Slurm may be wrong."""
+    if ended.disowned:
+        return wire.Refused(reason=ended.reason)
+    return wire.End(code=ended.code, reason=ended.reason)
+
+
 def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:
     """(key, message) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
 
@@ -69,7 +76,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
     if not agent.alive:
         return
     if job.state.ended:
-        yield "end", wire.End(code=job.state.ended.code, reason=job.state.ended.reason)
+        yield "end", ending(job.state.ended)
         return
     if _must_break(job.state, agent):
         yield letter.break_key, letter.broken

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import msgspec
 
+from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import Identity, JobState
-from unicron_ctl.controller.model.live import READY, AgentView
+from unicron_ctl.controller.model.job import Identity, JobState, Phase
+from unicron_ctl.controller.model.live import READY, AgentView, Route
 from unicron_ctl.controller.model.submission import another
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
+
+# Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
+OF_A_USER = 20, 4096
+OF_ALL = 400, 20_000
 
 
 def answer(
@@ -29,27 +34,82 @@ def answer(
     job = view.state.jobs.get(message.job)
     if job is not None and another(job, info):
         return None
-    if refused := _not_the_owner(message, job, asker) or _other_key(message, job, key):
+    if refused := _not_the_owner(view, message, job, asker) or _other_key(message, job, key):
         return refused
     if refused := _other_step(message, job):
         return refused
     if job is not None and message.agent in job.superseded and not begins(view, message, info):
         reason = f"another agent has taken element {message.element} of job {message.job}"
         return wire.Refused(reason=reason, final=True, replaced=True)
+    if job is not None and job.set_aside and not job.ended and not begins(view, message, info):
+        known = job.agents.get(message.element)
+        if released(job) or known is None or known.agent != message.agent:
+            return wire.Refused(reason=job.set_aside, final=True, apart=not released(job) and _others(view, message))
     if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
-        return wire.Refused(reason=problem, final=True)
+        return wire.Refused(reason=problem, final=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step:
-        return wire.End(code=job.ended.code, reason=job.ended.reason)
-    return None
+        return ending(job.ended)
+    return _too_many(view, message, asker) if view.slurm.used and info is None else None
 
 
-def _not_the_owner(message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's. While the name service is away
-    nobody is an admin but root, so nothing is final then."""
-    if job is None or asker.may_order(job):
+def turned_away(view: View, route: Route, message: wire.Register, answered: wire.Message) -> Outcome:
+    """`answered` goes to an agent that is not taken in. One that does not fit to the others of a job that nobody trains
+    yet takes the protection from all: without each other neither part has a world."""
+    out, job = Outcome(), view.state.jobs.get(message.job)
+    if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
+        reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
+        out.record(job, records.JobSetAside(input=f"the registration of agent {message.agent}", reason=reason))
+        answered = wire.Refused(reason=reason, final=True)
+    out.sends.append(Send(route, answered))
+    return out
+
+
+def released(job: JobState) -> bool:
+    """It was set aside while no rank has a world: its agents are to make a plain one."""
+    return bool(job.set_aside) and _unformed(job)
+
+
+def _unformed(job: JobState) -> bool:
+    return job.phase is Phase.FORMING or (job.restart_mode and job.phase is Phase.BREAKING)
+
+
+def _others(view: View, message: wire.Register) -> bool:
+    """Other elements of the job have agents that live."""
+    agents = view.live.jobs[message.job].agents if message.job in view.live.jobs else {}
+    return any(agent.alive for element, agent in agents.items() if element != message.element)
+
+
+def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
+    """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
+    service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
+    it may have named another's, even an admin's."""
+    if job is None:
+        return None
+    sure = bool(job.submitted) or not view.slurm.used
+    if asker.may_order(job) and (sure or None in (job.uid, asker.uid) or job.uid == asker.uid):
         return None
     reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
-    return wire.Refused(reason=reason, final=bool(asker.user))
+    if not sure:
+        reason = f"job {message.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
+    return wire.Refused(reason=reason, final=sure and bool(asker.user))
+
+
+def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused | None:
+    """A new agent of whose job Slurm says nothing: there are bounds on what may be made up meanwhile."""
+    job = view.state.jobs.get(message.job)
+    if job is not None and (known := job.agents.get(message.element)) and known.agent == message.agent:
+        return None
+    unconfirmed = [one for one in view.state.jobs.values() if not one.submitted and not one.over]
+    of_user = [one for one in unconfirmed if one.uid == asker.uid]
+    new = job is None or job.over
+    for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
+        agents = sum(len(one.agents) for one in jobs) + (len(job.agents) if job is not None and job.submitted else 0)
+        if len(jobs) + new > most_jobs or agents >= most_agents:
+            reason = (
+                f"Slurm has not confirmed {len(jobs)} jobs with {agents} agents: job {message.job} waits for its word"
+            )
+            return wire.Refused(reason=reason)
+    return None
 
 
 def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:

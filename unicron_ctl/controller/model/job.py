@@ -138,9 +138,12 @@ class Decided:
 
 @dataclass(frozen=True)
 class Ending:
+    """disowned: Slurm knows no such job, or another's; what is running goes on without the controller."""
+
     code: int
     reason: str
     time: float
+    disowned: bool = False
 
 
 @dataclass
@@ -218,6 +221,11 @@ class JobState:
     def restart_mode(self) -> bool:
         """Its processes know nothing of generations: all are ended and started again together."""
         return self.settings.mode == RESTART
+
+    @property
+    def disowned(self) -> bool:
+        """It was never Slurm's job of this id."""
+        return self.ended is not None and self.ended.disowned
 
     @property
     def over(self) -> bool:

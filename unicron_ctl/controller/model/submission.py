@@ -14,6 +14,8 @@ AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job'
 
 def another(job: JobState, info: ElementInfo | None) -> bool:
     """Slurm shows another job under this id than the one that is known; or the same one, wanted again after its end."""
+    if job.disowned:
+        return True
     if info is None:
         return False
     if job.uid is not None and info.uid != job.uid:

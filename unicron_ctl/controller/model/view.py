@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView, JobView, Live, LiveJob, Route
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+from unicron_ctl.slurm.listing import hosts
 
 SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
 WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
@@ -35,6 +36,15 @@ class Listing:
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
         for element in self.elements:
             self.by_job.setdefault(element.job, {})[element.element] = element
+        self._names: dict[str, Mapping[str, int]] = {}
+
+    def nodes_of(self, element: ElementInfo) -> Mapping[str, int]:
+        """The names of the element's nodes, each with its place; read once for all who ask."""
+        text = element.node or ""
+        found = self._names.get(text)
+        if found is None:
+            found = self._names[text] = {name: place for place, name in enumerate(hosts(text))}
+        return found
 
     @cached_property
     def sorts(self) -> list[list[NodeInfo]]:

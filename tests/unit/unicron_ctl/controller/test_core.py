@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.world import MICRO_BATCHES, FakeAgent, World
+from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.job import machine
 from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.protocol import wire
+from unicron_ctl.controller.reconcile import EARLY, HURRY_SECONDS
+from unicron_ctl.protocol import datagrams, wire
 
 
 def messages(world: World, kind: type) -> list:
@@ -279,7 +281,7 @@ def test_a_stall_of_the_controller_expires_nobody():
 def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     world = World()
     agents = world.start_job(nodes=2)
-    hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
+    hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
     world.core.hint(hint, world.now)
     world.deliver()
     world.run(0.5)
@@ -297,6 +299,32 @@ def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     world.deliver()
     world.run(0.2)
     assert messages(world, wire.Break)[0].lost == [1], "its node says that nobody listens there"
+
+
+@pytest.mark.parametrize("of", ["hints", "registrations of no job"])
+def test_nobody_can_make_the_controller_ask_slurm_all_the_time(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(8)
+    slurm.submit("1", 8)
+    world = World(slurm)
+    world.start_job(nodes=8)
+    world.run(5.0)
+    polls = []
+    monkeypatch.setattr(slurm, "nodes", lambda: polls.append(world.now) or FakeSlurm.nodes(slurm))
+    for turn in range(600):
+        if of == "hints":
+            hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=turn % 8, node="n1", status=9)
+            world.core.hint(hint, world.now)
+        else:
+            stranger = FakeAgent(world, str(1000 + turn), 0, "n1")
+            stranger.obedient = False
+            stranger.register()
+        world.deliver()
+        world.run(0.1, heartbeats=turn % 5 == 0)
+    usual, early, at_once = 60 / world.config.slurm_poll_seconds, *EARLY
+    assert usual - 2 <= len(polls) <= usual + 60 * early + at_once + 2
+    if of == "hints":
+        world.core.slurm.hurry(world.now)
+        assert world.core.slurm.next_poll <= world.now + HURRY_SECONDS, "what is proven still leads to an early look"
 
 
 def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
@@ -439,7 +467,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
             world.core.tick(world.now)
             world.deliver()
         elif verb == "hint":
-            world.core.hint(wire.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
+            world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
             world.deliver()
         elif verb == "late":  # what was sent before the last word comes after it
             agent.number -= 1

@@ -4,29 +4,69 @@ from __future__ import annotations
 
 import random
 
-from unicron_ctl.controller.doorkeeper import Doors
-from unicron_ctl.controller.throttle import BYTES_OF_ONE, Throttle, cost
+from unicron_ctl.controller.doorkeeper import KNOWN_SECONDS, Doors
+from unicron_ctl.controller.throttle import (
+    BYTES_OF_ONE,
+    NAMES,
+    OF_A_STRANGER,
+    OF_A_USER,
+    OF_AN_ADDRESS,
+    OF_AN_AGENT,
+    Quotas,
+    Throttle,
+    cost,
+)
+from unicron_ctl.protocol.wire import MAX_BYTES
 
 
-def test_those_who_have_not_spoken_go_first() -> None:
+def test_strangers_go_first_and_agents_stay() -> None:
     doors = Doors(most=4)
     for descriptor in range(4):
-        assert doors.came(descriptor, f"10.0.0.{descriptor}") is None
-    doors.known(0)
-    doors.known(1)
-    assert doors.came(4, "10.0.0.9") == 2, "the oldest stranger"
+        assert doors.came(descriptor, f"10.0.0.{descriptor}", 0.0) is None
+    doors.known(0, "key 0", 1.0)
+    doors.known(1, "key 1", 1.0)
+    assert doors.came(4, "10.0.0.9", 2.0) == 2, "the oldest stranger"
     doors.left(2)
-    doors.known(3)
-    doors.known(4)
-    assert doors.came(5, "10.0.0.8") == 5, "all others speak the protocol"
+    doors.known(3, "key 3", 2.0)
+    doors.known(4, "key 4", 2.0)
+    assert doors.came(5, "10.0.0.8", 3.0) == 5, "all others are agents"
 
 
-def test_one_address_has_its_share() -> None:
+def test_one_address_has_its_share_and_agents_there_do_not_count() -> None:
+    """Users of one node share its address: one who opens many connections puts nobody else's agent out."""
     doors = Doors(most=10)
     for descriptor in range(5):
-        assert doors.came(descriptor, "10.0.0.1") is None
-        doors.known(descriptor)
-    assert doors.came(5, "10.0.0.1") == 5 and doors.came(6, "10.0.0.2") is None
+        assert doors.came(descriptor, "10.0.0.1", 0.0) is None
+        doors.known(descriptor, f"key {descriptor}", 0.0)
+    for descriptor in range(5, 8):
+        assert doors.came(descriptor, "10.0.0.1", 0.0) is None
+    assert doors.came(8, "10.0.0.2", 0.0) is doors.came(9, "10.0.0.2", 0.0) is None
+    assert doors.came(10, "10.0.0.3", 0.0) == 5, "the address that has the most strangers"
+    doors.left(5)
+    doors.left(8)
+    doors.left(9)
+    for descriptor in range(11, 13):
+        doors.came(descriptor, "10.0.0.1", 0.0)
+    assert len(doors.agents) == 5 and doors.came(13, "10.0.0.1", 0.0) == 6
+
+
+def test_a_key_has_one_known_connection() -> None:
+    """Whoever has registered once may not fill the doors with that key."""
+    doors = Doors(most=4)
+    for descriptor in range(4):
+        doors.came(descriptor, "10.0.0.1" if descriptor % 2 else "10.0.0.2", 0.0)
+        doors.known(descriptor, "one key", 0.0)
+    assert list(doors.agents) == [3] and doors.came(4, "10.0.0.3", 0.0) in (0, 1, 2)
+
+
+def test_who_has_not_spoken_for_long_is_a_stranger_again() -> None:
+    """Its job may be over."""
+    doors = Doors(most=2)
+    for descriptor in range(2):
+        doors.came(descriptor, f"10.0.0.{descriptor}", 0.0)
+        doors.known(descriptor, f"key {descriptor}", 0.0)
+    doors.known(0, "key 0", KNOWN_SECONDS)
+    assert doors.came(2, "10.0.0.2", KNOWN_SECONDS + 1.0) == 1
 
 
 def test_never_more_than_there_may_be() -> None:
@@ -38,22 +78,27 @@ def test_never_more_than_there_may_be() -> None:
                 there.discard(gone)
                 doors.left(gone)
             case 1 if there:
-                doors.known(rng.choice(sorted(there)))
+                doors.known(rng.choice(sorted(there)), f"key {rng.randrange(15)}", number)
             case _:
                 there.add(number)
-                if (goes := doors.came(number, f"10.0.0.{rng.randrange(5)}")) is not None:
+                if (goes := doors.came(number, f"10.0.0.{rng.randrange(5)}", number)) is not None:
                     there.discard(goes)
+                    assert goes not in doors.agents
                     doors.left(goes)
-        assert set(doors.addresses) == there and len(there) <= 20
-        assert set(doors.strangers) <= there and sum(doors.count.values()) == len(there)
+        strangers = {one for here in doors.strangers.values() for one in here}
+        assert set(doors.addresses) == there == strangers | doors.agents.keys() and len(there) <= 20
+        assert not strangers & doors.agents.keys() and all(doors.strangers.values())
+        assert {descriptor: key for key, descriptor in doors.by_key.items()} == {
+            descriptor: key for descriptor, (key, _) in doors.agents.items()
+        }
 
 
 def test_a_number_that_is_used_again_is_another_connection() -> None:
     doors = Doors(most=4)
-    doors.came(7, "10.0.0.1")
-    doors.known(7)
-    doors.came(7, "10.0.0.2")
-    assert doors.addresses == {7: "10.0.0.2"} and list(doors.strangers) == [7]
+    doors.came(7, "10.0.0.1", 0.0)
+    doors.known(7, "a key", 0.0)
+    doors.came(7, "10.0.0.2", 0.0)
+    assert doors.addresses == {7: "10.0.0.2"} and not doors.agents and not doors.by_key
 
 
 def test_a_burst_then_a_rate() -> None:
@@ -72,11 +117,46 @@ def test_what_an_answer_costs_is_taken_from_later_questions() -> None:
 
 
 def test_large_messages_count_for_more_and_every_allowed_size_passes_a_full_bucket() -> None:
-    from unicron_ctl.controller.server import OF_AN_ADDRESS, OF_AN_AGENT
-    from unicron_ctl.protocol.wire import MAX_BYTES
-
     assert cost(0) == cost(BYTES_OF_ONE - 1) == 1.0 and cost(10 * BYTES_OF_ONE) == 11.0
-    assert cost(MAX_BYTES) < min(OF_AN_ADDRESS[1], OF_AN_AGENT[1])
+    assert cost(MAX_BYTES) < min(burst for _, burst in (OF_AN_AGENT, OF_A_USER, OF_A_STRANGER, OF_AN_ADDRESS))
+
+
+def drain(quotas: Quotas, key: str, address: str = "10.0.0.1") -> int:
+    """Asks until nothing is left; as often as it was allowed."""
+    count = 0
+    while quotas.allows(key, address, False, 0.0, 1.0):
+        count += 1
+    return count
+
+
+def test_users_of_one_address_do_not_use_up_what_others_there_have() -> None:
+    """Defect: all who were no registered agents shared what their node had."""
+    quotas = Quotas()
+    quotas.proven("ann's", 1000)
+    quotas.proven("bob's", 1001)
+    quotas.proven("bob's other", 1001)
+    assert drain(quotas, "bob's") == OF_A_USER[1] and drain(quotas, "bob's other") == 0, "however many keys he has"
+    assert drain(quotas, "a stranger's") == OF_A_STRANGER[1] and drain(quotas, "another's") == OF_A_STRANGER[1]
+    assert sum(drain(quotas, f"key {number}") for number in range(20)) == OF_AN_ADDRESS[1] - 2 * OF_A_STRANGER[1]
+    assert drain(quotas, "a stranger's there", "10.0.0.2") == OF_A_STRANGER[1]
+    assert quotas.allows("an agent's", "10.0.0.1", True, 0.0, 1.0) and quotas.may_ask(1000, "10.0.0.1", 0.0)
+    assert drain(quotas, "ann's") == OF_A_USER[1] - 1
+
+
+def test_an_answer_counts_for_who_asked() -> None:
+    quotas = Quotas()
+    quotas.answered(1001, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    assert not quotas.may_ask(1001, "10.0.0.1", 0.0) and quotas.may_ask(1000, "10.0.0.1", 0.0)
+    assert drain(quotas, "a stranger's") == OF_A_STRANGER[1]
+    quotas.answered(None, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
+    assert drain(quotas, "another's") == 0
+
+
+def test_proofs_cost_bounded_memory() -> None:
+    quotas = Quotas()
+    for number in range(3 * NAMES):
+        quotas.proven(str(number), number)
+    assert len(quotas._proven) == NAMES
 
 
 def test_invented_names_cost_bounded_memory() -> None:

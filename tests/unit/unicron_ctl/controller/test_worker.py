@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import wait_for
+from unicron_ctl.controller import worker
 from unicron_ctl.controller.model.requests import Action, Poll, Run
-from unicron_ctl.controller.worker import LEFT_OUT, Worker
-from unicron_ctl.slurm.client import SlurmError
+from unicron_ctl.controller.worker import LEFT_OUT, PUT_OFF, Worker
+from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
 
 
 class SlowSlurm:
@@ -21,6 +22,7 @@ class SlowSlurm:
         self.began: list[str] = []
         self.blocked: set[str] = set()
         self.refused: set[str] = set()
+        self.hangs: set[str] = set()
         self.go = threading.Event()
 
     def private_data(self) -> frozenset[str]:
@@ -32,6 +34,8 @@ class SlowSlurm:
             assert self.go.wait(60)
         if what in self.refused:
             raise SlurmError("no")
+        if what in self.hangs:
+            raise SlurmTimeout("no answer")
 
     def nodes(self) -> list[Any]:
         self._call("poll")
@@ -133,3 +137,20 @@ def test_what_follows_an_action_that_failed_is_left_out_and_heard_of(bench: Benc
     assert "hold 1_0" not in bench.slurm.began
     bench.submit(act("hold", 0))
     assert bench.heard(6)[4:] == [("hold 1_0", ""), ("all", "False")]
+
+
+def test_of_many_actions_none_waits_for_a_slurm_that_hangs_but_the_first(bench: Bench) -> None:
+    """Defect: 1,000 holds of 10 s each kept every listing waiting."""
+    bench.slurm.hangs = {"hold 1_1"}
+    bench.submit(*(act("hold", element) for element in range(1000)))
+    bench.submit()
+    heard = bench.heard(1002)
+    assert heard[:3] == [("hold 1_0", ""), ("hold 1_1", "no answer"), ("hold 1_2", PUT_OFF)]
+    assert heard[1000:] == [("all", "False"), ("listing", "")] and len(bench.slurm.began) == 3
+
+
+def test_slurm_is_listed_again_before_a_long_run_is_through(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is decided anew."""
+    monkeypatch.setattr(worker, "RUN_SECONDS", 0.0)
+    bench.submit(*(act("hold", element) for element in range(3)))
+    assert bench.heard(4) == [("hold 1_0", ""), ("hold 1_1", PUT_OFF), ("hold 1_2", PUT_OFF), ("all", "False")]

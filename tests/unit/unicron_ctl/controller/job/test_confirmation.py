@@ -6,11 +6,16 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.job import registration
 from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
+from unicron_ctl.controller.job.registration import OF_A_USER
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import view
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
+from unicron_ctl.controller.reconcile import GONE_SECONDS
 from unicron_ctl.protocol import wire
+from unicron_ctl.slurm.listing import hosts
 
 ANN, BOB = 1000, 1001
 
@@ -24,9 +29,8 @@ def cluster(nodes: int = 4, **facts) -> World:
 
 def register(world: World, agent: FakeAgent, uid: int | None = ANN) -> None:
     """As the server hands it on: with whoever made the credential."""
-    world.core.receive(agent.route, agent.registration(), world.now, asker=Asker(uid=uid, user=""))
-    world.core.settle()
-    world.deliver()
+    agent.asker = Asker(uid=uid, user="")
+    agent.register()
 
 
 def told(agent: FakeAgent, kind: type) -> list:
@@ -170,3 +174,102 @@ def test_a_finished_job_that_its_user_requeues_begins_again():
     register(world, again)
     world.run(0.5, heartbeats=False)
     assert told(again, wire.Welcome) and not told(again, wire.End) and not world.job().ended
+
+
+def outage(world: World, *agents: FakeAgent, uid: int | None = ANN) -> None:
+    """Slurm is away, and the agents are taken in unconfirmed."""
+    world.slurm.refuse = "slurmctld is away"
+    for agent in agents:
+        register(world, agent, uid)
+    world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
+
+
+@pytest.mark.parametrize("owner", [ANN, 0], ids=["its owner", "root, who owns it"])
+@pytest.mark.parametrize("ended", [False, True], ids=["runs", "ended"])
+def test_nothing_is_final_against_a_job_that_slurm_has_not_confirmed(owner, ended):
+    """A stranger registered the id first, as another kind of job, and may have ended it: its owner goes on asking."""
+    world = cluster()
+    for element in world.slurm.queue.values():
+        element.update(uid=owner, user="owner")
+    thief = obstinate(world, "1", 0, "n1", ranks=2)
+    outage(world, thief, uid=BOB)
+    if ended:
+        world.core.append("1", 0, records.JobEnded(code=0, reason="trained to the end"))
+    mine = FakeAgent(world, "1", 0, "n1", name="mine")
+    mine.asker = Asker(uid=owner, user="owner", admin=owner == 0)
+    mine.register()
+    world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
+    assert not told(mine, wire.End) and not told(mine, wire.Welcome)
+    assert told(mine, wire.Refused) and not any(refused.final for refused in told(mine, wire.Refused))
+    world.slurm.refuse = ""
+    world.run(2.0, heartbeats=False)
+    mine.register()
+    world.run(1.5, heartbeats=False)
+    assert told(mine, wire.Welcome) and world.job().uid == owner and world.job().submitted
+
+
+def test_a_job_that_slurm_does_not_show_when_it_is_back_is_let_go():
+    """Its agents train on, unmanaged, and ask again: Slurm may show it later."""
+    world = cluster()
+    agents = [FakeAgent(world, "77", element, f"n{element + 1}", nodes=2) for element in range(2)]
+    outage(world, *agents)
+    assert all(told(agent, wire.Welcome) for agent in agents)
+    world.slurm.refuse = ""
+    world.run(GONE_SECONDS + 3.0)
+    job = world.job("77")
+    assert job.ended and "Slurm does not show" in job.ended.reason
+    for agent in agents:
+        assert not told(agent, wire.End) and told(agent, wire.Refused)
+        assert not any(refused.final for refused in told(agent, wire.Refused))
+    world.slurm.submit("77", 2, uid=ANN, user="ann", state="RUNNING")
+    for element in range(2):
+        world.slurm.queue["77", element].update(state="RUNNING", node=f"n{element + 1}")
+    world.run(3.0)
+    assert not world.job("77").ended and world.job("77").submitted and not world.slurm.calls
+    world.check_replay()
+
+
+def test_the_command_of_whoever_took_another_s_job_id_goes_on_unmanaged():
+    world = cluster()
+    thief = obstinate(world, "1", 0, "n1")
+    outage(world, thief, uid=BOB)
+    world.slurm.refuse = ""
+    world.run(3.0)
+    assert world.job().ended and told(thief, wire.Refused) and not told(thief, wire.End)
+
+
+def test_what_slurm_has_not_confirmed_is_bounded(monkeypatch):
+    """A user without a single job could fill the controller's memory and its disk while Slurm is away."""
+    world = cluster()
+    agents = [obstinate(world, str(100 + number), 0, "n1") for number in range(OF_A_USER[0] + 5)]
+    outage(world, *agents, uid=BOB)
+    taken = [agent for agent in agents if told(agent, wire.Welcome)]
+    left = [agent for agent in agents if told(agent, wire.Refused)]
+    assert len(taken) == OF_A_USER[0] and len(left) == 5
+    assert "not confirmed" in told(left[0], wire.Refused)[0].reason and not told(left[0], wire.Refused)[0].final
+    owner = obstinate(world, "1", 0, "n1")
+    outage(world, owner)
+    assert told(owner, wire.Welcome), "others are taken in"
+    monkeypatch.setattr(registration, "OF_A_USER", (OF_A_USER[0], 3))
+    many = [obstinate(world, "1", element, "n1", nodes=9) for element in range(1, 6)]
+    outage(world, *many)
+    assert sum(bool(told(agent, wire.Welcome)) for agent in many) == 2
+
+
+def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
+    """A plain job is one element to Slurm, on all of its nodes; reading 2,048 names takes milliseconds."""
+    world, calls = World(FakeSlurm(1)), []
+
+    def counted(text: str) -> list[str]:
+        calls.append(text)
+        return hosts(text)
+
+    monkeypatch.setattr(view, "hosts", counted)
+    world.slurm.submit("1", 1, uid=ANN, user="ann")
+    world.slurm.queue["1", 0].update(state="RUNNING", node="n[1-64]")
+    agents = [obstinate(world, "1", element, f"n{element + 1}", nodes=64) for element in range(64)]
+    for agent in agents:
+        register(world, agent)
+    world.run(0.2, heartbeats=False)
+    assert all(told(agent, wire.Welcome) for agent in agents)
+    assert len(calls) <= 1

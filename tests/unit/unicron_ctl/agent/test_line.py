@@ -1,0 +1,122 @@
+"""The agent's line: whatever munge, the name service and Slurm take, its loop goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tests.support.processes import wait_for
+from unicron_ctl.agent import line
+from unicron_ctl.agent.line import Line
+from unicron_ctl.agent.place import Place
+from unicron_ctl.protocol import claims, datagrams, hello, wire
+from unicron_ctl.protocol.encryption import new_pair
+from unicron_ctl.protocol.munge import Credential, MungeError
+
+PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
+
+
+class Slow:
+    """A program that answers when the test lets it."""
+
+    def __init__(self, answer: object) -> None:
+        self.go, self.answer, self.calls = threading.Event(), answer, 0
+
+    def __call__(self, *given: object) -> object:
+        self.calls += 1
+        assert self.go.wait(10), "the loop waits for it"
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def controller() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.bind(("127.0.0.1", 0))
+        made.settimeout(10)
+        yield made
+
+
+@pytest.fixture
+def lines(controller: socket.socket) -> Iterator[Line]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Line(context, f"tcp://127.0.0.1:{controller.getsockname()[1]}")
+    made.socket.setsockopt(zmq.LINGER, 0)
+    yield made
+    made.close()
+    context.term()
+
+
+def served(lines: Line) -> bool:
+    """As the agent's loop does."""
+    results = lines.results.take()
+    for result in results:
+        result()
+    return bool(results)
+
+
+def register(lines: Line, sent: list[wire.Message]) -> None:
+    lines.register(PLACE, "agent", "127.0.0.1:1", "", sent.append)
+
+
+def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: a munged that hangs stopped the agent for 3 s at each try."""
+    slow, sent = Slow("MUNGE:x:"), list[wire.Message]()
+    monkeypatch.setattr(line, "make_credential", slow)
+    register(lines, sent)
+    assert not slow.calls, "it is not known yet whom to tell"
+    lines._connect(new_pair()[0])
+    for _ in range(3):
+        register(lines, sent)
+    assert not sent
+    slow.go.set()
+    wait_for(lambda: served(lines), "the credential is made")
+    assert [message.credential for message in sent if isinstance(message, wire.Register)] == ["MUNGE:x:"]
+    assert slow.calls == 1, "one at a time"
+    register(lines, sent)
+    wait_for(lambda: served(lines), "another one is made")
+    assert len(sent) == 2
+
+
+def test_without_munge_it_registers_all_the_same_and_says_why(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, sent = Slow(MungeError("munged is away", outage=True)), list[wire.Message]()
+    monkeypatch.setattr(line, "make_credential", slow)
+    slow.go.set()
+    lines._connect(new_pair()[0])
+    register(lines, sent)
+    wait_for(lambda: served(lines), "it was tried")
+    assert len(sent) == 1 and lines.problem == "munged is away"
+
+
+def test_a_credential_for_a_key_that_is_no_more_is_not_sent(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, sent = Slow("MUNGE:x:"), list[wire.Message]()
+    monkeypatch.setattr(line, "make_credential", slow)
+    lines._connect(new_pair()[0])
+    register(lines, sent)
+    lines.key = "another"
+    slow.go.set()
+    wait_for(lambda: served(lines), "the credential is made")
+    assert not sent
+
+
+def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
+    lines: Line, controller: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: scontrol may take 5 s, and munge 3 s."""
+    theirs, learned = new_pair()[0], list[bool]()
+    slow = Slow(True)
+    monkeypatch.setattr(hello, "unmunge", lambda text: Credential(4242, claims.of_controller(theirs).encode()))
+    monkeypatch.setattr(hello, "trusted", slow)
+    lines.turn()
+    _, where = controller.recvfrom(4096)
+    controller.sendto(wire.encode(datagrams.Introduction(credential="MUNGE:x:")), where)
+    wait_for(lambda: lines.learn(lambda: learned.append(True)) or slow.calls, "the answer is looked at")
+    assert lines.key is None and not learned
+    slow.go.set()
+    wait_for(lambda: served(lines), "it is believed")
+    assert lines.key == lines.pair[0] and learned == [True]
