@@ -125,7 +125,7 @@ class LocalCluster:
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
                 busy = {process.node for process in running if process.kind == "stepd"}
                 # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
-                taken = {element.node for element in self.client().elements()} if missing else set()
+                taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
                 self._start_nodes(programs, missing, rebooted=(taken - busy) & set(missing))
                 return
             self._start_fresh(programs)
