@@ -42,7 +42,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
 	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)

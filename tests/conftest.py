@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("unicron", deadline=None, derandomize=True)
 settings.load_profile("unicron")
@@ -15,11 +17,19 @@ TESTS = Path(__file__).resolve().parent
 TIERS = ("slurm", "process", "unit")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name each test's group for pytest-xdist, and put the longest groups first: all that runs on a Slurm, one after
-    the other, then the modules of the processes' tier."""
-    for item in items:
-        path = item.path.relative_to(TESTS)
-        item.add_marker(pytest.mark.xdist_group("slurm" if path.parts[0] == "slurm" else str(path)))
+    """The groups that take longest come first."""
     items.sort(key=lambda item: TIERS.index(item.path.relative_to(TESTS).parts[0]))
+
+
+class Together(LoadScopeScheduling):
+    """For pytest-xdist: all that runs on a Slurm is one group, so one after the other; else each file is one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return "slurm" if "slurm" in path.parts[:2] else str(path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    """Called where tests run side by side."""
+    return Together(config, log)
