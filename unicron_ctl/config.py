@@ -27,6 +27,7 @@ ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to 
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
 ELSEWHERE = ("partitions",)  # fields of ControllerConfig that are no keys of [controller]
+GONE = {"hint_grace": "hints shorten no lease any more"}  # keys of [controller] of release 0.1
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -180,12 +181,14 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. `severity` is handed to the classifier as it is."""
+    """The whole file. `severity` is handed to the classifier as it is. ignored: what is in it and means nothing any
+    more, in one line each."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     severity: dict[str, Any] = {}
     path: str = ""
+    ignored: list[str] = []
 
     def check(self) -> Config:
         """The configuration itself, or UserError with the first problem."""
@@ -346,7 +349,10 @@ def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str
     if not isinstance(severity, Mapping):
         found.append("[severity] must be a section")
         severity = {}
-    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), [
+    section = raw.get("controller")
+    given = section if isinstance(section, Mapping) else {}
+    ignored = [f"[controller] {key} is ignored, take it out: {why}" for key, why in GONE.items() if key in given]
+    return Config(controller=controller, agent=agent, severity=dict(severity), path=path, ignored=ignored), [
         *found,
         *wrong,
         *odd,
@@ -366,6 +372,8 @@ def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tupl
     values: dict[str, Any] = {}
     found = []
     for key, value in given.items():
+        if kind is ControllerConfig and key in GONE:
+            continue
         if key not in types:
             near = difflib.get_close_matches(key, types, 1)
             found.append(f"[{name}] {key}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))

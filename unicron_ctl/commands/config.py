@@ -52,7 +52,7 @@ def check(path: str | None, as_json: bool) -> int:
         click.echo(line)
     if error:
         click.echo(f"Slurm's partitions are not known: {error}", err=True)
-    for problem in problems:
+    for problem in (*config.ignored, *problems):
         click.echo(problem, err=True)
     return WRONG_USE if problems else 0
 

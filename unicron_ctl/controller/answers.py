@@ -9,6 +9,7 @@ status   {"controller", "jobs", "nodes", "failures", "attention", "observed", "w
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.controller.sense.timing import Slow
 from unicron_ctl.partitions import DEFAULT
 
+log = logging.getLogger("unicron.controller")
+SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
 FAILURE_KEYS = (
     "id",
     "kind",
@@ -115,6 +118,30 @@ def observed(core: Core, store: Store) -> ObservedWeek | None:
     per_node = {name: job.settings.ranks_per_node for name, job in state.jobs.items()}
     events = store.of_kinds(savings.KINDS, state.observed_after)
     return savings.saved(events, state.observed_since, core.now, per_node, state.observed_week)
+
+
+class WeeklySum:
+    """Once a week: what acting would have saved. A line that is lost costs nobody anything, so whatever goes wrong
+    with it is said and tried again later."""
+
+    def __init__(self, core: Core, store: Store) -> None:
+        self._core, self._store = core, store
+        self._look_at = 0.0
+
+    def due(self, now: float) -> bool:
+        since = self._core.state.observed_since
+        return bool(since) and now - since >= savings.WEEK_SECONDS and now >= self._look_at
+
+    def record(self, now: float) -> None:
+        """When it is due; the log must hold all that was decided."""
+        self._look_at = now + SUM_AGAIN
+        try:
+            week = observed(self._core, self._store)
+        except Exception:
+            log.exception("couldn't sum up what acting would have saved")
+            return
+        if week is not None:
+            self._core.append("", 0, week)
 
 
 def modes(core: Core) -> dict[str, str]:

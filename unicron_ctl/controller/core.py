@@ -274,7 +274,8 @@ class Core:
         key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
         """
         self._notice_time(now)
-        self._heard_again()
+        if self.view.alone and self.intake.knows(message, key):
+            self._heard_again()
         name: str = getattr(message, "job", "")
         try:
             self.intake.receive(route, message, key, asker)

@@ -73,6 +73,15 @@ class Intake:
                     self._of_rank(known, message)
 
     # ------------------------------------------------------------ who speaks
+    def knows(self, message: wire.Message, key: str) -> bool:
+        """An agent that was taken in says it, as far as its key tells: it is heard, whatever comes of the message."""
+        job = self._view.state.jobs.get(getattr(message, "job", ""))
+        if job is None:
+            return False
+        slot, element = getattr(message, "slot", None), getattr(message, "element", -1)
+        known = job.agents.get(element if slot is None else job.element(slot))
+        return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
+
     def _of_agent(
         self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
     ) -> AgentView | None:

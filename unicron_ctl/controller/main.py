@@ -80,8 +80,8 @@ def report(config: Config, found: list[str]) -> int:
             check()
         except UserError as error:
             found = [*found, str(error).removeprefix(f"{config.path}: ")]
-    for problem in found:
-        click.echo(f"{PROGRAM}: {where}: {problem}", err=True)
+    for line in (*config.ignored, *found):
+        click.echo(f"{PROGRAM}: {where}: {line}", err=True)
     if found:
         return WRONG_USE
     for line in limits.ladder(rungs(config.controller, os.environ)[0], config.controller.slurm != "none"):
@@ -93,6 +93,7 @@ def report(config: Config, found: list[str]) -> int:
 def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
     """Runs the controller until a signal ends it."""
     notifier = SystemdNotifier()
+    warn(config)
     granted = descriptors.raise_limit()
     if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
@@ -105,6 +106,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         try:
             fresh, found = examine(config_path, listen=listen)
             refuse(fresh.path, found)
+            warn(fresh)
             server.take_config(fresh, classifier_of(fresh))
         except UserError as error:
             log.error("configuration not reloaded, the old one stays: %s", error)
@@ -124,6 +126,12 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         notifier.stopping()
         written.unlink(missing_ok=True)
         server.close()
+
+
+def warn(config: Config) -> None:
+    """What the file says in vain."""
+    for line in config.ignored:
+        log.warning("%s: %s", config.path, line)
 
 
 def claim(folder: Path) -> int:

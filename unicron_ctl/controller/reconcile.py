@@ -53,6 +53,12 @@ class Desk:
         if not self.busy and self.next_poll > soon and self.early.allows("", now):
             self.next_poll = soon
 
+    def prune(self, view: View) -> None:
+        """Forgets what says nothing any more."""
+        self.refused = {key: at for key, at in self.refused.items() if view.now - at < RETRY_SECONDS}
+        jobs = {job.job for job in managed(view)}
+        self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
+
     def tick(self, view: View) -> Outcome:
         """Asks Slurm when it is time."""
         out = Outcome()
@@ -71,11 +77,10 @@ def managed(view: View) -> list[JobState]:
 def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
     out = Outcome()
+    desk.prune(view)
     isolation.gone_down(view, out)
     actions = unfinished.settle(view, listing, desk.under_way, out)
-    actions += admission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way)
-    going_on = {name for name, job in view.state.jobs.items() if not job.ended}
-    desk.missing_since = {name: at for name, at in desk.missing_since.items() if name in going_on}
+    actions += admission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
     _ask(view, desk, actions, out)

@@ -26,7 +26,6 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
 from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.savings import WEEK_SECONDS
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState, Intent, Mark, Pin, PlanReport, Take
@@ -107,6 +106,7 @@ class Server:
         self._thinned = state.last_event
         self._snapshot_at = self.now()
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
+        self._weekly = answers.WeeklySum(self.core, store)
         self.worker = Worker(client, config.controller.probe_timeout)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.dropped: Counter[str] = Counter()
@@ -177,19 +177,12 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 self.core.tick(now)
-                self._sum_up(now)
+                if self._weekly.due(now):
+                    self.flush()
+                    self._weekly.record(now)
                 next_tick = now + TICK_SECONDS
             self.watchdog(now)
             self.flush()
-
-    def _sum_up(self, now: float) -> None:
-        """Once a week: what acting would have saved."""
-        since = self.core.state.observed_since
-        if since and now - since >= WEEK_SECONDS:
-            self.flush()
-            week = answers.observed(self.core, self.store)
-            if week is not None:
-                self.core.append("", 0, week)
 
     def started(self) -> None:
         """Goes into the log once the controller can be reached."""

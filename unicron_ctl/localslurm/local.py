@@ -124,7 +124,9 @@ class LocalCluster:
                     self._start_controller(programs["slurmctld"])
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
                 busy = {process.node for process in running if process.kind == "stepd"}
-                self._start_nodes(programs, missing, rebooted={name for name in missing if name not in busy})
+                # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
+                taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
+                self._start_nodes(programs, missing, rebooted=(taken - busy) & set(missing))
                 return
             self._start_fresh(programs)
 

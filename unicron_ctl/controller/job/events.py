@@ -200,7 +200,7 @@ def _reported(view: View, job: JobView) -> Happening | None:
         happening = mode_of(job.state).stopped(view, job)
     if happening is not None and happening.event is Event.NOBODY and may_come_back(view, job):
         return None
-    if happening is not None and elsewhere.goes_on(view, job.state):
+    if happening is not None and elsewhere.waits(view, job):
         return None
     return happening
 

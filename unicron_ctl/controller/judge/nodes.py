@@ -37,6 +37,7 @@ from unicron_ctl.protocol.wire import NodeEvent
 
 HOLD_SECONDS = 1.0  # before a job leaves a node on its kernel's word: do others say the same?
 PER_MINUTE = 60  # events that one job's agents tell of one node and that are recorded
+TALKERS = 4096  # jobs' agents on nodes that are remembered when none of them has been silent for a minute
 TEXT_KEPT = 400
 
 
@@ -51,6 +52,9 @@ class Talk:
     def may(self, node: str, job: str, now: float, out: Outcome) -> bool:
         """A node that will not stop talking must not fill the log."""
         who = node, job
+        if who not in self.recent and len(self.recent) >= TALKERS:
+            self.recent = {one: times for one, times in self.recent.items() if now - times[-1] < 60.0}
+            self.dropped = {one: count for one, count in self.dropped.items() if one in self.recent}
         recent = self.recent.setdefault(who, deque(maxlen=PER_MINUTE))
         if len(recent) == PER_MINUTE and now - recent[0] < 60.0:
             self.dropped[who] = self.dropped.get(who, 0) + 1

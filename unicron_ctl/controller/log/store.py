@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS event (
     payload BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
+CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
 CREATE TABLE IF NOT EXISTS snapshot (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
 """
 

@@ -164,6 +164,8 @@ class LiveJob:
     """Members that are in a generation, or enter one, whose offer was withdrawn."""
     overdue: str = ""
     """Why the time to enter the present plan or offer is over."""
+    elsewhere_until: float = 0.0
+    """Until when it counts as known that a majority may go on by itself (`sense.elsewhere`)."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
 
@@ -289,6 +291,7 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
+        live.elsewhere_until = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

@@ -221,8 +221,9 @@ def gone_down(view: View, out: Outcome) -> None:
             out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))
 
 
-def down_again(view: View, under_way: Collection[tuple[str, str, int, str]]) -> list[Action]:
-    """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer."""
+def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
+    """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A node
+    that the admin does not allow to be taken any more is in service again."""
     found, waited_for = [], {key[3] for key in under_way}
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
@@ -230,8 +231,13 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]]) -> 
         late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
         if known.going_down and info is not None and info.healthy and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
-            action = _action(known.drained)
-            found.append(Action(action, known.refused_for, -1, name, why, known.reason or REASON))
+            action = Action(_action(known.drained), known.refused_for, -1, name, why, known.reason or REASON)
+            if barred := permission.refusal(view, action):
+                said = f"{action.label}: not allowed: {barred}"
+                out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))
+                out.record(None, records.NodeResumed(node=name, verified=False, reason=f"{name} was not taken"))
+            else:
+                found.append(action)
     return found
 
 

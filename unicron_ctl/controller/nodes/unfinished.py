@@ -2,7 +2,7 @@
 
 Each is compared with what Slurm shows by now: it was done, or is asked for again, or is given up and its traces are
 undone, so that whoever wanted it decides anew. Nodes that are to be out of service are asked for until they are
-(`isolation.down_again`).
+(`isolation.down_again`). What the admin does not allow any more is given up, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Collection
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import Intent
 from unicron_ctl.controller.model.node import OUT
 from unicron_ctl.controller.model.requests import ON_NODES, Action
@@ -63,7 +64,11 @@ def settle(view: View, listing: Listing, under_way: Collection[Key], out: Outcom
         then = _node(view, node) if action in ON_NODES else _element(listing, key, intent)
         if then is Then.AGAIN:
             why = "it was not done when the controller was started again"
-            found.append(Action(action, job, element, node, why, intent.reason))
+            again = Action(action, job, element, node, why, intent.reason)
+            if barred := permission.refusal(view, again):
+                _record(view, key, Then.UNDONE, f"{again.label}: not allowed: {barred}", out)
+            else:
+                found.append(again)
             continue
         label = Action(action, job, element, node, "").label
         _record(view, key, then, f"{label}: {then.value} when the controller was started again", out)

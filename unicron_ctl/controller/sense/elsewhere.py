@@ -9,6 +9,7 @@ nodes at once says the same as our own silence; what counts is the word of a nod
 from __future__ import annotations
 
 from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.slurm.client import NodeInfo
 
@@ -16,6 +17,7 @@ HERE = frozenset(
     "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split()
 )  # states in which an element has processes, or may have (squeue(1), JOB STATE CODES)
 GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
+PACE = 5e-5  # seconds per member between two looks at all of them
 BY_ITSELF = "not responding"  # how the reason begins that Slurm gives a node that it sets down by itself
 
 
@@ -42,12 +44,21 @@ def may_go_on(view: View, job: JobState, missing: list[int] | None = None) -> bo
     return all(2 * len(gone & group) <= len(group) for group in map(set, map(job.elements, (job.members, offered))))
 
 
-def goes_on(view: View, job: JobState) -> bool:
+def goes_on(view: View, job: JobState, missing: list[int] | None = None) -> bool:
     """A majority may be going on elsewhere: nothing may be formed from the rest. A plain program cannot go on without
-    all of its processes; and of a job on a single node there are no two halves."""
+    all of its processes; and of a job on a single node there are no two halves. missing: what `away` says."""
     if job.restart_mode or len(job.elements(job.members)) < 2:
         return False
-    return not may_go_on(view, job)
+    return not may_go_on(view, job, missing)
+
+
+def waits(view: View, job: JobView) -> bool:
+    """The same, for what is asked at every message: a large job is looked through now and then only."""
+    if view.now < job.live.elsewhere_until:
+        return True
+    found = goes_on(view, job.state)
+    job.live.elsewhere_until = view.now + PACE * len(job.state.members) if found else 0.0
+    return found
 
 
 def _dead(view: View, job: JobState, element: int, agent: str) -> bool:

@@ -52,8 +52,10 @@ def look(view: View, job: JobView) -> Outcome:
     elif state.parted and view.now >= survey.again:
         survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
         inside = state.elements(state.members) or sorted(job.agents)
-        there = [e for e in inside if e not in state.parted and e in job.agents and job.agents[e].alive]
-        if there:
+        there = [e for e in inside if e not in state.parted and _alive(job, e)]
+        if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
+            _ask(view, job, dict.fromkeys(there, sorted(state.parted)[:MOST_ASKED]), out)
+        elif there:
             _ask(view, job, dict.fromkeys(state.parted, there), out)
         else:
             _rejoin(job, state.parted, "there is nobody else", out)
@@ -63,7 +65,11 @@ def look(view: View, job: JobView) -> Outcome:
 def _conclude(view: View, job: JobView, out: Outcome) -> None:
     survey = job.live.survey
     if survey.returning is not None:
-        reached = survey.returning - {witness for witness, _ in survey.cut}
+        if survey.returning & job.state.parted.keys():  # they were asked themselves
+            reached = survey.returning - {witness for witness, _ in survey.cut}
+        else:
+            about = {other for other in sorted(job.state.parted)[:MOST_ASKED] if _alive(job, other)}
+            reached = about - {other for _, other in survey.cut} if survey.returning and not survey.asked else set()
         _rejoin(job, reached, "the others are reached again", out)
         survey.returning = None
     elif survey.before is not None:
@@ -174,6 +180,10 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
         for other in neighbours.pop(worst):
             neighbours[other].discard(worst)
     return found
+
+
+def _alive(job: JobView, element: int) -> bool:
+    return element in job.agents and job.agents[element].alive
 
 
 def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:

@@ -81,9 +81,11 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
         return out
+    if view.now < job.live.elsewhere_until:
+        return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times))}
-    if late and elsewhere.goes_on(view, state):  # no time shows those dead who may go on by themselves
+    if late and elsewhere.waits(view, job):  # no time shows those dead who may go on by themselves
         gone = elsewhere.away(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
@@ -220,7 +222,7 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
     if holders and holders <= missing:
         _wait_for(job, holders, f"did not enter in {ENTER_TRIES} tries", out)
         missing -= holders
-    if missing and elsewhere.goes_on(view, state):
+    if missing and elsewhere.waits(view, job):
         gone = elsewhere.away(view, state)
         missing = {slot for slot in missing if state.element(slot) not in gone}
     for slot in sorted(missing):

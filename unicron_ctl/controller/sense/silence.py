@@ -175,7 +175,7 @@ class Sight:
 
     view: View
     _away: dict[str, list[int]] = field(default_factory=dict)
-    _free: dict[str, bool] = field(default_factory=dict)
+    _free: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     _own: dict[str, list[int]] = field(default_factory=dict)
 
     def away(self, job: str) -> list[int]:
@@ -184,10 +184,12 @@ class Sight:
             self._away[job] = elsewhere.away(self.view, self.view.state.jobs[job])
         return self._away[job]
 
-    def may_go_on(self, job: str) -> bool:
-        """They are no majority."""
+    def may_go_on(self, job: str) -> tuple[bool, bool]:
+        """They are no majority; or, at least, nobody goes on by itself."""
         if job not in self._free:
-            self._free[job] = elsewhere.may_go_on(self.view, self.view.state.jobs[job], self.away(job))
+            view, state, missing = self.view, self.view.state.jobs[job], self.away(job)
+            free = elsewhere.may_go_on(view, state, missing)
+            self._free[job] = free, free or not elsewhere.goes_on(view, state, missing)
         return self._free[job]
 
     def own(self, job: str) -> list[int]:
@@ -297,8 +299,7 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     slurm = _slurm_says(view, sight, inquiry.node)
     if lives(view, inquiry, bool(slurm)) or (not words and view.now - inquiry.begun < ANSWER_SECONDS):
         return None
-    free = sight.may_go_on(inquiry.job)
-    either = free or not elsewhere.goes_on(view, job)
+    free, either = sight.may_go_on(inquiry.job)
     if slurm and either:
         return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"lease and Slurm ({slurm})", words)
     witnessed = [word for word in inquiry.witnessed() if word.door is not Reach.REACHED]
@@ -384,7 +385,7 @@ def _say(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     reached = lives(view, inquiry, bool(slurm))
     said = "it lives: others reach it" if reached else ""
     witnessed = inquiry.witnessed() if view.now - inquiry.begun > ANSWER_SECONDS / 2 else []
-    if not said and (witnessed or slurm) and not sight.may_go_on(inquiry.job):
+    if not said and (witnessed or slurm) and not sight.may_go_on(inquiry.job)[0]:
         said = (
             "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
             f"`scontrol update NodeName={inquiry.node} State=DOWN Reason=...`"

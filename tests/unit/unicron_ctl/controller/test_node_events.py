@@ -11,6 +11,7 @@ from unicron_ctl.controller.answers import nodes as answer_nodes
 from unicron_ctl.controller.judge import nodes as node_events
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import datagrams, wire
@@ -344,3 +345,11 @@ def test_the_hints_status_says_how_the_agent_died():
     world.run(1, heartbeats=True)
     failure = world.job().failures[0]
     assert failure.cause == "killed_from_outside" and "process killed by SIGKILL" in failure.reason
+
+
+def test_who_said_something_is_remembered_for_a_minute_only() -> None:
+    """Defect: each job's agent on each node was remembered for as long as the controller ran."""
+    talk, out = node_events.Talk(), Outcome()
+    for number in range(3 * node_events.TALKERS):
+        assert talk.may(f"n{number}", "1", 100.0 * number, out)
+    assert len(talk.recent) <= node_events.TALKERS and not out.records

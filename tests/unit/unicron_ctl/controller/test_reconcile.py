@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.reconcile import RETRY_SECONDS
 
 
 def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
@@ -201,3 +202,14 @@ def test_of_a_job_that_is_over_nothing_is_kept():
     assert world.core.slurm.missing_since and not world.job().ended
     world.run(15.0)
     assert world.job().ended and not world.core.slurm.missing_since
+
+
+def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
+    """Defect: both were kept for as long as the controller ran."""
+    world = World(FakeSlurm(2))
+    world.run(2.0)
+    desk = world.core.slurm
+    desk.refused["hold", "1", 0, ""] = world.now
+    desk.missing_since["no job"] = world.now
+    world.run(RETRY_SECONDS + 2.0)
+    assert not desk.refused and not desk.missing_since

@@ -311,6 +311,30 @@ def test_what_a_controller_died_over_is_finished_or_undone(action, done):
     world.check_replay()
 
 
+@pytest.mark.parametrize("action", ["down", "drain", "requeue", "requeue_hold"])
+def test_what_is_not_allowed_any_more_is_given_up(action):
+    """Defect: what a controller died over, and the next one may not do, stayed open for ever."""
+    world, slurm = on_slurm(4, 3)
+    where = ("", -1, "n4") if action in ("down", "drain") else ("1", 1, "n2")
+    if not where[0]:
+        world.core.append("", 0, records.Isolated(node="n4", reason="a test"))
+    job, element, node = where
+    intent = records.SlurmAction(action=action, element=element, node=node, restarts=0, reason="a test")
+    world.core.append(job, 0, intent)
+    world.log += world.core.events
+    world.core.events = []
+    world.config.observe, world.config.partitions = None, {}
+    slurm.calls.clear()
+    world.restart()
+    for agent in world.agents:
+        agent.register()
+    world.run(6)
+    assert not world.core.state.intents and not slurm.calls and not world.core.state.out_of_service
+    (failed,) = [event.record for event in world.log if event.kind == "slurm_error"]
+    assert failed.action == action and "not allowed" in failed.reason
+    world.check_replay()
+
+
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_a_node_that_was_being_given_back_is_given_back(done):
     world, slurm = on_slurm(4, 3)

@@ -81,3 +81,23 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
     assert world.core.state.observed_week == week and world.core.state.observed_since == world.core.now
     assert {type(e.record) for e in store.of_kinds(savings.KINDS)} <= set(savings.KINDS)
     store.close()
+
+
+def test_a_weekly_sum_that_fails_ends_nothing_and_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: whatever it raised ended the controller, at the next start as well."""
+    world = World()
+    world.core.append("1", 0, records.Observed(would="down n1", action="down", reason="a test"))
+    store = Store(tmp_path / "events.sqlite")
+    store.append(world.core.events)
+    monkeypatch.setattr(savings, "saved", lambda *given: 1 / 0)
+    weekly, then = answers.WeeklySum(world.core, store), world.now + savings.WEEK_SECONDS
+    assert not weekly.due(world.now + 1.0) and weekly.due(then)
+    weekly.record(then)
+    assert not weekly.due(then + 1.0) and world.core.state.observed_since
+    monkeypatch.undo()
+    assert weekly.due(then + answers.SUM_AGAIN)
+    weekly.record(then + answers.SUM_AGAIN)
+    assert isinstance(world.core.events[-1].record, records.ObservedWeek) and not world.core.state.observed_since
+    store.close()

@@ -45,6 +45,15 @@ def test_time_goes_on_from_the_log_where_the_machines_clock_was_put_back(tmp_pat
     assert store.time(1010.0 - 4000.0) == 1010.0 - 4000.0  # it was the log that was wrong
 
 
+def test_events_of_a_kind_are_found_without_reading_the_others(tmp_path: Path) -> None:
+    """A week's log holds millions."""
+    store, work = Store(tmp_path / "events.sqlite"), list[int]()
+    store.append([event(n) for n in range(1, 20_001)] + [event(20_001, records.JobEnded(code=0))])
+    store._db.set_progress_handler(lambda: work.append(1), 100)  # called once for so many steps of SQLite's machine
+    assert [e.id for e in store.of_kinds((records.JobEnded, records.Observed))] == [20_001]
+    assert len(work) < 10
+
+
 def test_a_batch_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
     store.append([event(1)])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.sense import parting
 from unicron_ctl.controller.sense.parting import leave_out
+from unicron_ctl.protocol import wire
 
 
 def on_slurm(count: int) -> World:
@@ -114,6 +115,21 @@ def test_a_large_jobs_far_nodes_are_asked_about_in_the_end():
     hang(world)
     world.run(15.0)
     assert set(world.job().parted) & {0, 60} and len(world.job().parted) == 1
+
+
+def test_a_node_that_a_large_job_left_out_comes_back_when_all_others_reach_it():
+    world = on_slurm(130)
+    far_cut(world)
+    hang(world)
+    world.run(15.0)
+    (out,) = world.job().parted
+    world.run(12.0)
+    assert list(world.job().parted) == [out], "one of the others does not reach it"
+    world.cuts.clear()
+    world.run(7.0)
+    assert not world.job().parted
+    asked = [message.targets for _, message in world.sent if isinstance(message, wire.Reach)]
+    assert max(map(len, asked)) <= parting.MOST_ASKED
 
 
 def test_a_large_job_asks_first_about_those_that_the_others_wait_for():

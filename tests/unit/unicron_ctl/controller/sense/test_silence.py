@@ -66,6 +66,33 @@ def test_a_silence_of_the_head_node_harms_nobody(seconds, slurm_too):
     world.check_replay()
 
 
+@pytest.mark.parametrize("says", ["registers", "speaks", "speaks for an agent"])
+def test_a_stranger_who_is_heard_ends_no_silence(says):
+    """Defect: any message did, so whoever is on the head node itself had the controller judge its agents."""
+    world = on_slurm(5, 4)
+    for agent, key in zip(world.agents, "abcd", strict=True):
+        world.job().agents[agent.element].key = world.core.view.live.agent("1", agent.element).key = key
+    head_cut(world)
+    world.run(5.0)
+    assert world.core.view.alone
+    stranger = FakeAgent(world, "9" if says != "speaks for an agent" else "1", 0, "n5", name=world.agents[0].agent)
+    stranger.obedient = False
+    for _ in range(20):
+        stranger.register() if says == "registers" else stranger.status()
+        world.run(0.5, heartbeats=False)
+        assert world.core.view.alone
+    world.agents.remove(stranger)
+    world.agents[1].silent = False
+    number = world.agents[1].number + 1
+    world.core.receive(
+        world.agents[1].route,
+        wire.Status(job="1", element=1, agent=world.agents[1].agent, sent=0.0, number=number, ranks={}),
+        world.now,
+        "b",
+    )
+    assert not world.core.view.alone
+
+
 def test_a_restart_while_nobody_can_reach_the_controller_harms_nobody():
     world = on_slurm(5, 4)
     before = dict(world.job().members)
@@ -190,15 +217,21 @@ def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
     world.check_replay()
 
 
-def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger():
-    """The collectives of the smaller half break. Nobody of the larger one stops in time, for nobody of it hears."""
+@pytest.mark.parametrize("dies", [False, True])
+def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger(dies: bool):
+    """The collectives of the smaller half break, or one of its ranks dies. Nobody of the larger one stops in time, for
+    nobody of it hears."""
     world = on_slurm(8, 5)
     cut_off(world, world.agents[:3])
     unheard(world, world.agents[:3], "IDLE", "NOT_RESPONDING")
-    for agent in world.agents[3:]:
-        agent.set(agent.slots[0], state="stopped", broken=1)
+    if dies:
+        world.agents[4].die(4)
+    else:
+        for agent in world.agents[3:]:
+            agent.set(agent.slots[0], state="stopped", broken=1)
     world.run(40.0)
-    assert plans(world) == 1 and not world.job().failures
+    assert world.job().phase == ("breaking" if dies else "running") and plans(world) == 1
+    assert not {0, 1, 2} & {slot for failure in world.job().failures for slot in failure.slots}
     for agent in world.agents[:3]:
         agent.silent = agent.cut = False
     world.cuts.clear()
@@ -206,7 +239,7 @@ def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger():
     for agent in world.agents[:3]:
         agent.set(agent.slots[0], state="stopped", broken=1)
     world.run(5.0)
-    assert plans(world) == 2 and len(world.job().members) == 5
+    assert plans(world) == 2 and len(world.job().members) == 5 - dies
     world.check_replay()
 
 
@@ -403,12 +436,10 @@ def test_what_all_have_in_common_is_worked_out_once_a_tick(monkeypatch):
     looks = []
     whole = elsewhere.away
     monkeypatch.setattr(elsewhere, "away", lambda view, job: looks.append(view.now) or whole(view, job))
-    for agent in world.agents[:12]:
-        agent.silent = True
-        world.cuts |= {frozenset((agent.node, other.node)) for other in world.agents[12:]}
-    world.answer = lambda witness, target: Reach.UNKNOWN  # nobody can say anything
-    world.run(3.0)
-    assert len(world.core.view.inquiries.open) == 12 and looks and len(looks) == len(set(looks))
+    cut_off(world, world.agents[:20])
+    unheard(world, world.agents[:20], "IDLE", "NOT_RESPONDING")
+    world.run(4.0)
+    assert len(world.core.view.inquiries.open) == 20 and looks and len(looks) == len(set(looks))
 
 
 def test_a_firewall_that_refuses_ends_nobody():
