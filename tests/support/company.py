@@ -18,7 +18,7 @@ from unicron_ctl.agreement.compose import leading, resting
 from unicron_ctl.protocol import peers, sharing, wire
 
 MICRO_BATCHES = 8
-TURN, HEARTBEAT = 0.05, 1.0
+TURN, HEARTBEAT, LEASE = 0.05, 1.0, 3.0
 CONTROLLER = -1
 
 
@@ -115,6 +115,7 @@ class Agent:
         self.company, self.element, self.alive = company, element, True
         self.peer = wire.Peer(element, f"agent{element}", f"n{element}:1", "key")
         self.agreement = Agreement(self.peer, 1)
+        self.died_at = float("inf")
         self.pinged = 0
         self.last_status = 0.0
 
@@ -266,6 +267,11 @@ class Head:
                 if rank.end is not None or stopped or rank.state == "left":
                     self._break(max(self.plan.generation, self.broken))
                     return
+            # One that died before it entered breaks nobody's connection: only its lease shows it.
+            lost = [e for e in self.plan.members if self.company.now - self.company.agents[e].died_at > LEASE]
+            if lost and len(told) == len(living):
+                self._break(max(self.plan.generation, self.broken))
+                return
         if not self.breaking or len(told) < len(living):
             return
         if any(not resting(s.ranks[s.element], self.broken) for s in told):
@@ -366,7 +372,8 @@ class Company:
     # ------------------------------------------------------------ faults
     def kill_agent(self, element: int) -> None:
         """It dies with its rank."""
-        self.agents[element].alive = False
+        agent = self.agents[element]
+        agent.alive, agent.died_at = False, min(agent.died_at, self.now)
         self.members[element].die()
 
     # ------------------------------------------------------------ what must hold

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from unicron_ctl.agreement.compose import Company, part, whole
+from unicron_ctl.agreement.compose import Company, by_agents, part, whole
 from unicron_ctl.agreement.leader import Lead, Leader
 from unicron_ctl.agreement.silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS, Silence
 from unicron_ctl.agreement.voter import Act, Stand, Voter
@@ -81,8 +81,8 @@ class Agreement:
         if plan.generation < self._fence or (term is not None and term.company.plan.prefix != plan.prefix):
             return None
         if self.agreed is not None and plan.generation == self._fence:
-            if plan.prefix != self.agreed.plan.prefix:
-                return None
+            if plan.prefix != self.agreed.plan.prefix and (self.agreed.chosen or not by_agents(plan.prefix)):
+                return None  # else it is what the others chose: of two ballots only one can have been
             self.agreed = None  # the controller has made it its own
             if plan.generation == self._current:
                 return None

@@ -126,6 +126,11 @@ def whole(proposal: Proposal) -> bool:
     return all(slot in plan.assignment for slot in plan.members)
 
 
+def by_agents(prefix: str) -> bool:
+    """It is that of a plan made here: the job's id, the generation, and the ballot."""
+    return prefix.count(".") == 3
+
+
 def _finished(status: wire.RankStatus | None) -> bool:
     return status is not None and status.state == "finished"
 

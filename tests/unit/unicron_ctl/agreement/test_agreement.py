@@ -130,6 +130,22 @@ def test_an_agent_that_heard_nothing_of_it_follows_later():
     company.until(lambda: company.members[3].status.state == "left", limit=10)
 
 
+def test_two_leaders_that_do_not_reach_each_other_both_follow_what_was_chosen():
+    """One of them has accepted its own proposal, which nobody else has: the controller tells it of the other's."""
+    company = Company(6)
+    company.head.leave("killed")
+    company.cut([0], [1])
+    company.kill_agent(4)
+    company.until(trains(company, 1, 2, 3, 5), limit=6)
+    mine = company.agents[0].agreement.agreed
+    assert mine is not None and not mine.chosen and mine.generation == company.agreed[0].generation
+    assert mine.plan.prefix != company.agreed[0].plan.prefix
+    company.head.come_back()
+    company.until(lambda: company.members[0].status.state == "left", limit=10)
+    company.run(2)
+    assert company.head.plan.prefix == company.agreed[0].plan.prefix
+
+
 def goes_on(company: Company) -> None:
     """All is well again: whoever is left trains, under one plan, and that stays so."""
     company.loss, company.delay = 0.0, (0.001, 0.02)

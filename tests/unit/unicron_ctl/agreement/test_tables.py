@@ -160,6 +160,11 @@ def test_the_controllers_other_plan_of_the_same_number_is_not_followed(agent):
     assert agent.plan(share(plan(2, [0, 2]))) is None and agent.agreed is not None
 
 
+def test_what_the_others_chose_is_followed_from_the_controller(agent):
+    """This agent accepted another ballot's plan of the same number, which so cannot have been chosen."""
+    assert agent.plan(share(plan(2, [0, 2], "7.g2.2.2"))).prefix == "7.g2.2.2" and agent.agreed is None
+
+
 def test_the_controllers_later_plan_is_followed(agent):
     assert agent.plan(share(plan(3, [0, 2]))).generation == 3 and agent.agreed is None
 
