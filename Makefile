@@ -6,6 +6,8 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest, for example PYTEST_ARGS="tests/unit -x"
 PYTEST_ARGS ?= tests
+# How many tests at once: most of them wait for processes most of the time
+PYTEST_JOBS ?= 2
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
@@ -40,7 +42,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
 	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)

@@ -39,7 +39,7 @@ class Child:
     kept."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        self.started = time.time()
+        self.started = time.monotonic()  # how long it lives does not change with the time of day
         parent = os.getpid()
         self._process = subprocess.Popen(
             command,

@@ -110,6 +110,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "to verify recoveries: DIR/ITERATION.slotN.pt with parameters and gradient of each generation's first step"
         ),
     )
+    system.add_argument(
+        "--micro-batch-seconds",
+        type=_number(float, 0),
+        default=0.0,
+        help="at least so long for each micro-batch: to rehearse several jobs on one machine's few cores",
+    )
     system.add_argument("--log-interval", type=_number(int, 1), default=1, help="iterations per log line")
     options = parser.parse_args(arguments)
     try:
@@ -324,12 +330,17 @@ def build_optimizer(options: argparse.Namespace, chunk: Any) -> tuple[Any, Any]:
     return optimizer, scheduler
 
 
-def make_forward_step(device: Any) -> Callable[[Iterator[dict[str, Any]], Any], tuple[Any, Callable]]:
-    """Megatron's forward_step_func: (data_iterator, model) -> (losses [micro-batch, sequence], loss_func)."""
+def make_forward_step(
+    device: Any, seconds: float = 0.0
+) -> Callable[[Iterator[dict[str, Any]], Any], tuple[Any, Callable]]:
+    """Megatron's forward_step_func: (data_iterator, model) -> (losses [micro-batch, sequence], loss_func). It takes
+    `seconds` at least."""
 
     def forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Callable]:
+        end = time.monotonic() + seconds
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(data_iterator).items()}
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        time.sleep(max(0.0, end - time.monotonic()))
 
         def loss_func(output: Any) -> tuple[Any, dict[str, Any]]:
             loss = (output.float() * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
@@ -423,7 +434,7 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         micro_batches=options.micro_batches,
-        forward_step=make_forward_step(device),
+        forward_step=make_forward_step(device, options.micro_batch_seconds),
         fetch=make_fetch(dataset, options),
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,

@@ -81,6 +81,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "TICK_SECONDS", 0.05, "between two turns of the loop that look at the clock"),
     Limit("controller", "STALL_SECONDS", 0.5, "a turn that is later than this was the controller's own delay"),
     Limit("controller", "BUSY_SECONDS", 2.0, "for another process's lock on the event log"),
+    Limit("controller", "BRIDGED_SECONDS", 3600.0, "that the machine's clock may be put back and timers still run on"),
     Limit("controller", "FRESH_SECONDS", 60.0, "for which one credential tells everybody the controller's key"),
     Limit("controller", "AGAIN_SECONDS", 1.0, "before the next try, when munge could not make one"),
     Limit("controller", "SNAPSHOT_SECONDS", 600.0, "between two snapshots of the state in the event log"),

@@ -60,8 +60,9 @@ def _race(
     target: tuple[object, ...],
     seconds: float,
 ) -> Reach:
-    """The first word of several connections."""
-    end = time.monotonic() + seconds
+    """The first word of several connections. One that is reset says that something is there, and not what: the next
+    one may tell."""
+    end, nobody = time.monotonic() + seconds, Reach.SILENT
     while (now := time.monotonic()) < end:
         one = socket.socket(*kind)
         opened.append(one)
@@ -69,22 +70,26 @@ def _race(
         code = one.connect_ex(target)
         if code == errno.EINPROGRESS:
             waiting.register(one, selectors.EVENT_WRITE)
+        elif code == errno.ECONNRESET:
+            nobody = Reach.UNKNOWN
         elif (word := _word(code)) is not Reach.SILENT:
             return word
         for key, _ in waiting.select(min(AGAIN_SECONDS, end - now)):
             ready = key.fileobj
             assert isinstance(ready, socket.socket)
             waiting.unregister(ready)
-            word = _word(ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-            if word is not Reach.SILENT:
+            code = ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code == errno.ECONNRESET:
+                nobody = Reach.UNKNOWN
+            elif (word := _word(code)) is not Reach.SILENT:
                 return word
-    return Reach.SILENT
+    return nobody
 
 
 def _word(code: int) -> Reach:
     if code == 0:
         return Reach.REACHED
-    if code in (errno.ECONNREFUSED, errno.ECONNRESET):
+    if code == errno.ECONNREFUSED:
         return Reach.REFUSED
     return Reach.SILENT if code in NO_ANSWER else Reach.UNKNOWN
 

@@ -55,7 +55,7 @@ class Result:
         parts = [f"{name} {value}" for name, value in self.seen.items()]
         missed = [*self.wrong, *([self.error] if self.error else [])]
         said = ", ".join(parts) + (f"   MISSED: {'; '.join(missed)}" if missed else "")
-        return f"{'pass' if self.passed else 'FAIL'}  {self.row.name:<14}{self.seconds:>5.0f} s  {said}"
+        return f"{'pass' if self.passed else 'FAIL'}  {self.row.name:<16}{self.seconds:>5.0f} s  {said}"
 
     def record(self) -> dict[str, Any]:
         """For --json."""
@@ -153,10 +153,10 @@ def play(row: Row, sites: Sites) -> Result:
 
 def summary(results: list[Result]) -> str:
     """The table of all rows."""
-    lines = [f"{'':6}{'row':<14}{'what':<72}{'asked'}"]
+    lines = [f"{'':6}{'row':<16}{'what':<72}{'asked'}"]
     for result in results:
         lines.append(
-            f"{'pass' if result.passed else 'FAIL':<6}{result.row.name:<14}{result.row.what:<72}{result.row.asked}"
+            f"{'pass' if result.passed else 'FAIL':<6}{result.row.name:<16}{result.row.what:<72}{result.row.asked}"
         )
     return "\n".join([*lines, f"{sum(result.passed for result in results)} of {len(results)} rows passed"])
 
@@ -167,16 +167,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="this row; may be repeated (head: all head-*)")
     parser.add_argument("--list", action="store_true", help="name the rows and what they ask")
     parser.add_argument("--loss-seconds", type=float, default=60.0, help="how long packets are lost (a release: 600)")
+    parser.add_argument("--kills", type=int, default=40, help="how often unicrond is killed (a release: 200)")
     parser.add_argument("--slurmd-timeout", type=int, default=300, help="slurm.conf's SlurmdTimeout, seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--keep", action="store_true", help="keep all logs, and say where they are")
     options = parser.parse_args(arguments)
-    table = rows(options.loss_seconds)
+    table = rows(options.loss_seconds, options.kills)
     chosen = [row for row in table if not options.only or {row.name, row.name.rpartition("-")[0]} & set(options.only)]
     if not chosen:
         parser.error(f"no such row: choose from {', '.join(row.name for row in table)}")
     if options.list:
-        print("\n".join(f"{row.name:<14}{row.what:<72}{row.asked}" for row in chosen))
+        print("\n".join(f"{row.name:<16}{row.what:<72}{row.asked}" for row in chosen))
         return 0
     if os.getuid():
         parser.error("links of their own need root")

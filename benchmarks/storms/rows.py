@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Storm, halted
+from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Clock, Storm, halted
 
 AFTERMATH = 10.0  # seconds that a row looks on after its storm: the harm of the old controllers came then
-LOSS_PAUSE = 20.0  # gloo waits for TCP's repeated packets: seconds without a step are the network's doing
+MOST_CUT = 50  # records that a power cut takes off the end of the log
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,65 @@ def controller_away(storm: Storm, seconds: float, forgets: bool) -> None:
     storm.untouched(since)
     killed = storm.kill_rank(2)
     storm.at_most("rank killed later: next step", storm.next_step(killed) - killed, BUSY_PAUSE)
+
+
+def rank_lost_while_away(storm: Storm, seconds: float, forgets: bool) -> None:
+    """unicrond is killed and started anew later; a rank is killed meanwhile."""
+    storm.train()
+    storm.site.controller.kill()
+    time.sleep(seconds / 2)
+    killed = storm.kill_rank(2)
+    stepped = storm.next_step(killed)
+    if forgets:
+        storm.site.controller.forget()
+    storm.site.controller.start()
+    storm.at_most("kill to next step", stepped - killed, 2.0)
+    storm.figure("kill to whole", storm.whole_again() - killed, "s")
+    storm.no_two_halves()
+    storm.nothing_lost()
+    storm.in_service(but=())
+
+
+def controller_killed(storm: Storm, count: int) -> None:
+    """kill -9 of unicrond at random moments, most of them of the transitions that killed ranks begin."""
+    storm.train()
+    chance, ranks, began = random.Random(count), 0, time.time()
+    for turn in range(count):
+        if turn % 5 == 0:
+            ranks += storm.kill_some_rank(chance)
+        time.sleep(chance.uniform(0.0, 1.5))
+        storm.site.controller.kill()
+        storm.site.controller.start()
+    storm.figure("unicrond killed", count)
+    storm.figure("ranks killed", ranks)
+    storm.figure("longest pause", storm.job.pause(began), "s")
+    _as_before(storm)
+
+
+def log_cut(storm: Storm, times: int) -> None:
+    """unicrond's machine loses its power, and the log the last of its records, transitions among them."""
+    storm.train()
+    chance = random.Random(times)
+    for turn in range(times):
+        if turn % 2 == 0:
+            storm.kill_some_rank(chance)
+        time.sleep(chance.uniform(0.0, 4.0))
+        storm.site.controller.kill()
+        storm.cut_log(chance.choice((1, 2, 3, 5, 10, 20, MOST_CUT)))
+        storm.site.controller.start()
+        storm.goes_on()
+    storm.figure("power cuts", times)
+    _as_before(storm)
+
+
+def _as_before(storm: Storm) -> None:
+    """Ask that the job becomes whole, nothing was lost, and no node or hold is left behind."""
+    storm.whole_now()
+    storm.goes_on()
+    storm.no_two_halves()
+    storm.nothing_lost()
+    storm.in_service(but=())
+    storm.nothing_held()
 
 
 def rank_lost_in_silence(storm: Storm, seconds: float) -> None:
@@ -147,6 +207,23 @@ def cut_apart(storm: Storm, left: tuple[int, ...], right: tuple[int, ...]) -> No
     storm.figure("whole again", storm.whole_again() - since, "s")
 
 
+def cut_through_the_head(storm: Storm, seconds: float) -> None:
+    """The head stays with the smaller part of a job: who could judge hears only the others' silence."""
+    storm.train()
+    with_head = ",".join(["head", storm.job.node(0)])
+    since = storm.site.cut(with_head, ",".join(storm.job.node(element) for element in (1, 2)))
+    time.sleep(seconds)
+    storm.no_two_halves()
+    healed = storm.site.heal()
+    storm.goes_on()
+    steps = [step["time"] for step in storm.job.steps() if step["time"] > healed]
+    storm.at_most("end of the cut to next step", min(steps, default=NEVER) - healed, 15.0)
+    storm.figure("longest pause", storm.job.pause(since), "s")
+    storm.no_two_halves()
+    storm.nothing_lost()
+    storm.in_service(but=())
+
+
 def packets_lost(storm: Storm, seconds: float) -> None:
     """Ten packets of a hundred are lost on all links, then thirty on one node's; agents pause now and then."""
     storm.train()
@@ -178,6 +255,67 @@ def slurmctld_hung(storm: Storm, seconds: float) -> None:
     storm.untouched(since)
 
 
+def slurmctld_slow(storm: Storm, seconds: float) -> None:
+    """slurmctld answers after three seconds."""
+    storm.train()
+    since = time.time()
+    while time.time() < since + seconds:
+        with _stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
+            time.sleep(3.0)
+        time.sleep(0.2)
+    time.sleep(AFTERMATH)
+    storm.untouched(since)
+
+
+def daemons_restarted(storm: Storm, kind: str, seconds: float) -> None:
+    """slurmctld, or slurmd on all nodes, ends, and is started again later, as an upgrade does; then a rank dies."""
+    storm.train()
+    since = time.time()
+    for process in storm.site.cluster.processes():
+        if process.kind == kind:
+            os.kill(process.pid, signal.SIGKILL if kind == "slurmctld" else signal.SIGTERM)
+    time.sleep(seconds)
+    storm.site.cluster.up()
+    time.sleep(AFTERMATH)
+    storm.untouched(since)
+    killed = storm.kill_rank(2)
+    storm.at_most("rank killed later: next step", storm.next_step(killed) - killed, BUSY_PAUSE)
+
+
+def clocks_stepped(storm: Storm) -> None:
+    """The time of day is stepped by 60 s, to and fro, at the agents and ranks, and at unicrond, which is also started
+    anew then. Nobody's time can be compared here: iterations are counted."""
+    nodes, head = Clock(storm.site.folder / "clock.nodes"), Clock(storm.site.folder / "clock.head")
+    controller = storm.site.controller
+    before = dict(controller.environment)
+    controller.environment |= head.environment
+    try:
+        controller.kill()
+        controller.start()
+        storm.train(**nodes.environment)
+        for clock, seconds in ((nodes, 60), (head, 60), (nodes, -60), (head, -60), (nodes, 0), (head, 0)):
+            clock.step(seconds)
+            time.sleep(AFTERMATH)
+            storm.goes_on()
+        head.step(-60)
+        controller.kill()
+        controller.start()
+        time.sleep(AFTERMATH)
+        storm.goes_on()
+        broken = {step["generation"] for step in storm.job.steps()} - set(range(storm.generation + 1))
+        storm.ask(not broken, f"no job broken (generations {broken} after {storm.generation})")
+        storm.figure("failures", len(storm.failures()))
+        storm.ask(not storm.failures(), "no failure on record")
+        storm.nothing_lost()
+        storm.in_service(but=())
+        killed = time.monotonic()
+        storm.kill_rank(2)
+        storm.ask(storm.next_step(NEVER) < NEVER, "a rank killed later: the others go on")
+        storm.at_most("rank killed later: next step", time.monotonic() - killed, BUSY_PAUSE)
+    finally:
+        controller.environment = before
+
+
 def _pauses(storm: Storm, seconds: float) -> None:
     """For so long, stop one agent after the other for 2 s."""
     deadline = time.monotonic() + seconds
@@ -202,24 +340,30 @@ def _stopped(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def rows(loss_seconds: float) -> list[Row]:
-    """The table, in the order in which it is run. loss_seconds: how long packets are lost."""
+def rows(loss_seconds: float, kills: int) -> list[Row]:
+    """The table, in the order in which it is run. loss_seconds: how long packets are lost. kills: of unicrond."""
     make = functools.partial
     untouched = "no node drained or down, no job broken, no iteration lost"
-    found = [
-        Row(f"head-{n}", f"the head cut off for {n} s", untouched, make(head_silent, seconds=n), 300 + n)
-        for n in (3, 15, 60)
-    ]
-    found += [
-        Row(
-            "restart", "the same, unicrond restarted", untouched, make(controller_away, seconds=15, forgets=False), 420
+    kept = "no job lost, no node leaked"
+    unnoticed = "training does not notice"
+    return [
+        *(
+            Row(f"head-{n}", f"the head cut off for {n} s", untouched, make(head_silent, seconds=n), 300 + n)
+            for n in (3, 15, 60)
         ),
-        Row(
-            "empty",
-            "the same, its state folder emptied",
-            untouched,
-            make(controller_away, seconds=15, forgets=True),
-            420,
+        *(
+            Row(name, f"the same, {what}", untouched, make(controller_away, seconds=15, forgets=forgets), 420)
+            for name, what, forgets in (("restart", "unicrond restarted", False), ("empty", "its state emptied", True))
+        ),
+        *(
+            Row(
+                f"{name}-kill",
+                f"a rank killed while unicrond is away, {what}",
+                "next step <= 2 s, whole later",
+                make(rank_lost_while_away, seconds=10, forgets=forgets),
+                420,
+            )
+            for name, what, forgets in (("restart", "restarted then", False), ("empty", "its state emptied then", True))
         ),
         Row(
             "rank-silence",
@@ -236,18 +380,22 @@ def rows(loss_seconds: float) -> list[Row]:
             480,
         ),
         Row(
-            "cut-computing",
-            "a node cut off in computing",
-            "next step <= 3 s",
-            make(node_cut_off, at="fetch", count=1, slot=1),
-            480,
+            "kills",
+            f"kill -9 of unicrond at {kills} random moments, ranks killed meanwhile",
+            kept,
+            make(controller_killed, count=kills),
+            420 + 6 * kills,
         ),
-        Row(
-            "cut-reduce",
-            "a node cut off in the reduce",
-            "next step <= 3 s",
-            make(node_cut_off, at="reduce", count=1, slot=1),
-            480,
+        Row("power", f"the last 1 to {MOST_CUT} records of the log lost", kept, make(log_cut, times=8), 600),
+        *(
+            Row(
+                f"cut-{name}",
+                f"a node cut off in {what}",
+                "next step <= 3 s",
+                make(node_cut_off, at=at, count=1, slot=1),
+                480,
+            )
+            for name, what, at in (("computing", "computing", "fetch"), ("reduce", "the reduce", "reduce"))
         ),
         Row(
             "cut-transfer",
@@ -256,18 +404,16 @@ def rows(loss_seconds: float) -> list[Row]:
             make(node_cut_off, at="transfer", count=0, slot=0, first=lambda storm: storm.kill_rank(2)),
             480,
         ),
-    ]
-    found += [
-        Row(
-            f"back-{n}",
-            f"a node cut off for {n} s and back",
-            "whole <= 15 s, replacement unharmed, no node out of service",
-            make(cut_off_and_back, seconds=n),
-            480,
-        )
-        for n in (1, 5, 9, 30)
-    ]
-    found += [
+        *(
+            Row(
+                f"back-{n}",
+                f"a node cut off for {n} s and back",
+                "whole <= 15 s, replacement unharmed, no node out of service",
+                make(cut_off_and_back, seconds=n),
+                480,
+            )
+            for n in (1, 5, 9, 30)
+        ),
         Row(
             "pair",
             "two nodes that cannot reach each other",
@@ -283,12 +429,34 @@ def rows(loss_seconds: float) -> list[Row]:
             480,
         ),
         Row(
+            "halves-head",
+            "a job cut apart, the head with the smaller half",
+            "never two halves, on <= 15 s after it",
+            make(cut_through_the_head, seconds=30),
+            480,
+        ),
+        Row(
             "loss",
             "10 % of packets lost everywhere, then 30 % at one node; agents pause",
             "no false loss",
             make(packets_lost, seconds=loss_seconds),
             420 + 2 * loss_seconds,
         ),
-        Row("slurmctld", "slurmctld hung for 20 s", "training does not notice", make(slurmctld_hung, seconds=20), 300),
+        Row("slurmctld", "slurmctld hung for 20 s", unnoticed, make(slurmctld_hung, seconds=20), 300),
+        Row("slurmctld-slow", "slurmctld slow for 30 s", unnoticed, make(slurmctld_slow, seconds=30), 300),
+        Row(
+            "slurmctld-dead",
+            "slurmctld killed, back after 20 s",
+            unnoticed,
+            make(daemons_restarted, kind="slurmctld", seconds=20),
+            300,
+        ),
+        Row(
+            "slurmds",
+            "slurmd restarted everywhere (an upgrade)",
+            unnoticed,
+            make(daemons_restarted, kind="slurmd", seconds=5),
+            300,
+        ),
+        Row("clocks", "clocks stepped by +-60 s", unnoticed, clocks_stepped, 420),
     ]
-    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +16,14 @@ from typing import Any
 
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
+from unicron_ctl.errors import UserError
 
 ELEMENTS = 3
 START_LIMIT = 150.0  # seconds; the ranks of all nodes start on this machine's few cores
 HEAL_LIMIT = 90.0  # for whatever must come: a row that waited for it in vain has failed and goes on to the next
 BUSY_PAUSE = 5.0  # between two steps of a job that nobody disturbs, while other programs use the cores
 NEVER = float("inf")
+LOG = "events.sqlite"  # in the state folder
 STALE = 1.0  # a step of an older generation so long after the first of a younger one: two halves go on
 OUT_OF_SERVICE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL"}
 
@@ -66,6 +71,20 @@ class Storm:
         """kill -9; returns the time."""
         os.kill(self.pid(slot), signal.SIGKILL)
         return time.time()
+
+    def kill_some_rank(self, chance: random.Random) -> bool:
+        """The same of any rank; False when it does not run now."""
+        try:
+            self.kill_rank(chance.randrange(ELEMENTS))
+        except (LookupError, ProcessLookupError):
+            return False
+        return True
+
+    def cut_log(self, count: int) -> None:
+        """What a power cut may do to a unicrond that does not run: its log loses the last records."""
+        with contextlib.closing(sqlite3.connect(self.site.controller.state_folder / LOG)) as db, db:
+            db.execute("DELETE FROM event WHERE id > (SELECT MAX(id) FROM event) - ?", (count,))
+            db.execute("DELETE FROM snapshot WHERE event > (SELECT MAX(id) FROM event)")
 
     def agents(self) -> list[int]:
         """Process ids of all agents."""
@@ -134,6 +153,19 @@ class Storm:
         return sum(int(word) for word in listed.split())
 
     # ------------------------------------------------------------ what rows have in common
+    def whole_now(self) -> None:
+        """Ask that all elements come to train together."""
+        try:
+            self.job.whole(ELEMENTS, HEAL_LIMIT)
+        except AssertionError:
+            self.wrong.append(f"the job is whole again within {HEAL_LIMIT:g} s")
+
+    def nothing_held(self) -> None:
+        """Ask that no element of any job is held or waits in vain."""
+        listed = self.site.slurm("squeue", "-h", "-r", "-O", "ArrayTaskID:10,StateCompact:10,Reason:40").splitlines()
+        waiting = [" ".join(line.split()) for line in listed if line.split()[1] != "R"]
+        self.ask(not waiting, f"no element is held or waits ({'; '.join(waiting)})")
+
     def no_two_halves(self) -> None:
         """Ask that no older generation went on while a younger one did."""
         begun: dict[int, float] = {}
@@ -163,6 +195,28 @@ class Storm:
         out = [node for node in self.out_of_service() if node not in but]
         self.figure("out of service", ",".join(self.out_of_service()) or "none")
         self.ask(not out, f"no node drained or down ({','.join(out)})")
+
+
+class Clock:
+    """A time of day of its own for the programs that get its environment. Needs libfaketime (Debian: libfaketime)."""
+
+    def __init__(self, file: Path):
+        found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+        if not found:
+            raise UserError("no libfaketime: install Debian's package libfaketime")
+        self._file = file
+        self.step(0)
+        self.environment = {
+            "LD_PRELOAD": str(found[0]),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_DONT_RESET": "1",
+        }
+
+    def step(self, seconds: int) -> None:
+        """So much later than the machine's own time from now on."""
+        self._file.write_text(f"{seconds:+d}\n")
 
 
 def halted(slot: int, at: str, count: int) -> str:

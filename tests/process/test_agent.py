@@ -220,6 +220,26 @@ def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tm
     assert job.agents[0].log == "unicron: 20_0 on n0: job 20 has 2 ranks per node; the job runs unprotected\n"
 
 
+def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_without_one(fake, tmp_path):
+    """It was taken in; then the controller gave the whole job up. Its rank waits for a plan that will not come."""
+    program = f"import os, sys\nif 'UNICRON_INCARNATION' not in os.environ:\n    sys.exit(5)\n{SLEEPS}"
+    command = [sys.executable, "-c", program]
+    job = Job(tmp_path, fake.address, "24", 1, command, UNICRON_MODE="session", SAYS="waiting")
+    fake.welcome()
+    pid = fake.rank(lambda rank: rank.state == "waiting", "its rank waits").pid
+    fake.send(wire.Refused(reason="element 2 is different", final=True))
+    assert job.agents[0].wait() == 5 and not is_alive(pid)
+    assert job.agents[0].log.endswith("unicron: 24_0 on n0: element 2 is different; the job runs unprotected\n")
+
+
+def test_an_agent_whose_others_train_protected_ends(fake, tmp_path):
+    job = Job(tmp_path, fake.address, "25", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
+    fake.registration()
+    fake.send(wire.Refused(reason="job 25 is healed in restart mode", final=True, apart=True))
+    assert job.agents[0].wait() == 1
+    assert job.agents[0].log == "unicron: 25_0 on n0: job 25 is healed in restart mode\n"
+
+
 def test_an_agent_that_was_replaced_and_one_whose_job_failed_end(fake, tmp_path):
     job = Job(tmp_path, fake.address, "21", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
     fake.registration()

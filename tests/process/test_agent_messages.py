@@ -17,7 +17,7 @@ from detector import blackhole
 from tests.support.jobs import Agent, Job
 from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -102,7 +102,7 @@ def test_each_rank_is_told_the_plan_with_its_agents_share_of_the_work(fake, two)
     fake.plan(plan, [0, 1])
     for _ in range(2):
         assert two.hear() == told | {"iteration": 7, "assignment": {0: [0, 4], 1: [1, 5]}}
-    good = msgspec.msgpack.decode(wire.common(plan))
+    good = msgspec.msgpack.decode(sharing.common(plan))
     for bad in (b"\xc1", b"", msgpack.packb(good | {"members": [[3, 0]]}), msgpack.packb({"generation": 3})):
         fake.send(wire.PlanShare(common=msgspec.Raw(bad)))
     fake.plan(msgspec.structs.replace(plan, generation=4), [0, 1])

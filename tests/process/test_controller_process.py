@@ -18,7 +18,7 @@ from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.protocol.client import ask
 from unicron_ctl.reach import Reach
 
@@ -64,9 +64,11 @@ def wait(agents: list[ScriptedAgent], look: Callable[[], object], what: str) -> 
 def hint(controller: Controller, element: int) -> None:
     """What the plugin sends when a task has ended."""
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    message = wire.Hint(v=wire.HINT_VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.sendto(wire.encode(message), (host, int(port)))
+    message = datagrams.Hint(
+        v=datagrams.HINT_VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.sendto(wire.encode(message), (host, int(port)))
 
 
 def test_a_death_leads_to_break_report_plan_and_running(controller, running):
@@ -166,9 +168,9 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
         host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
         raw.connect((host, int(port)))
         raw.sendall(os.urandom(4096))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             for data in hostile:
-                datagrams.sendto(data, (host, int(port)))
+                udp.sendto(data, (host, int(port)))
     assert controller.alive
     assert controller.job()["iteration"] == -1, "steps from somebody else's connection are not believed"
 

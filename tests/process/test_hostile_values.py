@@ -17,7 +17,7 @@ from msgspec import inspect
 from tests.support import hostile
 from tests.support.controller import Controller
 from tests.support.scripted import ScriptedAgent, form
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 
 pytestmark = pytest.mark.process
 KNOWN = {
@@ -28,10 +28,10 @@ KNOWN = {
     "what": st.sampled_from("status jobs nodes events explain scenario inject health ping".split()),
 }
 KINDS = inspect.type_info(wire.ToController)
-HINTS = inspect.type_info(wire.Hint)
+HINTS = inspect.type_info(datagrams.Hint)
 MESSAGES = hostile.messages(wire.ToController, KNOWN)
 BEYOND = st.one_of([hostile.beyond(kind, KNOWN) for kind in KINDS.types]).map(lambda pair: pair[1])
-DATAGRAMS = hostile.beyond(HINTS, {}).map(lambda pair: pair[1]) | hostile.messages(wire.Hint, {})
+DATAGRAMS = hostile.beyond(HINTS, {}).map(lambda pair: pair[1]) | hostile.messages(datagrams.Hint, {})
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 def test_hostile_values_of_every_field_of_every_message(controller: Controller) -> None:
     agents = [ScriptedAgent(controller.address, element) for element in range(2)]
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    context, datagrams = zmq.Context(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    context, udp = zmq.Context(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     peers = [context.socket(zmq.DEALER) for _ in range(2)]
     for peer in peers:
         peer.setsockopt(zmq.LINGER, 0)
@@ -63,7 +63,7 @@ def test_hostile_values_of_every_field_of_every_message(controller: Controller) 
             for number, data in said:
                 peers[number].send(data)
             for data in hints:
-                datagrams.sendto(data[:60_000], (host, int(port)))
+                udp.sendto(data[:60_000], (host, int(port)))
             for peer in peers:
                 while peer.poll(0):
                     peer.recv()
@@ -88,7 +88,7 @@ def test_hostile_values_of_every_field_of_every_message(controller: Controller) 
         assert_untouched(controller, before)
         assert not controller.events("job_set_aside")
     finally:
-        for one in (*agents, datagrams, *peers):
+        for one in (*agents, udp, *peers):
             one.close()
         context.term()
 

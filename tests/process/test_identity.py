@@ -19,7 +19,7 @@ from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, ranges, wire
+from unicron_ctl.protocol import claims, datagrams, ranges, wire
 from unicron_ctl.protocol.client import ask
 from unicron_ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
 from unicron_ctl.protocol.hello import Hello
@@ -145,7 +145,7 @@ def test_another_controller_is_not_believed(realm, made):
 
         def answer() -> None:
             _, where = rogue.recvfrom(4096)
-            rogue.sendto(wire.encode(wire.Introduction(credential=credential)), where)
+            rogue.sendto(wire.encode(datagrams.Introduction(credential=credential)), where)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -160,7 +160,7 @@ def test_another_controller_is_not_believed(realm, made):
 def test_plain_answers_are_for_loopback_addresses_only():
     hello = Hello("tcp://192.0.2.1:7451")
     assert hello.open() and not hello.local
-    assert hello._understand(wire.Introduction(plain=True)) is None and "loopback" in hello.problem
+    assert hello._understand(datagrams.Introduction(plain=True)) is None and "loopback" in hello.problem
     hello.close()
 
 

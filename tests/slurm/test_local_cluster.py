@@ -98,6 +98,23 @@ def test_up_twice_is_no_error_and_down_leaves_nothing(small: LocalCluster) -> No
     assert small.status()["state"] == "down"
 
 
+def test_a_slurmctld_that_ended_is_started_again_and_jobs_do_not_notice(small: LocalCluster) -> None:
+    small.up()
+    job = _output(["sbatch", "--parsable", "-w", "n2", "--output=/dev/null", "--wrap", "sleep 301"], small)
+    element = lambda: [(e.job, e.state, e.node) for e in small.client().elements()]  # noqa: E731
+    wait_for(lambda: element() == [(job, "RUNNING", "n2")], "the job runs", now=element)
+    wait_for(lambda: any(process.kind == "task" for process in small.processes()), "its process runs")
+    living = {process.pid for process in small.processes() if process.kind != "slurmctld"}
+    for process in small.processes():
+        if process.kind == "slurmctld":
+            os.kill(process.pid, signal.SIGTERM)  # it notes down what runs
+    wait_for(lambda: all(process.kind != "slurmctld" for process in small.processes()), "it is gone")
+    assert small.status()["state"] == "partial"
+    small.up()
+    assert small.status()["state"] == "up" and element() == [(job, "RUNNING", "n2")]
+    assert living <= {process.pid for process in small.processes()}
+
+
 @pytest.mark.parametrize("launches", [1, 2, 3])
 def test_a_crash_half_way_up_is_cleared_by_down(small: LocalCluster, launches: int) -> None:
     crashed = _in_child(CRASHING_UP, str(small.layout.state_dir), str(launches))

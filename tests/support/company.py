@@ -15,7 +15,7 @@ import msgspec
 from unicron_ctl.agreement import resume
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.agreement.compose import leading, resting
-from unicron_ctl.protocol import peers, wire
+from unicron_ctl.protocol import peers, sharing, wire
 
 MICRO_BATCHES = 8
 TURN, HEARTBEAT = 0.05, 1.0
@@ -304,7 +304,7 @@ class Head:
             rank = status.ranks[element] if status else None
             if rank is None or max(rank.generation, rank.entering) < plan.generation or status.agreed is not None:
                 known = [everybody[e] for e in plan.members] if agent.peer in leaders else []
-                share = wire.share(plan, wire.common(plan, leaders), [element], known)
+                share = sharing.share(plan, sharing.common(plan, leaders), [element], known)
                 self.company.send(CONTROLLER, element, wire.decode(wire.encode(share), wire.ToAgent))
 
 

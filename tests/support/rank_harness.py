@@ -24,7 +24,7 @@ from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.agent.sockets import for_rank
 from unicron_ctl.agreement import resume
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 240.0  # a busy machine may need minutes for the imports
@@ -239,10 +239,10 @@ class Ranks:
         ]
 
     def _send(self, message: wire.Message, slots: list[int]) -> None:
-        common = wire.common(message) if isinstance(message, wire.Plan) else None
+        common = sharing.common(message) if isinstance(message, wire.Plan) else None
         for slot in slots:
             if slot in self.identities and self.ranks[slot].alive:
-                told = message if common is None else wire.whole(wire.share(message, common, [slot]))
+                told = message if common is None else sharing.whole(sharing.share(message, common, [slot]))
                 self.socket.send_multipart([self.identities[slot], for_rank(told)])
 
     def _admit(self) -> None:

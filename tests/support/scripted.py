@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import zmq
 
 from tests.support.processes import LIMIT
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, sharing, wire
 from unicron_ctl.protocol.encryption import secure_client
 from unicron_ctl.protocol.munge import MungeError, make_credential
 from unicron_ctl.reach import Reach
@@ -136,7 +136,7 @@ class ScriptedAgent:
         """Take in what has come, and send a heartbeat when it is due."""
         while self.socket.poll(0):
             message = wire.decode(self.socket.recv(), wire.ToAgent)
-            self.heard.append(wire.whole(message) if isinstance(message, wire.PlanShare) else message)
+            self.heard.append(sharing.whole(message) if isinstance(message, wire.PlanShare) else message)
             if isinstance(message, wire.Refused) and not message.final:
                 self.register()
             elif isinstance(message, wire.Reach):
@@ -181,7 +181,7 @@ class FakeController:
                 _, where = self._hellos.recvfrom(2048)
                 if where is None:  # shut down
                     return
-                self._hellos.sendto(wire.encode(wire.Introduction(plain=True)), where)
+                self._hellos.sendto(wire.encode(datagrams.Introduction(plain=True)), where)
             except OSError:
                 return
 
@@ -221,7 +221,7 @@ class FakeController:
 
     def plan(self, plan: wire.Plan, slots: list[int]) -> None:
         """Send the agent with these slots its share."""
-        self.send(wire.share(plan, wire.common(plan), slots))
+        self.send(sharing.share(plan, sharing.common(plan), slots))
 
     def send(self, message: wire.Message | bytes) -> None:
         """To the agent that spoke last."""

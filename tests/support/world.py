@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
@@ -127,7 +127,7 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, wire.PlanShare):
-            plan = wire.whole(message)
+            plan = sharing.whole(message)
             self.held[plan.generation] = message
             if self.agreed is not None:
                 if plan.generation < self.agreed.generation:
@@ -135,7 +135,7 @@ class FakeAgent:
                 if plan.generation == self.agreed.generation and plan.prefix != self.agreed.plan.prefix:
                     return
                 self.agreed = None
-            message = wire.whole(wire.decode(wire.encode(message), wire.ToAgent))
+            message = sharing.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.pinged = max(self.pinged, message.number)

@@ -35,7 +35,7 @@ class ForkedChild(Child):
         import time
         from collections import deque
 
-        self.started = time.time()
+        self.started = time.monotonic()
         read, write = os.pipe()
         script = environment.get("TINY_SCRIPT", str(SCRIPT))
         self.pid = zygote().fork(environment, [script], [write])

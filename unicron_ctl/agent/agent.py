@@ -22,26 +22,24 @@ import msgpack
 import msgspec
 import zmq
 
-from detector.stacks import Dump
 from detector.supervise import shell_status
 from unicron_ctl.agent import node_watch
+from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stacks_file, stop_all
+from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
+from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
 from unicron_ctl.agent.sockets import bind_ranks, for_rank, socket_folder
 from unicron_ctl.agent.stand_in import StandIn
-from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
-from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agent.witness import Witness
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol import wire
 
 REGISTER_SECONDS = 0.5
-DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 PLANS_HELD = 4  # the ranks are in one of the last
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
@@ -68,7 +66,6 @@ class Agent:
         self._folder = socket_folder(place.job, os.environ)
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
-        self._dumps: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its stack traces in the making)
         environment = rank_environment(place, self._endpoint, dict(os.environ))
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
@@ -89,14 +86,13 @@ class Agent:
             place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._complain
         )
         self._identities: dict[int, bytes] = {}
-        self._vitals, self._sampling = Vitals(), Sampling(self._folder)
-        self._steps = StepReports(place.job, place.element, self.identity)
+        agreement, sampling = self._stand_in.agreement, Sampling(self._folder)
+        self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._send)
+        self._dumps = Dumps(place.job, self.ranks, self._endpoint, self._send)
         self._store: Store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
         self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
         self._welcomed = self._registered = False
-        self._last_register = self._last_status = self._last_heard = 0.0
-        self._dirty = False  # there is progress that the last status does not tell
-        self._number = self._pinged = 0  # of the last status, and of the last ping
+        self._last_register = self._last_heard = 0.0
         self.exit_code: int | None = None
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
@@ -114,7 +110,6 @@ class Agent:
         self._watch(self._signals.fileno(), "signal", 0)
         self._watch(self._witness.answers.fileno(), "witness", 0)
         self._watch(self._line.results.fileno(), "line", 0)
-        self._node: node_watch.NodeWatch | None = None
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -134,16 +129,22 @@ class Agent:
         said = self._line.problem or self.refusal
         return f"no controller answers at {address}" + (f" ({said})" if said else "")
 
-    def run(self) -> int:
-        """Start the ranks and serve until the element is over."""
+    @property
+    def released(self) -> bool:
+        """Nothing protects it, and no rank has a world: the command is to run without this agent."""
+        outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
+        return self._unprotected and outside
+
+    def run(self) -> int | None:
+        """Start the ranks and serve until the element is over; None when it was released before it had a world."""
         try:
-            self._node = node_watch.start(self._complain, os.environ)
-            self._watch(self._node.fileno(), "node", 0)
+            self._reports.node = node_watch.start(self._complain, os.environ)
+            self._watch(self._reports.node.fileno(), "node", 0)
             self._start_store()
             for rank in self.ranks.values():
                 if not rank.alive:
                     self._start(rank, 0)
-            while self.exit_code is None:
+            while self.exit_code is None and not self.released:
                 self._turn()
         finally:
             self.close()
@@ -153,7 +154,7 @@ class Agent:
         """End the ranks and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._store.close()
-        self._sampling.close()
+        self._reports.sampling.close()
         self._line.close()
         self._channel.close()
         self._stand_in.close()
@@ -161,27 +162,25 @@ class Agent:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
         self._witness.close()
-        if self._node is not None:
-            self._node.close()
+        if self._reports.node is not None:
+            self._reports.node.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
-        wait = min(self._status_period() - (now - self._last_status), self._steps.wait(now))
-        wait = min(wait, self._stand_in.agreement.wait(now))
-        self._serve(min(wait, DUMP_SECONDS) if self._dumps else wait)
-        self._finish_dumps()
+        wait = min(self._status_period() - (now - self._reports.sent_at), self._reports.wait(now))
+        self._serve(min(wait, self._stand_in.agreement.wait(now), self._dumps.wait))
+        self._dumps.finish()
         now = time.monotonic()
-        self._send_steps(now)
-        self._send_metrics(now)
+        self._reports.turn(now)
         self._witness.door.answer()
         urgent = self._stand_in.turn(now) or self._trials.due()
-        if urgent or now - self._last_status >= self._status_period():
+        if urgent or now - self._reports.sent_at >= self._status_period():
             self._send_status()
         self._call()
         self._end_if_over(now)
 
     def _status_period(self) -> float:
-        return min(self._period, self._progress_period) if self._dirty else self._period
+        return min(self._period, self._progress_period) if self._reports.dirty else self._period
 
     def _serve(self, seconds: float) -> None:
         """Wait up to `seconds` for something to happen, and deal with all that has."""
@@ -257,9 +256,9 @@ class Agent:
         elif what == "signal":
             self._on_signal(self._signals.read())
         elif what == "node":
-            self._send_node_events()
+            self._reports.node_events()
         elif what == "witness":
-            self._testify()
+            self._reports.testimony(self._witness.answers.take())
         elif what == "answers":
             self._line.learn(self._register)
         elif what == "line":
@@ -274,34 +273,11 @@ class Agent:
         self._unwatch(child.stderr)
         self._from_ranks()  # what it said last, its exception above all, comes before its end
         rank.collect()
-        if rank.status.exit is not None and self._node is not None:
-            self._node.explain(rank.status.exit)
+        if rank.status.exit is not None and self._reports.node is not None:
+            self._reports.node.explain(rank.status.exit)
         self._trials.ended(rank)
-        self._send_node_events()  # what killed it comes before its end
+        self._reports.node_events()  # what killed it comes before its end
         self._send_status()
-
-    def _dump(self, order: wire.Stacks) -> None:
-        rank = self.ranks.get(order.slot)
-        if rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
-            return
-        if order.slot in self._dumps:
-            return
-        self._dumps[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
-
-    def _finish_dumps(self) -> None:
-        for slot, (incarnation, dump) in list(self._dumps.items()):
-            if dump.done():
-                del self._dumps[slot]
-                self._send(
-                    wire.StackTrace(
-                        job=self.place.job,
-                        slot=slot,
-                        incarnation=incarnation,
-                        how=dump.how,
-                        state=dump.state,
-                        text=dump.text,
-                    )
-                )
 
     def _start_store(self) -> None:
         descriptor = self._store.start()
@@ -338,14 +314,14 @@ class Agent:
         while self._channel.poll(0):
             identity, *frames = self._channel.recv_multipart()
             self._from_rank(identity, frames[-1] if frames else b"")
-        self._send_steps(time.monotonic())
+        self._reports.steps(time.monotonic())
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:
             message = msgpack.unpackb(data)
             rank = self.ranks[message["slot"]]
             if message["kind"] == "step":
-                self._steps.add(message, time.monotonic())
+                self._reports.stepped(message)
                 return
             if message["kind"] == "timing":
                 self._send(msgspec.convert({**message, "job": self.place.job, "v": wire.VERSION}, wire.Timing))
@@ -355,7 +331,7 @@ class Agent:
             if rank.heard(message):
                 self._send_status()
             else:
-                self._dirty = True
+                self._reports.dirty = True
             self._identities[rank.slot] = identity
         except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
             self._drop("a rank", f"{type(error).__name__}: {error}")
@@ -381,53 +357,8 @@ class Agent:
         self._line.register(self.place, self.identity, door, self._stand_in.address, self._send)
 
     def _send_status(self, leaving: str = "") -> None:
-        now = time.monotonic()
-        self._send_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
-        self._last_status, self._dirty = now, False
-        self._vitals.update(self.ranks.values(), now)
-        self._number += 1
-        store = f"{self.place.address}:{self._store.port}" if self._store.port else ""
-        agreement, statuses = self._stand_in.agreement, {slot: rank.status for slot, rank in self.ranks.items()}
-        agreement.ranks(statuses, store, now)
-        agreement.news = False
-        self._send(
-            wire.Status(
-                job=self.place.job,
-                element=self.place.element,
-                agent=self.identity,
-                sent=time.time(),
-                number=self._number,
-                store=store,
-                leaving=leaving,
-                pinged=self._pinged,
-                answer=agreement.asks(now),
-                agreed=agreement.agreed,
-                ranks=statuses,
-            )
-        )
+        self._reports.status(self._store.port, leaving)
         self._stand_in.carry_out()
-
-    def _testify(self) -> None:
-        job, element, agent = self.place.job, self.place.element, self.identity
-        for number, words in self._witness.answers.take():
-            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
-
-    def _send_steps(self, now: float, leaving: bool = False) -> None:
-        running = {} if leaving else {slot: rank.status.generation for slot, rank in self.ranks.items() if rank.running}
-        for message in self._steps.take(now, running):
-            self._send(message)
-
-    def _send_node_events(self, again: bool = False) -> None:
-        for event in self._node.take(self.place.job, self.place.element, self.identity, again) if self._node else ():
-            self._send(event)
-
-    def _send_metrics(self, now: float) -> None:
-        sample = self._sampling.turn(now)
-        if sample is not None:
-            ranks = self._vitals.sample(self.ranks.values(), now)
-            job, element, agent = self.place.job, self.place.element, self.identity
-            host, node = sample.host, sample.node
-            self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))
 
     def _send(self, message: wire.Message) -> None:
         if self._trials.muted or self._line.key is None or self._unprotected:
@@ -457,7 +388,7 @@ class Agent:
             case wire.Welcome():
                 self._on_welcome(message)
             case wire.Ping():
-                self._pinged = max(self._pinged, message.number)
+                self._reports.pinged = max(self._reports.pinged, message.number)
                 self._send_status()
             case wire.Reach():
                 self._witness.ask(message.number, message.targets)
@@ -485,7 +416,7 @@ class Agent:
             case wire.Inject():
                 self._trials.perform(message)
             case wire.Stacks():
-                self._dump(message)
+                self._dumps.begin(message)
             case wire.End():
                 self._on_end(message)
 
@@ -507,11 +438,11 @@ class Agent:
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
-        self._sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._welcomed = True
         if self._registered:
             self._send_status()
-            self._send_node_events(again=True)
+            self._reports.node_events(again=True)
         self._registered = True
 
     def _on_end(self, message: wire.End) -> None:
@@ -533,12 +464,12 @@ class Agent:
         self.refusal, self.alone = message.reason, self.alone or message.alone
         if message.alone and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
-        elif message.replaced:
+        elif message.replaced or message.apart:
             self._complain(message.reason)
             self._leave(1, "refused by the controller")
         elif message.final:
             self._unprotected = True
-            if self._registered:
+            if self._registered and not self.released:
                 self._complain(f"{message.reason}; the job trains on unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again

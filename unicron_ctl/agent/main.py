@@ -98,7 +98,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     if agent.connect(seconds):
         told = f"{chosen.name} mode: {chosen.reason}"
         print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)
-        return agent.run()
+        status = agent.run()
+        return run_unprotected(place, command, agent.refusal) if status is None else status
     agent.close()
     if agent.exit_code is not None:
         return agent.exit_code

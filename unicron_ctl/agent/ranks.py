@@ -72,7 +72,7 @@ class Rank:
         if message["kind"] == "fault":
             said = ("type", "text", "at", "traceback")
             fields: dict[str, Any] = {name: message[name] for name in said if name in message}
-            fields |= {"fatal": True, "lived": time.time() - self.child.started if self.child else 0.0}
+            fields |= {"fatal": True, "lived": time.monotonic() - self.child.started if self.child else 0.0}
             self.status.fault = msgspec.convert(fields, wire.Fault)
             self.status.changed = time.time()
             return True
@@ -101,7 +101,7 @@ class Rank:
             self.status.exit = wire.Exit(
                 code=-signal.SIGKILL if code is None else code,
                 at=now,
-                lived=now - self.child.started,
+                lived=time.monotonic() - self.child.started,
                 last_line=last_words(tail)[:500],
             )
         self.status.changed = now

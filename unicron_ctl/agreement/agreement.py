@@ -10,7 +10,7 @@ from unicron_ctl.agreement.compose import Company, part, whole
 from unicron_ctl.agreement.leader import Lead, Leader
 from unicron_ctl.agreement.silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS, Silence
 from unicron_ctl.agreement.voter import Act, Stand, Voter
-from unicron_ctl.protocol import peers, wire
+from unicron_ctl.protocol import peers, sharing, wire
 
 REPEAT_SECONDS = 0.5  # between two words of trouble; when no leader has answered, the next one is told
 LOOK_SECONDS = 0.02  # between two looks at the clock while something is going on
@@ -76,7 +76,7 @@ class Agreement:
 
         Raises BadMessage for a plan that is none.
         """
-        plan = wire.whole(share)
+        plan = sharing.whole(share)
         term = self._terms.get(plan.generation)
         if plan.generation < self._fence or (term is not None and term.company.plan.prefix != plan.prefix):
             return None
@@ -89,7 +89,7 @@ class Agreement:
         if plan.generation > self._fence:
             self.agreed = None
         self._seen = max(self._seen, plan.generation)
-        company = self._company(plan, wire.leaders(share), share.peers)
+        company = self._company(plan, sharing.leaders(share), share.peers)
         if plan.boundary:
             self._offers = {number: one for number, one in self._offers.items() if number > self._current}
             self._offers[plan.generation] = company
@@ -211,14 +211,14 @@ class Agreement:
 
     def _on_chosen(self, term: _Term, message: peers.Chosen, now: float) -> None:
         """Follow, unless the controller has sent the ranks elsewhere."""
-        proposal, plan = message.proposal, wire.whole(message.proposal.share)
+        proposal, plan = message.proposal, sharing.whole(message.proposal.share)
         if term.taken is None and message.generation == self._current and plan.generation > self._obeyed:
             term.taken, term.voter.accepted = proposal, proposal
             self._seen = max(self._seen, plan.generation)
             self.agreed, self.news = _agreed(proposal, True), True
             over = wire.Break(generation=plan.generation - 1, lost=[], reason=plan.reason)
             self.orders += [over, plan]  # the ranks of one who was left out still run
-            self._seat(self._company(plan, wire.leaders(proposal.share), proposal.share.peers))
+            self._seat(self._company(plan, sharing.leaders(proposal.share), proposal.share.peers))
         self._send(
             term,
             message.element,
@@ -331,7 +331,7 @@ class Agreement:
 
 
 def _agreed(proposal: peers.Proposal, chosen: bool) -> wire.Agreed:
-    plan = wire.whole(proposal.share)
+    plan = sharing.whole(proposal.share)
     return wire.Agreed(
         generation=plan.generation,
         since=proposal.since,

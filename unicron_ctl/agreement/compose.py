@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 
 from unicron_ctl.agreement import resume
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.protocol.peers import Ballot, Promise, Proposal
 
 LEADERS = 4  # agents that may stand in for the controller; when all of them are dead it is waited for
@@ -102,15 +102,15 @@ def compose(
         assignment=decision.assignment,
         reason=f"{said}: {decision.reason}",
     )
-    common = wire.common(plan, leading(plan, company.peers.get, company.per_node))
+    common = sharing.common(plan, leading(plan, company.peers.get, company.per_node))
     gone = [_lost(company, slot, promises) for slot in lost]
-    share = wire.share(plan, common, plan.members)
+    share = sharing.share(plan, common, plan.members)
     return Proposal(since=company.plan.generation, ballot=ballot, share=share, lost=gone, by=by), plan
 
 
 def part(proposal: Proposal, element: int, company: Company) -> Proposal:
     """The proposal as one agent gets it: all of it for those who lead or will, else its own ranks' micro-batches."""
-    ahead = {peer.element for peer in (*company.leaders, *wire.leaders(proposal.share))}
+    ahead = {peer.element for peer in (*company.leaders, *sharing.leaders(proposal.share))}
     common, dealt = proposal.share.common, proposal.share.assignment
     if element in ahead:
         share = wire.PlanShare(common=common, assignment=dealt, peers=list(company.peers.values()))
@@ -122,7 +122,7 @@ def part(proposal: Proposal, element: int, company: Company) -> Proposal:
 
 def whole(proposal: Proposal) -> bool:
     """It says what everybody computes, so it can be proposed again."""
-    plan = wire.whole(proposal.share)
+    plan = sharing.whole(proposal.share)
     return all(slot in plan.assignment for slot in plan.members)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 
-from unicron_ctl.agreement.compose import Company, compose, part, resting, whole
-from unicron_ctl.protocol import wire
+from unicron_ctl.agreement.compose import Company, compose, elements_of, part, resting, whole
+from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.protocol.peers import (
     NO_BALLOT,
     Accept,
@@ -78,6 +78,7 @@ class Leader:
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0  # number of any ballot that was heard of
         self._promises: dict[int, Promise] = {}
+        self._awaited: dict[int, float] = {}  # slot that has not stopped -> seconds for which it is waited for
         self._accepts: set[int] = set()
         self._proposal: Proposal | None = None
         self._broken = 0  # the generation that is halted
@@ -99,9 +100,13 @@ class Leader:
             return
         new = message.element not in self._promises
         self._promises[message.element] = message
-        if self.lead is Lead.HALTING and (new or message.seen > self._broken):
-            self._broken = max(self._broken, message.seen)
-            self._say(now)
+        if self.lead is Lead.HALTING:
+            if message.seen > self._broken:
+                self._halt_all()
+            else:
+                self._look(message)
+                if new:
+                    self.sends.append((message.element, self._halt()))
         self.tick(now)
 
     def accepted(self, message: Accept, now: float) -> None:
@@ -156,31 +161,28 @@ class Leader:
         everybody = len(self._promises) == len(self._company.elements)
         if not everybody and now - self._majority_at < GATHER_SECONDS:
             return
-        late = self._late(now)
-        if late is None:
+        waited = now - self._majority_at
+        if any(waited < seconds for seconds in self._awaited.values()):
             return
-        made = compose(self._company, self._promises, self._number(), self._ballot, self._me.agent, late)
+        made = compose(self._company, self._promises, self._number(), self._ballot, self._me.agent, self._awaited)
         if made is None:
             self._stop(now)
         else:
             self._propose(made[0], now, Happens.RESTED)
 
-    def _late(self, now: float) -> list[int] | None:
-        """Slots that are not waited for any longer; None while somebody is waited for."""
-        late = []
-        for promise in self._promises.values():
-            for slot, status in promise.ranks.items():
-                if slot in self._company.slots and not resting(status, self._broken):
-                    limit = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
-                    if now - self._majority_at < limit:
-                        return None
-                    late.append(slot)
-        return late
+    def _look(self, promise: Promise) -> None:
+        """Which of an agent's ranks are still waited for."""
+        for slot, status in promise.ranks.items():
+            if slot in self._company.slots:
+                if resting(status, self._broken):
+                    self._awaited.pop(slot, None)
+                else:
+                    self._awaited[slot] = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
 
     def _number(self) -> int:
         """Of the plan: above all that anybody has heard of."""
         accepted = (promise.accepted for promise in self._promises.values())
-        numbers = [wire.whole(proposal.share).generation for proposal in accepted if proposal is not None]
+        numbers = [sharing.whole(proposal.share).generation for proposal in accepted if proposal is not None]
         return max([self._broken, *numbers]) + 1
 
     # ------------------------------------------------------------ steps
@@ -204,25 +206,34 @@ class Leader:
             self._ballot = (self._highest, self._me.element)
             self._promises, self._accepts, self._proposal = {}, set(), None
         elif following is Lead.HALTING:
-            self._broken = max(promise.seen for promise in self._promises.values())
+            self._halt_all()
         elif following is Lead.ANNOUNCING:
             self._accepts.clear()  # from now on: who follows
-        if following is not Lead.RESTING:
+        if following not in (Lead.RESTING, Lead.HALTING):
             self._say(now)
+
+    def _halt_all(self) -> None:
+        """The generations that anybody has heard of are over, for all who promised."""
+        self._broken = max(promise.seen for promise in self._promises.values())
+        self._awaited.clear()
+        for promise in self._promises.values():
+            self._look(promise)
+        self.sends += [(element, self._halt()) for element in self._promises]
 
     def _say(self, now: float) -> None:
         """The present message to everybody who has not answered it."""
         self._sent_at = now
+        running = set(elements_of(self._awaited, self._company.per_node))
         for element in self._company.elements:
             match self.lead:
                 case Lead.ASKING:
                     if element not in self._promises:
                         self.sends.append((element, Prepare(**self._head(), ballot=self._ballot)))
                 case Lead.HALTING:
-                    message = (
-                        self._halt() if element in self._promises else Prepare(**self._head(), ballot=self._ballot)
-                    )
-                    self.sends.append((element, message))
+                    if element not in self._promises:
+                        self.sends.append((element, Prepare(**self._head(), ballot=self._ballot)))
+                    elif element in running:
+                        self.sends.append((element, self._halt()))
                 case Lead.PROPOSING | Lead.ANNOUNCING:
                     if element not in self._accepts:
                         self.sends.append((element, self._tell(element)))

@@ -45,7 +45,7 @@ from unicron_ctl.controller.plan.inputs import inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
@@ -187,7 +187,7 @@ class Core:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
-            self.take(parting.begin(self.view, self.view.job(job)))
+            self.take(parting.begin(self.view, self.view.job(job), finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.suspected(self.desk(job).watch, finding, number)
 
@@ -284,7 +284,7 @@ class Core:
         if name in self.state.jobs:
             self._dirty.add(name)
 
-    def hint(self, hint: wire.Hint, now: float) -> None:
+    def hint(self, hint: datagrams.Hint, now: float) -> None:
         """A datagram of the plugin: never trusted alone."""
         self.now = now
         self._contained(hint.job, "a hint", lambda: self.take(self.intake.hint(hint)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.worker import Worker
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential, unmunge
 
 AT_ONCE, OF_ONE_ADDRESS = 4096, 256  # credentials in verification
@@ -79,7 +79,7 @@ class Introducer:
 
     def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
         self._worker, self._key, self._send = worker, key, send
-        self._answer = wire.encode(wire.Introduction(plain=True)) if not key else b""
+        self._answer = wire.encode(datagrams.Introduction(plain=True)) if not key else b""
         self._until = 0.0 if key else float("inf")
         self._waiting: list[Where] = []
 
@@ -93,8 +93,8 @@ class Introducer:
         if len(self._waiting) > 1:
             return  # a credential is being made
 
-        def done(made: wire.Introduction | None) -> None:
-            made = made or wire.Introduction(error="the controller has no munge credential")
+        def done(made: datagrams.Introduction | None) -> None:
+            made = made or datagrams.Introduction(error="the controller has no munge credential")
             self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
@@ -102,8 +102,8 @@ class Introducer:
 
         self._worker.verify(self._make, done)
 
-    def _make(self) -> wire.Introduction:
+    def _make(self) -> datagrams.Introduction:
         try:
-            return wire.Introduction(credential=make_credential(claims.of_controller(self._key)))
+            return datagrams.Introduction(credential=make_credential(claims.of_controller(self._key)))
         except MungeError as error:
-            return wire.Introduction(error=f"the controller has no munge credential: {error}")
+            return datagrams.Introduction(error=f"the controller has no munge credential: {error}")

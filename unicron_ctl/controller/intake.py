@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
 from unicron_ctl.controller.throttle import Throttle
 from unicron_ctl.partitions import OFF
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
@@ -166,7 +166,7 @@ class Intake:
         """info: the element as Slurm shows it, where it was asked and has answered."""
         refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
         if refused is not None:
-            self._take(Outcome(sends=[Send(route, refused)]))
+            self._take(registration.turned_away(self._view, route, message, refused))
             return
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
@@ -232,6 +232,9 @@ class Intake:
             self._take(Outcome(sends=[Send(route, ending(job.ended))]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
+            return
+        if job is not None and registration.released(job) and self._had(job, message, key):
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
             return
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
@@ -324,7 +327,7 @@ class Intake:
         self._take(out)
 
     # ------------------------------------------------------------ hints
-    def hint(self, hint: wire.Hint) -> Outcome:
+    def hint(self, hint: datagrams.Hint) -> Outcome:
         """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
         out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)

@@ -40,6 +40,7 @@ class Desk:
     """Actions of which this process waits to hear the outcome."""
     refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
     missing_since: dict[str, float] = field(default_factory=dict)
+    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
     gate: admission.Gate = field(default_factory=admission.Gate)
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""

@@ -44,7 +44,7 @@ from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
 from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.slurm.client import SlurmClient
@@ -99,7 +99,7 @@ class Server:
         connections: int = MAX_SOCKETS,
     ) -> None:
         self.config, self.store = config, store
-        self._offset = time.time() - time.monotonic()  # one clock that never goes backwards
+        self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.snapshot()
         store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
@@ -322,14 +322,14 @@ class Server:
                 return
             try:
                 if len(data) >= HELLO_BYTES:
-                    wire.decode(data, wire.Hello)
+                    wire.decode(data, datagrams.Hello)
                     self._introducer.hello(where, self.now())
                 else:
-                    self.core.hint(wire.decode(data, wire.Hint), self.now())
+                    self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
                 if len(data) >= HELLO_BYTES:
-                    self._answer_hello(wire.encode(wire.Introduction(error=str(error)[:200])), where)
+                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), where)
 
     def _answer_hello(self, data: bytes, where: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):

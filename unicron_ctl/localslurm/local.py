@@ -115,13 +115,18 @@ class LocalCluster:
                     WRONG_USE,
                 )
             heads = {process.kind for process in running}
-            whole = "slurmctld" in heads and ("munged" in heads or self.spec.auth == "none")
-            whole = whole and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
-            if whole and saved is not None and self.layout.slurm_conf.exists():
+            begun = "slurmctld" in heads or bool(_slurmds(running))
+            begun = begun and ("munged" in heads or self.spec.auth == "none")
+            begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
+            if begun and saved is not None and self.layout.slurm_conf.exists():
                 self.spec = saved
+                if "slurmctld" not in heads:
+                    self._start_controller(programs["slurmctld"])
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
                 busy = {process.node for process in running if process.kind == "stepd"}
-                self._start_nodes(programs, missing, rebooted={name for name in missing if name not in busy})
+                # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
+                taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
+                self._start_nodes(programs, missing, rebooted=(taken - busy) & set(missing))
                 return
             self._start_fresh(programs)
 

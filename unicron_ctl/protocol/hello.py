@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from unicron_ctl.config import is_loopback
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.protocol import claims, wire
+from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import PLAIN, is_key
 from unicron_ctl.protocol.munge import MungeError, unmunge
 
@@ -51,7 +51,7 @@ class Hello:
         self._believed = believed
         self._where: tuple[str, int] | None = None
         self._socket: socket.socket | None = None
-        self._question = wire.encode(wire.Hello(padding=" " * HELLO_BYTES))
+        self._question = wire.encode(datagrams.Hello(padding=" " * HELLO_BYTES))
         self.problem = ""
 
     def open(self) -> bool:
@@ -92,25 +92,25 @@ class Hello:
         except OSError as error:
             self.problem = f"{self._host}: {error.strerror}"
 
-    def read(self) -> list[wire.Introduction]:
+    def read(self) -> list[datagrams.Introduction]:
         """The answers that have come; does not wait."""
-        found: list[wire.Introduction] = []
+        found: list[datagrams.Introduction] = []
         for _ in range(READS if self._socket is not None else 0):
             assert self._socket is not None
             try:
-                found.append(wire.decode(self._socket.recv(READ_BYTES), wire.Introduction))
+                found.append(wire.decode(self._socket.recv(READ_BYTES), datagrams.Introduction))
             except OSError:
                 break
             except wire.BadMessage as error:
                 self.problem = str(error)
         return found
 
-    def believed(self, answers: Sequence[wire.Introduction]) -> str | None:
+    def believed(self, answers: Sequence[datagrams.Introduction]) -> str | None:
         """The key, :data:`PLAIN` from a controller that encrypts nothing, or None when nothing was said that is
         believed. Asks munge, the name service and Slurm, so it may take `munge.TIME_LIMIT` and SLURM_SECONDS."""
         return next((key for answer in answers if (key := self._understand(answer)) is not None), None)
 
-    def _understand(self, message: wire.Introduction) -> str | None:
+    def _understand(self, message: datagrams.Introduction) -> str | None:
         if message.plain:
             if self.local:
                 return PLAIN

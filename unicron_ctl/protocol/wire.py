@@ -10,8 +10,7 @@ the controller's work grows with nodes, not with ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +19,6 @@ from msgspec import Meta
 from unicron_ctl.protocol import ranges
 
 VERSION = 2
-HINT_VERSION = 1  # of the SPANK plugin's datagrams
 SESSION, RESTART = "session", "restart"  # modes of healing
 MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
 
@@ -347,12 +345,14 @@ class Recall(Message, tag="recall"):
 
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
-    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node."""
+    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node.
+    apart: the job's other nodes train protected, so it ends: a plain world would wait for them in vain."""
 
     reason: ranges.Reason
     final: bool = False
     replaced: bool = False
     alone: bool = False
+    apart: bool = False
 
 
 class Break(Message, tag="break"):
@@ -394,23 +394,6 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     agent: ranges.Name
     address: ranges.NoName
     key: ranges.NoName
-
-
-class PlanCommon(msgspec.Struct, omit_defaults=True):
-    """What all agents are told of a plan; members and joiners as runs [first, last]. leaders: the agents of the first
-    members' elements, who act for the controller while it is away."""
-
-    generation: ranges.Count
-    members: ranges.Runs
-    store: ranges.NoName
-    prefix: ranges.Kind
-    boundary: bool = False
-    joiners: ranges.Runs = []
-    source: ranges.Slot | None = None
-    step: ranges.Count | None = None
-    iteration: ranges.Iteration | None = None
-    reason: ranges.Reason = ""
-    leaders: Annotated[list[Peer], Meta(max_length=ranges.MOST_LEADERS)] = []
 
 
 class PlanShare(Message, tag="plan_share"):
@@ -461,36 +444,6 @@ class End(Message, tag="end"):
     reason: ranges.Reason
 
 
-# ---------------------------------------------------------------- hints from the SPANK plugin (UDP, never trusted
-# alone)
-class Hint(msgspec.Struct, kw_only=True):
-    """A datagram of the plugin: kind is task_exit (a plugin of 0.1 also sends prolog and epilog)."""
-
-    v: ranges.Version
-    kind: ranges.Kind
-    job: ranges.JobId
-    element: ranges.Element
-    node: ranges.Kind
-    status: ranges.WaitStatus
-
-
-# ---------------------------------------------------------------- before there is a key (UDP, protocol.hello)
-class Hello(Message, tag="hello"):
-    """Asks for the controller's public key. As long as its answer may be, so that nobody can have a flood sent to
-    somebody else."""
-
-    padding: ranges.Text = ""
-
-
-class Introduction(Message, tag="introduction"):
-    """The answer. credential: a munge credential of the controller that holds its public key. plain: it encrypts
-    nothing, and serves one user at a loopback address. error: it cannot say now, and why."""
-
-    credential: ranges.Credential = ""
-    plain: bool = False
-    error: ranges.Text = ""
-
-
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -510,25 +463,9 @@ class Answer(Message, tag="answer"):
 ToController = (
     Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Held | Ask
 )
-ToAgent = (
-    Welcome
-    | Ping
-    | Pong
-    | Reach
-    | Recall
-    | Refused
-    | Break
-    | Withdraw
-    | PlanShare
-    | StartRank
-    | StopRank
-    | Stacks
-    | Inject
-    | End
-)
+_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End
+ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (ToController, ToAgent, Answer, Hint, Hello, Introduction)}
-_common_decoder = msgspec.msgpack.Decoder(PlanCommon)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -536,91 +473,23 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes, kind: Any = ToController) -> Any:
-    """The message in `data`, checked against `kind`. Raises :class:`BadMessage` with the reason."""
+@cache
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Of one kind of message, or of several; made once."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+def decode(data: bytes, kind: Any = ToController, speaks: int = VERSION) -> Any:
+    """The message in `data`, checked against `kind`. speaks: this side's version of the protocol. Raises
+    :class:`BadMessage` with the reason."""
     if len(data) > MAX_BYTES:
         raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
-        message = _decoders[kind].decode(data)
+        message = decoder(kind).decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadMessage(str(error)) from None
-    speaks = HINT_VERSION if kind is Hint else VERSION
     if message.v != speaks:
         raise BadMessage(
             f"protocol version {message.v}, this side speaks {speaks}: install the same release on both sides"
         )
     return message
-
-
-def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """The slots, ascending, as runs (first, last): 16,384 members are one pair."""
-    found: list[tuple[int, int]] = []
-    for slot in sorted(slots):
-        if found and found[-1][1] == slot - 1:
-            found[-1] = found[-1][0], slot
-        else:
-            found.append((slot, slot))
-    return found
-
-
-def expand(found: Sequence[tuple[int, int]]) -> list[int]:
-    """The slots of such runs. Raises :class:`BadMessage` for runs that are none."""
-    backwards = any(last < first for first, last in found)
-    unordered = any(after[0] <= before[1] for before, after in pairwise(found))
-    if backwards or unordered or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
-        raise BadMessage("the plan's members are no runs of slots")
-    return [slot for first, last in found for slot in range(first, last + 1)]
-
-
-def common(plan: Plan, leaders: Sequence[Peer] = ()) -> msgspec.Raw:
-    """The part of the plan that all agents get, encoded."""
-    part = PlanCommon(
-        plan.generation,
-        runs(plan.members),
-        plan.store,
-        plan.prefix,
-        plan.boundary,
-        runs(plan.joiners),
-        plan.source,
-        plan.step,
-        plan.iteration,
-        plan.reason,
-        list(leaders),
-    )
-    return msgspec.Raw(_encoder.encode(part))
-
-
-def share(plan: Plan, encoded: msgspec.Raw, slots: Iterable[int], peers: Sequence[Peer] = ()) -> PlanShare:
-    """What the agent with these slots is told; `encoded` is :func:`common` of the plan."""
-    own = {slot: plan.assignment[slot] for slot in slots if slot in plan.assignment}
-    return PlanShare(common=encoded, assignment=own, peers=list(peers))
-
-
-def whole(part: PlanShare) -> Plan:
-    """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises :class:`BadMessage`."""
-    known = _known(part)
-    return Plan(
-        generation=known.generation,
-        members=expand(known.members),
-        store=known.store,
-        prefix=known.prefix,
-        boundary=known.boundary,
-        joiners=expand(known.joiners),
-        source=known.source,
-        step=known.step,
-        iteration=known.iteration,
-        assignment=part.assignment,
-        reason=known.reason,
-    )
-
-
-def leaders(part: PlanShare) -> list[Peer]:
-    """Who acts for the controller while it is away, the first first. Raises :class:`BadMessage`."""
-    return _known(part).leaders
-
-
-def _known(part: PlanShare) -> PlanCommon:
-    try:
-        return _common_decoder.decode(part.common)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadMessage(str(error)) from None

@@ -10,7 +10,7 @@ import zmq
 from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.history import DAY, DAYS, failures
 from benchmarks.scale.zmtp import Connection, Lost
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 LIMIT = 5.0
 
@@ -65,7 +65,7 @@ def test_a_connection_that_the_controller_closes_is_lost(router):
 
 def plan(generation: int, members: list[int], **fields) -> tuple[wire.Plan, Layout]:
     made = wire.Plan(generation=generation, members=members, store="a:1", prefix="p", **fields)
-    return made, Layout.of(wire.share(made, wire.common(made), members))
+    return made, Layout.of(sharing.share(made, sharing.common(made), members))
 
 
 def trained(agent: Agent, members: list[int]) -> Layout:

@@ -47,10 +47,10 @@ def test_a_row_passes_when_nothing_that_it_asks_is_missed() -> None:
 
     assert (
         runner.play(Row("one", "", "", good, 5.0), Sites()).line()
-        == "pass  one               0 s  pause 0.5 s, requeues 1"
+        == "pass  one                 0 s  pause 0.5 s, requeues 1"
     )
     failed = runner.play(Row("two", "", "", bad, 5.0), Sites())
-    assert failed.line() == "FAIL  two               0 s  pause 1.5 s   MISSED: pause <= 1 s" and not failed.passed
+    assert failed.line() == "FAIL  two                 0 s  pause 1.5 s   MISSED: pause <= 1 s" and not failed.passed
 
 
 def test_a_row_that_hangs_or_breaks_has_failed_with_what_was_seen_and_costs_its_cluster() -> None:
@@ -89,7 +89,7 @@ def test_whole_again_is_when_all_have_stepped_in_one_younger_generation() -> Non
 
 
 def test_rows_have_names_of_their_own_and_unknown_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [row.name for row in rows(60.0)]
+    names = [row.name for row in rows(60.0, 40)]
     assert len(set(names)) == len(names)
     assert runner.main(["--list", "--only", "head"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["head-3", "head-15", "head-60"]

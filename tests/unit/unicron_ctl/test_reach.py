@@ -64,3 +64,17 @@ def test_our_own_trouble_is_no_word_about_the_node(
 def test_a_network_that_is_not_there_on_this_side_says_nothing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(module.socket.socket, "connect_ex", lambda self, target: code, raising=False)
     assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
+
+
+def test_a_connection_that_is_reset_does_not_say_that_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall, or a listener that has just ended with somebody in its queue, resets what was connected."""
+    monkeypatch.setattr(module.socket.socket, "connect_ex", lambda self, target: errno.ECONNRESET, raising=False)
+    assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
+
+
+def test_after_a_reset_the_next_connection_may_tell(monkeypatch: pytest.MonkeyPatch, door: Door) -> None:
+    whole, codes = socket.socket.connect_ex, iter([errno.ECONNRESET])
+    monkeypatch.setattr(
+        module.socket.socket, "connect_ex", lambda self, to: next(codes, None) or whole(self, to), raising=False
+    )
+    assert reach(f"127.0.0.1:{door.port}", 5.0) is Reach.REACHED

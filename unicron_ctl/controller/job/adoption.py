@@ -6,6 +6,9 @@ What a plan of an earlier controller was is asked of agents whose ranks are in i
 members are there and in it the job simply goes on; else the generation is broken, and the survivors go on from what
 they have. What agents agreed on is believed when all living ones have spoken since they were asked: one may know that
 it was chosen while another does not yet.
+
+All of this is bounded: after `state_wait_seconds` the generation is broken with those that are there, unless those that
+are not may be a majority that goes on by itself (`sense.elsewhere`).
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.protocol import wire
+from unicron_ctl.controller.sense import elsewhere
+from unicron_ctl.protocol import sharing, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MISSED_SAID = 16  # elements of one generation that are said to be missed
+MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
 ASKED = 3  # agents that are asked at once what the plan was
-HERE = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"})  # states in which an element has processes
 
 
 def unknown(job: JobState, agent: AgentView) -> bool:
@@ -47,7 +51,7 @@ def ahead(job: JobView) -> bool:
         if agent is None or not unknown(job.state, agent):
             live.ahead.discard(element)
     if not live.ahead:
-        live.asked, live.held = 0, None
+        live.asked, live.held, live.ahead_since = 0, None, 0.0
     return bool(live.ahead)
 
 
@@ -56,7 +60,8 @@ def look(view: View, job: JobView) -> Outcome:
     out, shown = Outcome(), [job.agents[element] for element in sorted(job.live.ahead)]
     agreed = [agent.agreed for agent in shown if agent.agreed is not None and _foreign(job.state, agent.agreed)]
     newest = max(agent.newest for agent in shown)
-    if agreed and not _all_heard(view, job, out):
+    job.live.ahead_since = job.live.ahead_since or view.now
+    if agreed and not _all_heard(view, job, out) and not _late(view, job):
         return out
     highest = max((one.generation for one in agreed), default=0)
     chosen = [one for one in agreed if one.chosen and one.generation == highest]
@@ -85,6 +90,11 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     return not missing
 
 
+def _late(view: View, job: JobView) -> bool:
+    """It has been waited for long enough."""
+    return view.now - job.live.ahead_since > view.config.state_wait_seconds
+
+
 def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Outcome) -> None:
     if view.now - agent.repeated.get(key, float("-inf")) >= view.config.repeat_seconds:
         agent.repeated[key] = view.now
@@ -96,7 +106,7 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
     first = chosen[0]
     assignment = {slot: share for one in chosen for slot, share in one.plan.assignment.items()}
     plan = msgspec.structs.replace(first.plan, assignment=assignment)
-    found = _crews(view, job, plan)
+    found = _crews(view, job, plan, out)
     if found is None:
         return
     crews, missing = found
@@ -151,9 +161,12 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     """What an earlier controller planned."""
     plan = job.live.held
     if plan is None or plan.generation != generation:
-        _recall(view, job, generation, out)
+        if _late(view, job):
+            _break_off(view, job, generation, out)
+        else:
+            _recall(view, job, generation, out)
         return
-    found = _crews(view, job, plan)
+    found = _crews(view, job, plan, out)
     if found is None:
         return
     crews, missing = found
@@ -166,18 +179,68 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
 
 
-def _crews(view: View, job: JobView, plan: wire.Plan) -> tuple[list[records.Crew], list[int]] | None:
+def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
+    """Nobody can say what the plan was. Those that show the generation are taken for its members, and regrouped."""
+    state = job.state
+    inside: dict[int, list[int]] = {}
+    for agent, slot, status in job.all_ranks():
+        if agent.alive and max(status.generation, status.entering) == generation:
+            inside.setdefault(agent.element, []).append(slot)
+    nobody = (
+        f"within {view.config.state_wait_seconds:g} s nobody could say what the plan of generation {generation} was"
+    )
+    here = {agent.element for agent in job.alive()}
+    absent = [element for element in _known(view, job) if element not in here]
+    comes = view.now - job.live.last_arrival < view.config.forming_settle_seconds
+    if comes or _too_many(view, job, absent, len(here) + len(absent), out):
+        return
+    if not inside:
+        out.record(state, records.NumberUsed(reason=f"{nobody}, and none of its ranks is left"), generation)
+        return
+    slots = sorted(slot for mine in inside.values() for slot in mine)
+    crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(view, job, e, sorted(mine))) is not None]
+    store = next((job.agents[element].store for element in sorted(inside) if job.agents[element].store), "")
+    reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
+    plan = wire.Plan(generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}")
+    out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
+
+
+def _known(view: View, job: JobView) -> list[int]:
+    """Elements that the log or Slurm knows to have processes."""
+    seen = view.slurm.seen
+    listed = seen.of(job.state.job) if seen is not None else {}
+    found = {element for element, record in job.state.agents.items() if not record.gone}
+    return sorted(found | {element for element, info in listed.items() if info.state in elsewhere.HERE})
+
+
+def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
+    """More than half of the elements are missing, and only time speaks against them: they may go on by themselves."""
+    if job.state.restart_mode or count < 2 or 2 * len(absent) <= count:
+        return False
+    reason = (
+        f"elements {absent[:20]} of job {job.state.job} have not been heard, and may go on by themselves: nothing is "
+        f"formed from the other {count - len(absent)} before they are heard, or Slurm shows that they ended"
+    )
+    if job.state.waits != reason:
+        slots = [slot for element in absent for slot in range(element * job.per_node, (element + 1) * job.per_node)]
+        out.record(job.state, records.StateAwaited(slots=slots, reason=reason))
+    return True
+
+
+def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:
     """The plan's processes, and the slots of which nobody is there; None while somebody may still come."""
-    crews, missing = [], []
-    for element, slots in _by_element(job, plan.members).items():
+    crews, missing, elements, unheard = [], [], _by_element(job, plan.members), []
+    for element, slots in elements.items():
         crew = _crew(view, job, element, slots)
         if crew is not None:
             crews.append(crew)
-        elif _may_come(view, job, element):
-            return None
-        else:
-            missing += slots
-    return crews, missing
+            continue
+        if _may_come(view, job, element):
+            if not _late(view, job):
+                return None
+            unheard.append(element)
+        missing += slots
+    return None if _too_many(view, job, unheard, len(elements), out) else (crews, missing)
 
 
 def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
@@ -206,13 +269,11 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
     element, or nothing is known of it."""
     if (agent := job.agents.get(element)) is not None:
         return agent.alive
-    if view.now - view.started_at > view.config.state_wait_seconds:
-        return False
     seen = view.slurm.seen
     if not view.slurm.used or seen is None or seen.asked_at < view.started_at:
         return True
     info = seen.of(job.state.job).get(element)
-    return info is not None and info.state in HERE and view.now - view.started_at <= view.config.state_wait_seconds
+    return info is not None and info.state in elsewhere.HERE
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -224,7 +285,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
     """An agent's answer; a plan that is none says nothing."""
     try:
-        plan = wire.whole(message.share)
+        plan = sharing.whole(message.share)
     except wire.BadMessage:
         return
     if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:
@@ -244,19 +305,10 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     found = []
     for slot, identity in state.lost.items():
         record = state.agents.get(state.element(slot))
-        if record is not None and record.agent == identity.agent and record.gone == "silent":
-            if not _shown_dead(view, job, state.element(slot), record.node):
+        if record is not None and record.agent == identity.agent and record.gone in MAY_LIVE:
+            if not elsewhere.shown_dead(view, state, state.element(slot)):
                 found.append(slot)
     return found
-
-
-def _shown_dead(view: View, job: JobView, element: int, node: str) -> bool:
-    """Slurm no longer runs the element there."""
-    seen = view.slurm.seen
-    info = seen.of(job.state.job).get(element) if seen is not None else None
-    if not view.slurm.used or info is None:
-        return False
-    return info.state not in HERE or info.node != node
 
 
 def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:

@@ -13,6 +13,7 @@ from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 
@@ -198,6 +199,8 @@ def _reported(view: View, job: JobView) -> Happening | None:
     else:
         happening = mode_of(job.state).stopped(view, job)
     if happening is not None and happening.event is Event.NOBODY and may_come_back(view, job):
+        return None
+    if happening is not None and elsewhere.waits(view, job):
         return None
     return happening
 

@@ -12,7 +12,7 @@ import msgspec
 from unicron_ctl.agreement.compose import elements_of, leading
 from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
 
@@ -26,7 +26,7 @@ class Letter:
         self._job = job
         leaders = leading(self.plan, partial(reached, job), self._per_node) if self.plan is not None else []
         self.leaders = frozenset(peer.element for peer in leaders)
-        self.common = wire.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
+        self.common = sharing.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         lost = sorted(job.lost)
@@ -46,7 +46,7 @@ class Letter:
         """The agent's part of the plan."""
         if self.plan is None:
             return None
-        return wire.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
+        return sharing.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
 
     @cached_property
     def peers(self) -> list[wire.Peer]:

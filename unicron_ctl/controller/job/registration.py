@@ -13,10 +13,10 @@ import msgspec
 from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import Identity, JobState
-from unicron_ctl.controller.model.live import READY, AgentView
+from unicron_ctl.controller.model.job import Identity, JobState, Phase
+from unicron_ctl.controller.model.live import READY, AgentView, Route
 from unicron_ctl.controller.model.submission import another
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
@@ -41,11 +41,42 @@ def answer(
     if job is not None and message.agent in job.superseded and not begins(view, message, info):
         reason = f"another agent has taken element {message.element} of job {message.job}"
         return wire.Refused(reason=reason, final=True, replaced=True)
+    if job is not None and job.set_aside and not job.ended and not begins(view, message, info):
+        known = job.agents.get(message.element)
+        if released(job) or known is None or known.agent != message.agent:
+            return wire.Refused(reason=job.set_aside, final=True, apart=not released(job) and _others(view, message))
     if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
-        return wire.Refused(reason=problem, final=True)
+        return wire.Refused(reason=problem, final=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step:
         return ending(job.ended)
     return _too_many(view, message, asker) if view.slurm.used and info is None else None
+
+
+def turned_away(view: View, route: Route, message: wire.Register, answered: wire.Message) -> Outcome:
+    """`answered` goes to an agent that is not taken in. One that does not fit to the others of a job that nobody trains
+    yet takes the protection from all: without each other neither part has a world."""
+    out, job = Outcome(), view.state.jobs.get(message.job)
+    if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
+        reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
+        out.record(job, records.JobSetAside(input=f"the registration of agent {message.agent}", reason=reason))
+        answered = wire.Refused(reason=reason, final=True)
+    out.sends.append(Send(route, answered))
+    return out
+
+
+def released(job: JobState) -> bool:
+    """It was set aside while no rank has a world: its agents are to make a plain one."""
+    return bool(job.set_aside) and _unformed(job)
+
+
+def _unformed(job: JobState) -> bool:
+    return job.phase is Phase.FORMING or (job.restart_mode and job.phase is Phase.BREAKING)
+
+
+def _others(view: View, message: wire.Register) -> bool:
+    """Other elements of the job have agents that live."""
+    agents = view.live.jobs[message.job].agents if message.job in view.live.jobs else {}
+    return any(agent.alive for element, agent in agents.items() if element != message.element)
 
 
 def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:

@@ -27,7 +27,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by})", verdict.cause)
     number = view.state.last_event + 1
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
-    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="silent"))
+    reason = "dead" if finding.dead else "silent"
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
     if finding.source is Source.CLOCK:
         return out  # given up, and not shown dead: the job goes on without it, and its node is left alone
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"

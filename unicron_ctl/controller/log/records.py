@@ -96,7 +96,8 @@ class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):
-    """The controller cannot handle this job's input and leaves the job alone; its ranks train on.
+    """The controller leaves the job alone; its ranks train on. It cannot handle the job's input, or elements of the job
+    do not fit together.
 
     input: what was being handled, for a report; where: the end of the traceback.
     """

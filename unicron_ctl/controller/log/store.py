@@ -15,6 +15,7 @@ from unicron_ctl.errors import UserError
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 2.0
+BRIDGED_SECONDS = 3600.0
 
 LASTING = (
     records.JobRegistered,
@@ -131,6 +132,12 @@ class Store:
         order = "ASC" if after else "DESC"
         found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", tuple(values)))
         return found if after else found[::-1]
+
+    def time(self, now: float) -> float:
+        """`now`, seconds since 1970, or the last event's time where the machine's clock was put back since, by an hour
+        at most: what was to happen later does not wait for the clock again."""
+        last = max((event.time for event in self.tail(limit=1)), default=now)
+        return last if now < last <= now + BRIDGED_SECONDS else now
 
     def close(self) -> None:
         self._db.close()

@@ -70,3 +70,5 @@ class Finding:
     """With ACTION: the one that failed."""
     moved: bool = False
     """With ACTION: the slot is on another node already."""
+    dead: bool = False
+    """With NODE_LOST and AGENT_DIED: the evidence shows that nothing of the element lives."""

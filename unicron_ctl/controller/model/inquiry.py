@@ -54,8 +54,18 @@ class Inquiry:
     begun: float = 0.0
     asked: dict[Key, float] = field(default_factory=dict)
     words: dict[Key, Word] = field(default_factory=dict)
+    before: dict[Key, Word] = field(default_factory=dict)
+    """Those of the round before who reached it: they count until this round's have answered."""
     said: str = ""
     """What was last put on record of it."""
+
+    def own(self, witness: Key) -> bool:
+        """The witness is this controller or an agent of the same job, and no stranger."""
+        return witness[0] in ("", self.job)
+
+    def strangers(self, door: Reach) -> list[Word]:
+        """What agents of other jobs say of the door, those that say this."""
+        return [word for key, word in self.words.items() if not self.own(key) and word.door is door]
 
     def witnessed(self) -> list[Word]:
         """What other agents say, without those who could not try."""
@@ -85,5 +95,6 @@ class Inquiries:
         self.rounds.pop(inquiry.number, None)
         self.last += 1
         inquiry.number, inquiry.begun = self.last, now
+        inquiry.before = {key: word for key, word in inquiry.words.items() if word.door is Reach.REACHED}
         inquiry.asked, inquiry.words = {}, {}
         self.rounds[self.last] = inquiry.job, inquiry.element

@@ -177,8 +177,8 @@ class JobState:
     """A failure ends the job: exit code and reason."""
     banished: dict[int, Identity] = field(default_factory=dict)
     """slot -> the last process of it that was declared lost."""
-    superseded: dict[str, None] = field(default_factory=dict)
-    """Agents whose element another agent has taken."""
+    superseded: dict[str, str] = field(default_factory=dict)
+    """Agents whose element another agent has taken -> their node."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""

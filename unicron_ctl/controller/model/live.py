@@ -150,6 +150,8 @@ class LiveJob:
     """When an agent registered last."""
     ahead: set[int] = field(default_factory=set)
     """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    ahead_since: float = 0.0
+    """Since when that has been asked; 0 when it is not."""
     asked: int = 0
     """The number of the Ping that all of them are to answer before that is looked at."""
     held: Plan | None = None
@@ -165,6 +167,8 @@ class LiveJob:
     """Members that are in a generation, or enter one, whose offer was withdrawn."""
     overdue: str = ""
     """Why the time to enter the present plan or offer is over."""
+    elsewhere_until: float = 0.0
+    """Until when it counts as known that a majority may go on by itself (`sense.elsewhere`)."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
 
@@ -290,6 +294,7 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
+        live.elsewhere_until = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
@@ -467,6 +472,7 @@ class Live:
         """This process stood still for so long: nobody else was late."""
         for live in self.jobs.values():
             live.stalled += seconds
+            live.ahead_since += seconds if live.ahead_since else 0.0
         for view in self.agents():
             view.last_heard += seconds
             if view.suspect_since is not None:

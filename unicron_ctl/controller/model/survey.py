@@ -22,6 +22,10 @@ class Survey:
     returning: set[int] | None = None
     generation: int = -1
     """For which it was asked last because entering took long."""
+    left: int = 0
+    """Rounds of it that are still to be asked: in a large job one does not ask about all pairs."""
+    turn: int = 0
+    """Rounds so far: a large job's ask about other pairs each."""
     again: float = 0.0
     """When those that were left out are to be asked."""
 

@@ -20,15 +20,19 @@ from unicron_ctl.reach import Reach
 SURVEY_SECONDS = 1.5  # for the answers; who has not answered by then says nothing
 ENTER_SECONDS = 2.5  # of entering, after which it is asked whether the members reach each other
 PARTED_SECONDS = 5.0  # between two looks whether nodes that were left out are reached again
-MOST_ASKED = 64  # others that one agent is asked about: in a large job those next to it
+MOST_ASKED = 60  # others that one agent is asked about at once; it tries 64 addresses, two of a silent node among them
+NEXT_TO_IT = 16  # others on each side that a collective's ring or tree is likely to need
+MOST_NAMED = 8  # elements about which all others are asked
 
 
-def begin(view: View, job: JobView) -> Outcome:
-    """Asks all agents of the job whether they reach the others, unless that is being asked."""
+def begin(view: View, job: JobView, slots: Iterable[int] = ()) -> Outcome:
+    """Asks all agents of the job whether they reach the others, unless that is being asked. slots: those that others
+    wait for; in a large job all are asked about them first."""
     out, survey = Outcome(), job.live.survey
     if not survey.open or survey.returning is not None:
         survey.before = survey.returning = None
-        _ask(view, job, _round(job), out)
+        _ask(view, job, _round(job, job.state.elements(slots)), out)
+        survey.turn += 1
     return out
 
 
@@ -39,23 +43,34 @@ def look(view: View, job: JobView) -> Outcome:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
             survey.number = 0
             _conclude(view, job, out)
-    elif state.phase is Phase.ENTERING and survey.generation != state.generation and job.live.awaited:
-        if job.waited(view.now) > ENTER_SECONDS:
-            survey.generation = state.generation
-            out.merge([begin(view, job)])
+    elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
+        if survey.generation != state.generation:
+            survey.generation, survey.left = state.generation, _rounds(job)
+        if survey.left and view.now - survey.begun > SURVEY_SECONDS:
+            survey.left -= 1
+            out.merge([begin(view, job, job.live.awaited)])
     elif state.parted and view.now >= survey.again:
         survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
-        there = [element for element in state.elements(state.members) or job.agents if element not in state.parted]
-        _ask(view, job, dict.fromkeys(state.parted, there), out)
-        if not survey.open:
-            _rejoin(job, state.parted, out)  # there is nobody else
+        inside = state.elements(state.members) or sorted(job.agents)
+        there = [e for e in inside if e not in state.parted and _alive(job, e)]
+        if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
+            _ask(view, job, dict.fromkeys(there, sorted(state.parted)[:MOST_ASKED]), out)
+        elif there:
+            _ask(view, job, dict.fromkeys(state.parted, there), out)
+        else:
+            _rejoin(job, state.parted, "there is nobody else", out)
     return out
 
 
 def _conclude(view: View, job: JobView, out: Outcome) -> None:
     survey = job.live.survey
     if survey.returning is not None:
-        _rejoin(job, survey.returning - {witness for witness, _ in survey.cut}, out)
+        if survey.returning & job.state.parted.keys():  # they were asked themselves
+            reached = survey.returning - {witness for witness, _ in survey.cut}
+        else:
+            about = {other for other in sorted(job.state.parted)[:MOST_ASKED] if _alive(job, other)}
+            reached = about - {other for _, other in survey.cut} if survey.returning and not survey.asked else set()
+        _rejoin(job, reached, "the others are reached again", out)
         survey.returning = None
     elif survey.before is not None:
         _judge(view, job, survey.cut & survey.before, out)
@@ -64,15 +79,36 @@ def _conclude(view: View, job: JobView, out: Outcome) -> None:
         _ask(view, job, _pairs(survey.cut), out)
 
 
-def _round(job: JobView) -> dict[int, list[int]]:
-    """Who is asked about whom: all about all others, in a large job about those next to them."""
+def _round(job: JobView, named: list[int]) -> dict[int, list[int]]:
+    """Who is asked about whom: all about all others; in a large job about those that are named, if these are few, and
+    about others so far away, which are further ones in each round, until all pairs have been asked about."""
     elements = job.state.elements({**job.state.members, **job.state.joining})
+    count = len(elements)
+    if count <= MOST_ASKED + 1:
+        return {element: elements[place + 1 :] + elements[:place] for place, element in enumerate(elements)}
+    named = named if len(named) <= MOST_NAMED else []
+    ways, most = _ways(count), MOST_ASKED - MOST_NAMED
+    first = job.live.survey.turn % _rounds(job) * most
+    steps = ways[first : first + most]
     found = {}
     for place, element in enumerate(elements):
-        others = elements[place + 1 :] + elements[:place]
-        half = MOST_ASKED // 2
-        found[element] = others if len(others) <= MOST_ASKED else others[:half] + others[-half:]
+        others = [*named, *(elements[(place + step) % count] for step in steps)]
+        found[element] = [other for other in dict.fromkeys(others) if other != element]
     return found
+
+
+def _ways(count: int) -> list[int]:
+    """How far away others are asked about, each pair once: first the next ones and those that are a power of two away,
+    which rings and trees connect."""
+    half = count // 2
+    first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(half.bit_length()))]
+    return [step for step in dict.fromkeys([*first, *range(1, half + 1)]) if step <= half]
+
+
+def _rounds(job: JobView) -> int:
+    """How many rounds ask about all pairs."""
+    count = len(job.state.elements({**job.state.members, **job.state.joining}))
+    return 1 if count <= MOST_ASKED + 1 else -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
 
 
 def _pairs(cut: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -146,8 +182,11 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
     return found
 
 
-def _rejoin(job: JobView, elements: Iterable[int], out: Outcome) -> None:
+def _alive(job: JobView, element: int) -> bool:
+    return element in job.agents and job.agents[element].alive
+
+
+def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
     for element in sorted(elements):
         node = job.state.agents[element].node if element in job.state.agents else "its node"
-        reason = f"{node} and the others reach each other again"
-        out.record(job.state, records.Rejoined(element=element, reason=reason))
+        out.record(job.state, records.Rejoined(element=element, reason=f"{node} is a candidate again: {why}"))

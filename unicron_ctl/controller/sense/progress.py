@@ -10,6 +10,7 @@ from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.patience import STOPPED, outside
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.protocol.wire import Plan, RankStatus
@@ -80,8 +81,13 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
         return out
+    if view.now < job.live.elsewhere_until:
+        return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times))}
+    if late and elsewhere.waits(view, job):  # no time shows those dead who may go on by themselves
+        gone = elsewhere.away(view, state)
+        late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
         return out
     last = set() if _somebody_reported(job) else {slot for slot in awaited if _holds(job, slot)}
@@ -216,6 +222,9 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
     if holders and holders <= missing:
         _wait_for(job, holders, f"did not enter in {ENTER_TRIES} tries", out)
         missing -= holders
+    if missing and elsewhere.waits(view, job):
+        gone = elsewhere.away(view, state)
+        missing = {slot for slot in missing if state.element(slot) not in gone}
     for slot in sorted(missing):
         out.findings.append(
             _finding(view, job, What.LATE, (slot,), f"never entered in {ENTER_TRIES} tries", "time-out")

@@ -4,11 +4,12 @@ A silent agent leads to questions at once, to other agents and to this controlle
 does its node's slurmd? Its node counts as lost on two independent kinds of evidence: the lease, and either witnesses
 who cannot reach it, or Slurm. What goes wrong on the witness's side (names, descriptors) says nothing.
 
-- Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died.
+- Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died. Something on the way
+  may refuse, too, so the node has to say it, or two.
 - Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
 - When nobody at all is heard, the trouble is this controller's own, and nobody is judged.
 - Those that cannot be heard may go on without this controller once they are a majority (docs/design/agreement.md):
-  it never leaves out more than half of a generation on the word of witnesses.
+  it never leaves out more than half of a generation but for those that are shown dead (`sense.elsewhere`).
 
 Living agents stand in the order of their last word (`Live.leases`), so a tick looks at those only whose time is over.
 """
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, islice
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -26,6 +29,7 @@ from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
 
@@ -34,12 +38,12 @@ WITNESSES = 2  # agents that are asked, and that must agree, where there are so 
 ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
 ROUND_SECONDS = 2.0  # between two rounds of questions about the same agent
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
-GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states in which Slurm itself holds a node for dead
+MOST_ASKED = 8  # in one round, this controller among them: strangers' words that differ lead to more questions
 
 
 def look(view: View) -> Outcome:
     """Opens inquiries, asks, and reports what they came to. Called at every tick."""
-    out = Outcome()
+    out, sight = Outcome(), Sight(view)
     inquiries = view.inquiries
     _alone(view, out)
     for key, inquiry in list(_silent(view)):
@@ -51,13 +55,13 @@ def look(view: View) -> Outcome:
         if not view.alone:
             if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
                 inquiries.begin_round(inquiry, view.now)
-            _ask(view, inquiry, out)
-        finding = verdict(view, inquiry)
+            _ask(view, sight, inquiry, out)
+        finding = verdict(view, sight, inquiry)
         if finding is not None:
             out.findings.append(finding)
             inquiries.close(key)
         else:
-            _say(view, inquiry, out)
+            _say(view, sight, inquiry, out)
     return out
 
 
@@ -165,46 +169,94 @@ def heard_again(view: View) -> Outcome:
 
 
 # ---------------------------------------------------------------- questions and answers
-def _ask(view: View, inquiry: Inquiry, out: Outcome) -> None:
+@dataclass
+class Sight:
+    """What one tick's verdicts have in common, each worked out once: jobs have up to 16,384 agents."""
+
+    view: View
+    _away: dict[str, list[int]] = field(default_factory=dict)
+    _free: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    _own: dict[str, list[int]] = field(default_factory=dict)
+
+    def away(self, job: str) -> list[int]:
+        """Its elements that may go on without this controller."""
+        if job not in self._away:
+            self._away[job] = elsewhere.away(self.view, self.view.state.jobs[job])
+        return self._away[job]
+
+    def may_go_on(self, job: str) -> tuple[bool, bool]:
+        """They are no majority; or, at least, nobody goes on by itself."""
+        if job not in self._free:
+            view, state, missing = self.view, self.view.state.jobs[job], self.away(job)
+            free = elsewhere.may_go_on(view, state, missing)
+            self._free[job] = free, free or not elsewhere.goes_on(view, state, missing)
+        return self._free[job]
+
+    def own(self, job: str) -> list[int]:
+        """Its elements whose agents can be asked."""
+        if job not in self._own:
+            agents = self.view.job(self.view.state.jobs[job]).agents
+            self._own[job] = sorted(element for element, agent in agents.items() if _is_there(self.view, agent))
+        return self._own[job]
+
+    @cached_property
+    def many_refuse(self) -> bool:
+        """More than half of all agents at once seem to have closed their ports, on nodes of which nothing else answers:
+        a firewall that refuses is likelier."""
+        view = self.view
+        closed = [{w.door for w in one.words.values()} for one in view.inquiries.open.values() if not _slurmd_is(one)]
+        refused = sum(Reach.REFUSED in doors for doors in closed)
+        return refused > 1 and 2 * refused > len(view.live.leases)
+
+    @cached_property
+    def in_service(self) -> list[str]:
+        """Two nodes that Slurm hears, if there are so many."""
+        seen = self.view.slurm.seen
+        return list(islice((node.name for node in seen.nodes if node.healthy), 2)) if seen is not None else []
+
+
+def _ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if OWN not in inquiry.asked:
         inquiry.asked[OWN] = view.now
         out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, inquiry.targets, inquiry.number))
     waiting = [key for key, at in inquiry.asked.items() if key not in inquiry.words]
-    useful = len(inquiry.witnessed()) + sum(
-        1 for key in waiting if key != OWN and view.now - inquiry.asked[key] < ANSWER_SECONDS
-    )
-    for agent in _witnesses(view, inquiry):
-        if useful >= WITNESSES:
-            break
-        useful += 1
+    useful = len(inquiry.witnessed()) - len(inquiry.strangers(Reach.REACHED))
+    useful += sum(1 for key in waiting if key != OWN and view.now - inquiry.asked[key] < ANSWER_SECONDS)
+    most = min(WITNESSES - useful, MOST_ASKED - len(inquiry.asked))
+    for agent in islice(_witnesses(view, sight, inquiry), max(0, most)):
         inquiry.asked[agent.job, agent.element] = view.now
         out.send(agent, wire.Reach(number=inquiry.number, targets=list(inquiry.targets)))
 
 
-def _witnesses(view: View, inquiry: Inquiry) -> Iterator[AgentView]:
+def _witnesses(view: View, sight: Sight, inquiry: Inquiry) -> Iterator[AgentView]:
     """Living agents on other nodes that have not been asked: those of the same job first, then those heard last."""
-    own = view.job(view.state.jobs[inquiry.job]).agents
-    for element in _around(inquiry.element, sorted(own)):
-        if _may_witness(view, inquiry, own[element]):
-            yield own[element]
+    yield from _own_witnesses(view, sight, inquiry)
     for key in reversed(view.live.leases):
         other = view.live.agent(*key)
         if other is None or view.now - other.last_heard > _ask_after(view):
             return
-        if other.job != inquiry.job and _may_witness(view, inquiry, other):
+        if other.job != inquiry.job and _is_there(view, other) and _may_witness(inquiry, other):
             yield other
 
 
-def _around(element: int, all_of_them: list[int]) -> list[int]:
+def _own_witnesses(view: View, sight: Sight, inquiry: Inquiry) -> Iterator[AgentView]:
+    agents = view.job(view.state.jobs[inquiry.job]).agents
+    return (agents[e] for e in _around(inquiry.element, sight.own(inquiry.job)) if _may_witness(inquiry, agents[e]))
+
+
+def _around(element: int, all_of_them: list[int]) -> Iterator[int]:
     """Those after it first: not all questions of a rack's loss go to the same two agents."""
     place = bisect.bisect_right(all_of_them, element)
-    return all_of_them[place:] + all_of_them[:place]
+    return chain(islice(all_of_them, place, None), islice(all_of_them, place))
 
 
-def _may_witness(view: View, inquiry: Inquiry, agent: AgentView) -> bool:
-    key = agent.job, agent.element
+def _is_there(view: View, agent: AgentView) -> bool:
     here = agent.alive and view.now - agent.last_heard <= _ask_after(view)
-    return here and agent.node != inquiry.node and key not in inquiry.asked and key not in view.inquiries.open
+    return here and (agent.job, agent.element) not in view.inquiries.open
+
+
+def _may_witness(inquiry: Inquiry, agent: AgentView) -> bool:
+    return agent.node != inquiry.node and (agent.job, agent.element) not in inquiry.asked
 
 
 def answered(inquiries: Inquiries, agent: AgentView, message: wire.Reached) -> None:
@@ -231,38 +283,66 @@ def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None
 
 
 # ---------------------------------------------------------------- what it comes to
-def verdict(view: View, inquiry: Inquiry) -> Finding | None:
+def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     """Whether the agent died, or its node is lost; None while that is not known."""
-    words = list(inquiry.words.values())
-    silent = view.now - inquiry.since
+    silent, lease = view.now - inquiry.since, view.config.lease
     agent = view.live.agent(inquiry.job, inquiry.element)
     ended = agent is not None and agent.suspect_since is not None  # somebody says that its task has
-    own = [word for (job, _), word in inquiry.words.items() if job in ("", inquiry.job)]  # no stranger's word
-    refused = [word for word in own if word.door is Reach.REFUSED]
-    if refused and (ended or silent > view.config.lease) and not _many_refuse(view):
+    if (ended or silent > lease) and (refused := _refused(sight, inquiry)):
         return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
-    if silent <= view.config.lease or any(word.door is Reach.REACHED for word in words):
+    if silent <= lease:
         return None
-    if slurm := _slurm_says(view, inquiry.node):
+    job, words = view.state.jobs[inquiry.job], list(inquiry.words.values())
+    if shown := elsewhere.shown_dead(view, job, inquiry.element, inquiry.since):
+        what = What.NODE_LOST if elsewhere.hears_nothing(view, inquiry.node) else What.AGENT_DIED
+        return _finding(view, inquiry, what, Source.SLURM, f"lease and Slurm ({shown})", words, dead=True)
+    slurm = _slurm_says(view, sight, inquiry.node)
+    if lives(view, inquiry, bool(slurm)) or (not words and view.now - inquiry.begun < ANSWER_SECONDS):
+        return None
+    free, either = sight.may_go_on(inquiry.job)
+    if slurm and either:
         return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"lease and Slurm ({slurm})", words)
-    witnessed = inquiry.witnessed()
-    if witnessed and len(witnessed) >= _needed(view, inquiry) and _may_go_on(view, inquiry):
+    witnessed = [word for word in inquiry.witnessed() if word.door is not Reach.REACHED]
+    if free and witnessed and len(witnessed) >= _needed(view, sight, inquiry):
         if all(word.unreachable for word in witnessed):
             return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", witnessed)
         if all(word.door is Reach.SILENT for word in witnessed):
             return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "lease and witnesses", witnessed)
     given_up = silent > view.config.state_wait_seconds and not view.alone
-    if given_up and (not view.slurm.used or _may_go_on(view, inquiry)):  # of more than half, Slurm has to say it
+    if given_up and (free or (either and not view.slurm.used)):  # of the only node, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words)
     return None
 
 
-def _many_refuse(view: View) -> bool:
-    """More than half of all agents at once seem to have closed their ports, on nodes of which nothing else answers: a
-    firewall that refuses is likelier."""
-    closed = [{word.door for word in one.words.values()} for one in view.inquiries.open.values() if not _slurmd_is(one)]
-    refused = sum(Reach.REFUSED in doors for doors in closed)
-    return refused > 1 and 2 * refused > len(view.live.leases)
+def _refused(sight: Sight, inquiry: Inquiry) -> list[Word]:
+    """Words by which nobody listens at the agent's door any more; empty while they are not enough.
+
+    One is, where its witness reaches the slurmd there: the node itself says it. Else two are, and nobody may say
+    anything else, for something on the way may refuse, too. No stranger is believed.
+    """
+    own = [word for key, word in inquiry.words.items() if inquiry.own(key) and word.door is not Reach.UNKNOWN]
+    refused = [word for word in own if word.door is Reach.REFUSED]
+    if not refused or any(word.door is Reach.REACHED for word in own):
+        return []
+    if any(word.slurmd is Reach.REACHED for word in refused):
+        return refused
+    others = any(key[0] == inquiry.job for key in inquiry.asked) or any(_own_witnesses(sight.view, sight, inquiry))
+    least = 2 if others or inquiry.targets[1] else 1  # without Slurm there may be nobody else to ask
+    return refused if len(own) == len(refused) >= least and not sight.many_refuse else []
+
+
+def lives(view: View, inquiry: Inquiry, slurm: bool) -> list[Word]:
+    """The words by which the agent lives. The job's own agents and this controller are believed; a stranger is one voice
+    against all that reach nothing, Slurm included (`slurm`). After `state_wait_seconds` without a word of the agent, and
+    without an iteration that ended, none counts: its address may be somebody else's by now."""
+    if view.now - inquiry.since > view.config.state_wait_seconds:
+        return []
+    words = {**inquiry.before, **inquiry.words}
+    reached = {key: word for key, word in words.items() if word.door is Reach.REACHED}
+    if any(inquiry.own(key) for key in reached):
+        return list(reached.values())
+    against = sum(word.door in (Reach.SILENT, Reach.REFUSED) for word in words.values()) + 2 * slurm
+    return list(reached.values()) if len(reached) >= max(1, against) else []
 
 
 def _slurmd_is(inquiry: Inquiry) -> bool:
@@ -270,52 +350,53 @@ def _slurmd_is(inquiry: Inquiry) -> bool:
     return any(word.slurmd is Reach.REACHED for word in inquiry.words.values())
 
 
-def _needed(view: View, inquiry: Inquiry) -> int:
+def _needed(view: View, sight: Sight, inquiry: Inquiry) -> int:
     """How many witnesses must agree: WITNESSES where there are so many."""
     asked = sum(1 for key in inquiry.asked if key != OWN)
-    there = asked if asked >= WITNESSES else asked + sum(1 for _ in _witnesses(view, inquiry))
+    there = asked if asked >= WITNESSES else asked + sum(1 for _ in islice(_witnesses(view, sight, inquiry), WITNESSES))
     return max(1, min(WITNESSES, there))
 
 
-def _may_go_on(view: View, inquiry: Inquiry) -> bool:
-    """At least half of the job's last generation is heard, so the others are no majority that goes on by itself."""
-    job = view.state.jobs[inquiry.job]
-    if not job.members:
-        return True
-    elements = job.elements(job.members)
-    agents = view.job(job).agents
-    heard = [e for e in elements if (job.job, e) not in view.inquiries.open and e in agents and agents[e].alive]
-    return 2 * len(heard) >= len(elements)
-
-
-def _slurm_says(view: View, node: str) -> str:
+def _slurm_says(view: View, sight: Sight, node: str) -> str:
     """Slurm itself holds the node for dead, and not only because this host's network is out of order: it hears
     others."""
-    info, seen = view.slurm.node(node), view.slurm.seen
-    if info is None or seen is None or view.unfit(node):
+    info = view.slurm.node(node)
+    if info is None or view.unfit(node):
         return ""
-    bad = info.states & GONE
-    others = any(other.healthy for other in seen.nodes if other.name != node)
-    return "+".join(sorted(bad)) if bad and others else ""
+    bad = info.states & elsewhere.GONE
+    return "+".join(sorted(bad)) if bad and any(name != node for name in sight.in_service) else ""
 
 
-def _finding(view: View, inquiry: Inquiry, what: What, source: Source, by: str, words: list[Word]) -> Finding:
+def _finding(
+    view: View, inquiry: Inquiry, what: What, source: Source, by: str, words: list[Word], dead: bool = False
+) -> Finding:
     answers = "; ".join(str(word) for word in words)
     said = f"no message from {inquiry.node} for {view.now - inquiry.since:.2f} s" + (f" ({answers})" if answers else "")
-    return Finding(what, inquiry.job, (), view.now, source, said, element=inquiry.element, node=inquiry.node, by=by)
+    return Finding(
+        what, inquiry.job, (), view.now, source, said, element=inquiry.element, node=inquiry.node, by=by, dead=dead
+    )
 
 
-def _say(view: View, inquiry: Inquiry, out: Outcome) -> None:
+def _say(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     """Puts on record, once, what keeps a silent agent from being judged."""
     if view.now - inquiry.since <= view.config.lease:
         return
-    reached = [word for word in inquiry.words.values() if word.door is Reach.REACHED]
+    slurm = _slurm_says(view, sight, inquiry.node)
+    reached = lives(view, inquiry, bool(slurm))
     said = "it lives: others reach it" if reached else ""
-    if not said and inquiry.witnessed() and view.now - inquiry.begun > ANSWER_SECONDS / 2:
-        said = "more of its job is silent than is heard: they may go on by themselves"
+    witnessed = inquiry.witnessed() if view.now - inquiry.begun > ANSWER_SECONDS / 2 else []
+    if not said and (witnessed or slurm) and not sight.may_go_on(inquiry.job)[0]:
+        said = (
+            "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
+            f"`scontrol update NodeName={inquiry.node} State=DOWN Reason=...`"
+        )
     if said and said != inquiry.said:
         inquiry.said = said
         answers = "; ".join(map(str, reached or inquiry.witnessed()))
-        reason = f"no message from {inquiry.job}_{inquiry.element} on {inquiry.node}, which is not taken for lost"
-        record = records.Silence(element=inquiry.element, node=inquiry.node, reason=f"{reason}: {said} ({answers})")
+        reason = (
+            f"no message from {inquiry.job}_{inquiry.element} on {inquiry.node}, which is not taken for lost: {said}"
+        )
+        record = records.Silence(
+            element=inquiry.element, node=inquiry.node, reason=reason + (f" ({answers})" if answers else "")
+        )
         out.record(view.state.jobs[inquiry.job], record)

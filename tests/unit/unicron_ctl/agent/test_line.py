@@ -13,7 +13,7 @@ from tests.support.processes import wait_for
 from unicron_ctl.agent import line
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.place import Place
-from unicron_ctl.protocol import claims, hello, wire
+from unicron_ctl.protocol import claims, datagrams, hello, wire
 from unicron_ctl.protocol.encryption import new_pair
 from unicron_ctl.protocol.munge import Credential, MungeError
 
@@ -114,7 +114,7 @@ def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
     monkeypatch.setattr(hello, "trusted", slow)
     lines.turn()
     _, where = controller.recvfrom(4096)
-    controller.sendto(wire.encode(wire.Introduction(credential="MUNGE:x:")), where)
+    controller.sendto(wire.encode(datagrams.Introduction(credential="MUNGE:x:")), where)
     wait_for(lambda: lines.learn(lambda: learned.append(True)) or slow.calls, "the answer is looked at")
     assert lines.key is None and not learned
     slow.go.set()

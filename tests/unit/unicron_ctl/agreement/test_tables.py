@@ -8,7 +8,7 @@ import pytest
 from unicron_ctl.agreement import leader, voter
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.agreement.compose import LEADERS, Company, compose, leading, part, resting, whole
-from unicron_ctl.protocol import peers, wire
+from unicron_ctl.protocol import peers, sharing, wire
 
 ME = wire.Peer(0, "agent0", "n0:1", "key0")
 
@@ -21,7 +21,7 @@ def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.
 def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
     """As the agent of element 0 is sent it, one of its leaders."""
     everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
-    encoded = wire.share(made, wire.common(made, everybody), [0], everybody)
+    encoded = sharing.share(made, sharing.common(made, everybody), [0], everybody)
     return wire.decode(wire.encode(encoded), wire.ToAgent)
 
 
@@ -99,10 +99,46 @@ def test_nobody_who_can_go_on_is_no_plan():
 def test_only_leaders_are_told_everything():
     crowd = company(3 * LEADERS)
     made, _ = compose(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
-    assert [peer.element for peer in wire.leaders(made.share)] == list(range(LEADERS))
+    assert [peer.element for peer in sharing.leaders(made.share)] == list(range(LEADERS))
     assert whole(made) and whole(part(made, LEADERS - 1, crowd))
     mine = part(made, LEADERS, crowd)
     assert list(mine.share.assignment) == [LEADERS] and not mine.share.peers and not whole(mine)
+
+
+def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_square(monkeypatch):
+    """Half of 2,048 agents promise after the majority has, each by itself; then all stop, one after the other."""
+    looks = []
+    monkeypatch.setattr(leader, "resting", lambda status, broken: looks.append(status) or resting(status, broken))
+    crowd = company(2048)
+    one = leader.Leader(ME, crowd)
+    one.trouble(1.0)
+    for element in crowd.elements:
+        one.promised(promise(element, state="running", broken=0), 1.1)
+    assert one.lead is leader.Lead.HALTING
+    halted = [element for element, message in one.sends if isinstance(message, peers.Halt)]
+    assert sorted(halted) == crowd.elements, "each once"
+    one.tick(1.5)
+    again = len(one.sends)
+    for element in crowd.elements[:-1]:
+        one.promised(promise(element), 1.6)
+    assert one.lead is leader.Lead.HALTING and len(one.sends) == again
+    one.tick(1.9)
+    assert [element for element, _ in one.sends[again:]] == crowd.elements[-1:], "whoever has stopped has answered"
+    one.promised(promise(2047), 1.9)
+    assert one.lead is leader.Lead.PROPOSING
+    assert len(one.sends) <= 5 * 2048 and len(looks) <= 5 * 2048
+
+
+def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
+    crowd = company(4)
+    one = leader.Leader(ME, crowd)
+    one.trouble(1.0)
+    for element in (0, 1, 2):
+        one.promised(promise(element), 1.1)
+    one.sends.clear()
+    one.promised(msgspec.structs.replace(promise(3), seen=2), 1.2)
+    assert [(element, message.broken) for element, message in one.sends] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert one.lead is leader.Lead.HALTING, "who has stopped for the first one only is waited for"
 
 
 @pytest.fixture
@@ -139,7 +175,7 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
     accepted = agent.agreed.plan
     agent.plan(share(plan(3, [0, 2])))
     proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
-    assert wire.whole(proposal.share).prefix == accepted.prefix
+    assert sharing.whole(proposal.share).prefix == accepted.prefix
     agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
     assert not agent.orders and agent.agreed is None
 

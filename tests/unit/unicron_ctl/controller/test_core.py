@@ -14,7 +14,7 @@ from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.reconcile import EARLY, HURRY_SECONDS
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 
 
 def messages(world: World, kind: type) -> list:
@@ -281,7 +281,7 @@ def test_a_stall_of_the_controller_expires_nobody():
 def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     world = World()
     agents = world.start_job(nodes=2)
-    hint = wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
+    hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
     world.core.hint(hint, world.now)
     world.deliver()
     world.run(0.5)
@@ -312,7 +312,7 @@ def test_nobody_can_make_the_controller_ask_slurm_all_the_time(of: str, monkeypa
     monkeypatch.setattr(slurm, "nodes", lambda: polls.append(world.now) or FakeSlurm.nodes(slurm))
     for turn in range(600):
         if of == "hints":
-            hint = wire.Hint(v=1, kind="task_exit", job="1", element=turn % 8, node="n1", status=9)
+            hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=turn % 8, node="n1", status=9)
             world.core.hint(hint, world.now)
         else:
             stranger = FakeAgent(world, str(1000 + turn), 0, "n1")
@@ -467,7 +467,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
             world.core.tick(world.now)
             world.deliver()
         elif verb == "hint":
-            world.core.hint(wire.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
+            world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
             world.deliver()
         elif verb == "late":  # what was sent before the last word comes after it
             agent.number -= 1

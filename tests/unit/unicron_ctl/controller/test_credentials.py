@@ -13,7 +13,7 @@ from tests.support.world import World
 from unicron_ctl.controller import credentials
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.protocol.munge import Credential, MungeError
 
 
@@ -105,8 +105,8 @@ def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None
     later, sent = Later(), list[tuple[bytes, Any]]()
     introducer = Introducer(later, "k" * 40, lambda data, where: sent.append((data, where)))  # type: ignore[arg-type]
 
-    def answers() -> list[wire.Introduction]:
-        found = [wire.decode(data, wire.Introduction) for data, _ in sent]
+    def answers() -> list[datagrams.Introduction]:
+        found = [wire.decode(data, datagrams.Introduction) for data, _ in sent]
         sent.clear()
         return found
 

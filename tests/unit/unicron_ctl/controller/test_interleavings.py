@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 
 JOBS, ELEMENTS = ("1", "2"), 3
 TIMES = st.floats(0.0, 5000.0)
@@ -132,7 +132,7 @@ class Stage:
                 world.to_core(agent, wire.Metrics(**where, host=agent.node, node={"cpu_busy": detail}))
             case "hint":
                 node = agent.node
-                hint = wire.Hint(v=1, kind="task_exit", job=job, element=element, node=node, status=detail)
+                hint = datagrams.Hint(v=1, kind="task_exit", job=job, element=element, node=node, status=detail)
                 world.core.hint(hint, world.now)
                 world.deliver()
             case "silence":

@@ -7,8 +7,8 @@ import pytest
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.judge import failures
+from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
 from unicron_ctl.controller.model.finding import What
-from unicron_ctl.controller.model.fold import ENDED_KEPT
 from unicron_ctl.controller.sense.progress import MOST_NAMED
 from unicron_ctl.protocol import wire
 

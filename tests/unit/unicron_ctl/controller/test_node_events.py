@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import datagrams, wire
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
@@ -341,7 +341,7 @@ def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_leas
 def test_the_hints_status_says_how_the_agent_died():
     world, agents = cluster()
     agents[1].silent = True
-    world.core.hint(wire.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
+    world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
     world.run(1, heartbeats=True)
     failure = world.job().failures[0]
     assert failure.cause == "killed_from_outside" and "process killed by SIGKILL" in failure.reason

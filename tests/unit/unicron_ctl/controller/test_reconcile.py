@@ -191,6 +191,19 @@ def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_
     assert sorted(world.job().members) == [0, 1, 2]
 
 
+def test_of_a_job_that_is_over_nothing_is_kept():
+    world = World(FakeSlurm(2))
+    world.slurm.submit("1", 2)
+    for agent in world.start_job(nodes=2):
+        agent.status(leaving="stopped by SIGTERM")
+        agent.silent = True
+    world.slurm.queue.clear()
+    world.run(5.0)
+    assert world.core.slurm.missing_since and not world.job().ended
+    world.run(15.0)
+    assert world.job().ended and not world.core.slurm.missing_since
+
+
 def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
     """Defect: both were kept for as long as the controller ran."""
     world = World(FakeSlurm(2))

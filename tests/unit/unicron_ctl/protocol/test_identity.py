@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, encryption, hello, munge, wire
+from unicron_ctl.protocol import claims, datagrams, encryption, hello, munge, wire
 
 KEY = "k" * 40
 REGISTER = wire.Register(
@@ -84,8 +84,8 @@ def test_addresses() -> None:
 
 def test_a_question_is_not_shorter_than_its_answer() -> None:
     """Or anybody could have a flood of answers sent to somebody else."""
-    answer = wire.encode(wire.Introduction(credential="c" * 600))
-    question = wire.encode(wire.Hello(padding=" " * hello.HELLO_BYTES))
+    answer = wire.encode(datagrams.Introduction(credential="c" * 600))
+    question = wire.encode(datagrams.Hello(padding=" " * hello.HELLO_BYTES))
     assert len(answer) <= hello.HELLO_BYTES <= len(question)
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from tests.support import hostile
-from unicron_ctl.protocol import ranges, wire
+from unicron_ctl.protocol import datagrams, ranges, sharing, wire
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
 ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a plan's part has a type of its own
 KNOWN = {"job": st.just("7"), "element": st.just(1), "slot": st.just(1)}
 UNIONS = {"controller": wire.ToController, "agent": wire.ToAgent}
 SIDE = {kind: side for side, union in UNIONS.items() for kind in typing.get_args(union)}
-ALL = [*SIDE, wire.Answer, wire.Hint, wire.PlanCommon, wire.Hello, wire.Introduction]
+ALL = [*SIDE, wire.Answer, datagrams.Hint, sharing.PlanCommon, datagrams.Hello, datagrams.Introduction]
 
 
 def unbounded(kind: inspect.Type, name: str, seen: set[type]) -> list[str]:
@@ -58,16 +58,17 @@ def test_every_field_has_a_range(kind):
     assert unbounded(inspect.type_info(kind), kind.__name__, set()) == []
 
 
-@pytest.mark.parametrize("kind", [*SIDE, wire.Hint], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*SIDE, datagrams.Hint], ids=lambda kind: kind.__name__)
 def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(kind):
     info = inspect.type_info(kind)
     decoder = UNIONS.get(SIDE.get(kind, ""), kind)
+    speaks = datagrams.HINT_VERSION if kind is datagrams.Hint else wire.VERSION
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.inside(info, KNOWN).map(msgspec.msgpack.encode))
     def taken(data):
         try:
-            wire.decode(data, decoder)
+            wire.decode(data, decoder, speaks)
         except wire.BadMessage as error:
             assert "each slot has one step" in str(error), error
 
@@ -76,7 +77,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
     def refused(beyond):
         path, data = beyond
         with pytest.raises(wire.BadMessage):
-            wire.decode(data, decoder)
+            wire.decode(data, decoder, speaks)
             pytest.fail(f"{kind.__name__}{path} takes what is beyond its range")
 
     taken()
@@ -125,9 +126,9 @@ def test_messages_that_ended_the_controller_are_refused(message):
 
 
 def test_a_hint_with_an_impossible_status_is_refused():
-    hint = wire.Hint(v=1, kind="task_exit", job="7", element=0, node="n", status=2**40)
+    hint = datagrams.Hint(v=1, kind="task_exit", job="7", element=0, node="n", status=2**40)
     with pytest.raises(wire.BadMessage):
-        wire.decode(wire.encode(hint), wire.Hint)
+        datagrams.hint(wire.encode(hint))
 
 
 @pytest.mark.parametrize("slots", [[2], [2, 2], [0, 1], [3, 2], [2, 3, 4]])

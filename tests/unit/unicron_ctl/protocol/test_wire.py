@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.protocol import ranges, wire
+from unicron_ctl.protocol import ranges, sharing, wire
 
 SLOTS = st.lists(st.integers(0, 200), unique=True).map(sorted)
 PLANS = st.builds(
@@ -30,8 +30,8 @@ PLANS = st.builds(
 
 @given(PLANS, SLOTS)
 def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, slots):
-    sent = wire.encode(wire.share(plan, wire.common(plan), slots))
-    got = wire.whole(wire.decode(sent, wire.ToAgent))
+    sent = wire.encode(sharing.share(plan, sharing.common(plan), slots))
+    got = sharing.whole(wire.decode(sent, wire.ToAgent))
     own = {slot: indices for slot, indices in plan.assignment.items() if slot in slots}
     assert got == msgspec.structs.replace(plan, assignment=own)
 
@@ -39,35 +39,37 @@ def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, s
 def test_only_those_who_lead_are_told_of_everybody():
     everybody = [wire.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
     plan = wire.Plan(generation=1, members=[0, 1], store="", prefix="")
-    common = wire.common(plan, everybody[:2])
-    told = [wire.decode(wire.encode(wire.share(plan, common, [0], known)), wire.ToAgent) for known in (everybody, ())]
-    assert [wire.leaders(part) for part in told] == [everybody[:2]] * 2
+    common = sharing.common(plan, everybody[:2])
+    told = [
+        wire.decode(wire.encode(sharing.share(plan, common, [0], known)), wire.ToAgent) for known in (everybody, ())
+    ]
+    assert [sharing.leaders(part) for part in told] == [everybody[:2]] * 2
     assert [part.peers for part in told] == [everybody, []]
 
 
 @given(SLOTS)
 def test_slots_as_runs_and_back(slots):
-    runs = wire.runs(slots)
-    assert wire.expand(runs) == slots
+    runs = sharing.runs(slots)
+    assert sharing.expand(runs) == slots
     assert all(second[0] > first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
 
 
 def test_the_common_part_is_small_whatever_the_size_of_the_job():
     plan = wire.Plan(generation=3, members=list(range(16_384)), store="n0:4000", prefix="p", assignment={7: [1]})
-    assert len(wire.common(plan)) < 200
+    assert len(sharing.common(plan)) < 200
 
 
 @pytest.mark.parametrize("members", [[(5, 3)], [(0, ranges.MOST_SLOTS)], [(0, 2**60)] * 3])
 def test_runs_that_are_none_are_refused_before_they_cost_memory(members):
-    common = msgspec.Raw(wire.encode(wire.PlanCommon(generation=1, members=members, store="", prefix="")))
+    common = msgspec.Raw(wire.encode(sharing.PlanCommon(generation=1, members=members, store="", prefix="")))
     with pytest.raises(wire.BadMessage, match=r"no runs of slots|Expected `int` <="):
-        wire.whole(wire.PlanShare(common=common))
+        sharing.whole(wire.PlanShare(common=common))
 
 
 @pytest.mark.parametrize("common", [b"\xc0", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"])
 def test_a_common_part_that_is_none_is_refused(common):
     with pytest.raises(wire.BadMessage):
-        wire.whole(wire.PlanShare(common=msgspec.Raw(common)))
+        sharing.whole(wire.PlanShare(common=msgspec.Raw(common)))
 
 
 def test_another_version_is_refused_with_what_to_do():

@@ -80,6 +80,73 @@ def test_an_agent_that_has_registered_and_not_spoken_is_waited_for():
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
 
 
+def forgotten_plan(world: World, agents: list[FakeAgent]) -> None:
+    """The log is empty, and no agent holds what its ranks' plan was."""
+    train(world, agents, range(2))
+    for agent in agents:
+        agent.held.clear()
+    forget(world, None)
+
+
+def test_a_generation_whose_plan_nobody_holds_is_broken_in_the_end():
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=3)
+    forgotten_plan(world, agents)
+    world.run(25.0)
+    assert not world.job().members and not any(event.kind == "adopted" for event in world.log)
+    world.run(10.0)
+    (adopted,) = [event.record for event in world.log if event.kind == "adopted"]
+    assert "nobody could say" in adopted.reason and not adopted.whole
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    assert all(agent.ranks[agent.slots[0]].iteration == 2 for agent in agents), "nothing is done again"
+    world.check_replay()
+
+
+def test_a_smaller_part_does_not_break_off_what_a_majority_may_go_on_with():
+    world = World(FakeSlurm(6), state_wait_seconds=30.0)
+    world.slurm.submit("1", 5)
+    agents = world.start_job(nodes=5)
+    world.run(2.0)
+    for agent in agents[:3]:
+        agent.silent = agent.cut = True
+    forgotten_plan(world, agents)
+    world.run(60.0)
+    assert not world.job().members and "may go on by themselves" in world.job().waits
+    for agent in agents[:3]:
+        agent.silent = agent.cut = False
+    world.run(10.0)
+    assert len(world.job().members) == 5 and world.job().phase == "running"
+
+
+def test_a_smaller_part_that_holds_the_plan_does_not_either():
+    world = World(FakeSlurm(6), state_wait_seconds=30.0)
+    world.slurm.submit("1", 5)
+    agents = world.start_job(nodes=5)
+    world.run(2.0)
+    train(world, agents, range(2))
+    for agent in agents[:3]:
+        agent.silent = agent.cut = True
+    forget(world, None)
+    world.run(60.0)
+    assert not world.job().members and not any(isinstance(m, wire.Break) for _, m in world.sent)
+
+
+def test_agents_that_never_answer_do_not_keep_what_was_agreed_from_being_taken_over(monkeypatch):
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=4)
+    away(world, agents)
+    agree(world, agents, lost=3)
+    whole = FakeAgent.get
+    monkeypatch.setattr(
+        FakeAgent, "get", lambda self, m: None if self is agents[3] and isinstance(m, wire.Ping) else whole(self, m)
+    )
+    back(world, agents)
+    world.run(20.0)
+    assert world.job().generation == 1
+    world.run(15.0)
+    assert world.job().plan.prefix == "1.g2.0.1"
+
+
 def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
     world = World(FakeSlurm(4))
     world.slurm.submit("1", 3)
@@ -130,6 +197,24 @@ def test_a_job_is_not_formed_anew_while_its_state_may_live_and_its_rank_is_a_mem
     assert any(event.kind == "reinstated" for event in world.log)
     assert 1 in world.job().members and agents[1].ranks[1].iteration == 5
     world.check_replay()
+
+
+def test_ranks_whose_agent_died_may_hold_the_state_until_slurm_shows_their_end():
+    """Nobody listens at the agent's port. That says nothing of its ranks."""
+    world = World(FakeSlurm(4), state_wait_seconds=60.0)
+    world.slurm.submit("1", 2)
+    agents = world.start_job(nodes=2)
+    train(world, agents, range(5))
+    agents[0].obedient = False  # it does not get to stop
+    agents[1].silent = agents[1].killed = True
+    world.run(3.0)
+    assert list(world.job().lost) == [1] and world.job().failures[-1].kind == "agent"
+    agents[0].die(0)  # ... and nobody else has the state
+    world.run(10.0)
+    assert world.job().phase == "breaking" and any(event.kind == "state_awaited" for event in world.log)
+    world.slurm.queue["1", 1].update(state="FAILED")
+    world.run(3.0)
+    assert any(event.kind == "reform" for event in world.log)
 
 
 def test_the_wait_for_the_last_state_is_bounded():

@@ -37,6 +37,14 @@ def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_pat
     assert [e.id for e in store.tail(after=2, limit=3)] == [3, 4, 5]
 
 
+def test_time_goes_on_from_the_log_where_the_machines_clock_was_put_back(tmp_path: Path) -> None:
+    store = Store(tmp_path / "events.sqlite")
+    assert store.time(950.0) == 950.0
+    store.append([event(1), event(10)])
+    assert [store.time(now) for now in (950.0, 1010.5, 1070.0)] == [1010.0, 1010.5, 1070.0]
+    assert store.time(1010.0 - 4000.0) == 1010.0 - 4000.0  # it was the log that was wrong
+
+
 def test_events_of_a_kind_are_found_without_reading_the_others(tmp_path: Path) -> None:
     """A week's log holds millions."""
     store, work = Store(tmp_path / "events.sqlite"), list[int]()

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
+from unicron_ctl.controller.sense import parting
 from unicron_ctl.controller.sense.parting import leave_out
+from unicron_ctl.protocol import wire
 
 
 def on_slurm(count: int) -> World:
@@ -69,6 +71,19 @@ def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
     world.check_replay()
 
 
+def test_a_node_that_was_left_out_and_whose_agent_ended_has_not_come_back():
+    world = on_slurm(4)
+    cut(world, (0, 1))
+    hang(world)
+    world.run(6.0)
+    assert list(world.job().parted) == [1]
+    world.agents[1].silent = True
+    world.dead_nodes.add(world.agents[1].node)
+    world.slurm.node_states[world.agents[1].node] = {"DOWN", "NOT_RESPONDING"}
+    world.run(12.0)
+    assert list(world.job().parted) == [1] and not [e for e in world.log if e.kind == "rejoined"]
+
+
 def test_whole_links_and_lost_packets_part_nobody(monkeypatch):
     world = on_slurm(4)
     whole, lost = world.answer, iter([True, False] * 500)
@@ -87,6 +102,53 @@ def test_whole_links_and_lost_packets_part_nobody(monkeypatch):
     monkeypatch.setattr(world, "answer", lossy)
     world.run(20.0)
     assert not world.job().parted
+
+
+def far_cut(world: World) -> None:
+    """The first element and one that is far from it, also in rings and trees."""
+    cut(world, (0, 60))
+
+
+def test_a_large_jobs_far_nodes_are_asked_about_in_the_end():
+    world = on_slurm(130)
+    far_cut(world)
+    hang(world)
+    world.run(15.0)
+    assert set(world.job().parted) & {0, 60} and len(world.job().parted) == 1
+
+
+def test_a_node_that_a_large_job_left_out_comes_back_when_all_others_reach_it():
+    world = on_slurm(130)
+    far_cut(world)
+    hang(world)
+    world.run(15.0)
+    (out,) = world.job().parted
+    world.run(12.0)
+    assert list(world.job().parted) == [out], "one of the others does not reach it"
+    world.cuts.clear()
+    world.run(7.0)
+    assert not world.job().parted
+    asked = [message.targets for _, message in world.sent if isinstance(message, wire.Reach)]
+    assert max(map(len, asked)) <= parting.MOST_ASKED
+
+
+def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
+    world = on_slurm(130)
+    far_cut(world)
+    view = world.core.view
+    job = view.job(world.job())
+    world.core.take(parting.begin(view, job, [60]))
+    assert all(60 in others for element, others in job.live.survey.asked.items() if element != 60)
+    assert max(len(others) for others in job.live.survey.asked.values()) <= parting.MOST_ASKED
+    world.deliver()
+    world.run(2.0)
+    assert [failure.kind for failure in world.job().failures] == ["network"]
+
+
+@given(st.integers(2, 400))
+def test_every_pair_of_a_large_job_is_asked_about(count):
+    ways = parting._ways(count)
+    assert sorted(ways) == list(range(1, count // 2 + 1))
 
 
 def test_of_two_halves_the_larger_goes_on():

@@ -8,6 +8,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
 
@@ -134,6 +135,16 @@ def test_an_agent_that_others_reach_is_not_lost():
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
 
 
+def test_an_agent_that_others_reach_is_not_lost_by_what_slurm_does_not_hear():
+    """Also not between a round's questions and its answers."""
+    world = on_slurm(8, 4)
+    world.agents[1].silent = world.agents[1].cut = True
+    world.cuts.add(frozenset(("", world.agents[1].node)))
+    unheard(world, world.agents[1:2], "IDLE", "NOT_RESPONDING")
+    world.run(20.0)
+    assert not world.job().failures and not taken(world)
+
+
 def test_two_witnesses_must_agree_where_there_are_so_many():
     world = on_slurm(5, 4)
     silent = world.agents[1]
@@ -166,19 +177,112 @@ def test_the_last_node_of_a_job_is_lost_when_slurm_says_so_and_not_before():
     assert world.job().failures[-1].kind == "node"
 
 
-def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
-    """They may be a majority that goes on without this controller."""
-    world = on_slurm(8, 5)
-    for agent in world.agents[:3]:
+def cut_off(world: World, agents: list[FakeAgent]) -> None:
+    """Neither the controller nor other nodes reach them, and they live."""
+    apart = {agent.node for agent in agents}
+    for agent in agents:
         agent.silent = agent.cut = True
-        world.cuts |= {frozenset((agent.node, other.node)) for other in world.agents[3:]}
-        world.cuts.add(frozenset(("", agent.node)))
-    world.run(30.0)
+        others = {other.node for other in world.agents if other.node not in apart}
+        world.cuts |= {frozenset((agent.node, other)) for other in {"", *others}}
+
+
+def unheard(world: World, agents: list[FakeAgent], *states: str, reason: str = "") -> None:
+    """Slurm's word on their nodes."""
+    for agent in agents:
+        world.slurm.node_states[agent.node] = set(states)
+        world.slurm.reasons[agent.node] = reason
+
+
+def plans(world: World) -> int:
+    return sum(event.kind in ("plan", "reform") for event in world.log)
+
+
+def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
+    """They may be a majority that goes on without this controller; Slurm is cut off from them likewise."""
+    world = on_slurm(8, 5)
+    cut_off(world, world.agents[:3])
+    world.run(20.0)
     assert not world.job().failures and not taken(world)
-    for agent in world.agents[:3]:
-        world.slurm.node_states[agent.node] = {"DOWN", "NOT_RESPONDING"}
+    unheard(world, world.agents[:3], "IDLE", "NOT_RESPONDING")
+    world.run(10.0)
+    unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="Not responding")
+    world.run(10.0)
+    assert not world.job().failures and not taken(world)
+    assert any("State=DOWN" in event.record.reason for event in world.log if event.kind == "silence")
+    unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
     world.run(3.0)
     assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+    world.run(10.0)
+    assert not set(world.job().members) & {0, 1, 2} and plans(world) == 2
+    world.check_replay()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger(dies: bool):
+    """The collectives of the smaller half break, or one of its ranks dies. Nobody of the larger one stops in time, for
+    nobody of it hears."""
+    world = on_slurm(8, 5)
+    cut_off(world, world.agents[:3])
+    unheard(world, world.agents[:3], "IDLE", "NOT_RESPONDING")
+    if dies:
+        world.agents[4].die(4)
+    else:
+        for agent in world.agents[3:]:
+            agent.set(agent.slots[0], state="stopped", broken=1)
+    world.run(40.0)
+    assert world.job().phase == ("breaking" if dies else "running") and plans(world) == 1
+    assert not {0, 1, 2} & {slot for failure in world.job().failures for slot in failure.slots}
+    for agent in world.agents[:3]:
+        agent.silent = agent.cut = False
+    world.cuts.clear()
+    unheard(world, world.agents[:3], "IDLE")
+    for agent in world.agents[:3]:
+        agent.set(agent.slots[0], state="stopped", broken=1)
+    world.run(5.0)
+    assert plans(world) == 2 and len(world.job().members) == 5 - dies
+    world.check_replay()
+
+
+def test_elements_that_slurm_starts_elsewhere_do_not_prove_their_old_nodes_dead():
+    world = on_slurm(8, 5)
+    larger = world.agents[:3]
+    cut_off(world, larger)
+    unheard(world, larger, "DOWN", "NOT_RESPONDING", reason="Not responding")
+    for element in range(3):
+        entry = world.slurm.queue["1", element]
+        entry.update(state="RUNNING", node=f"n{element + 6}", submitted=1.0)
+        agent = FakeAgent(world, "1", element, f"n{element + 6}", nodes=5)
+        agent.register()
+        agent.ready()
+    world.run(30.0)
+    assert plans(world) == 1
+    unheard(world, larger, "IDLE")  # they answer: Slurm has ended there what is not to run
+    world.run(10.0)
+    assert plans(world) == 2 and len(world.job().members) >= 2
+    world.check_replay()
+
+
+def test_a_majority_that_says_itself_that_it_died_is_not_waited_for():
+    world = on_slurm(8, 5)
+    for agent in world.agents[:3]:
+        agent.silent = agent.killed = True
+    world.run(5.0)
+    assert sorted(failure.kind for failure in world.job().failures) == ["agent"] * 3
+    assert {3, 4} <= set(world.job().members) and plans(world) == 2
+
+
+def test_a_node_that_answers_slurm_and_no_longer_runs_the_element_says_that_it_is_over():
+    """Whoever has its port now: it was started again, and the number of a port is given to somebody else."""
+    world = on_slurm(8, 3)
+    for agent in world.agents[:2]:
+        agent.silent = agent.cut = True  # something answers at the door
+    world.run(20.0)
+    assert not world.job().failures
+    for element in range(2):
+        world.slurm.queue["1", element].update(state="PENDING", node=None, reason="BeginTime")
+    world.run(3.0)
+    assert [failure.source for failure in world.job().failures] == ["slurm"] * 2
+    assert not [call for call in taken(world) if call[0] == "down"]
 
 
 def test_half_of_a_job_is_left_out():
@@ -207,12 +311,28 @@ def test_ranks_that_step_together_are_alive_whatever_the_lease_says():
 
 def test_a_node_that_nobody_can_say_anything_of_is_given_up_after_a_bound():
     world = World(state_wait_seconds=30.0)
-    agents = world.start_job(nodes=3)
+    agents = world.start_job(nodes=4)
     agents[0].silent = agents[1].silent = True
+    world.answer = lambda witness, target: Reach.UNKNOWN
     world.run(25.0)
     assert not world.job().failures
     world.run(10.0)
     assert sorted(failure.slots for failure in world.job().failures) == [[0], [1]]
+
+
+def test_no_time_gives_up_a_majority_that_may_be_going_on_by_itself():
+    world = World(state_wait_seconds=30.0)
+    agents = world.start_job(nodes=3)
+    cut_off(world, agents[:2])
+    agents[2].set(2, state="stopped", broken=1)
+    world.run(60.0)
+    assert not world.job().failures and plans(world) == 1
+    world.cuts.clear()
+    for agent in agents[:2]:
+        agent.silent = agent.cut = False
+        agent.set(agent.slots[0], state="stopped", broken=1)
+    world.run(3.0)
+    assert sorted(world.job().members) == [0, 1, 2] and plans(world) == 2
 
 
 def test_a_node_that_is_given_up_is_not_taken_out_of_service():
@@ -248,6 +368,78 @@ def test_a_strangers_word_ends_no_element():
     world.cuts.add(frozenset(("", "n1")))
     world.run(20.0)
     assert not world.job("1").failures and not [call for call in taken(world) if call[1] == "1"]
+
+
+def strangers(world: World, count: int) -> list[FakeAgent]:
+    """Agents of another user's job."""
+    world.slurm.submit("2", count)
+    found = []
+    for element in range(count):
+        stranger = FakeAgent(world, "2", element, world.slurm.queue["2", element]["node"], nodes=count)
+        stranger.settings.user = "bob"
+        stranger.register()
+        stranger.ready()
+        found.append(stranger)
+    world.run(2.0)
+    return found
+
+
+def test_one_strangers_word_keeps_nobody_alive():
+    """An agent of another user says of every dead node that it is reached."""
+    world = on_slurm(8, 2)
+    liar = strangers(world, 4)[-1]  # heard last, so asked first
+    answer = world.answer
+    world.answer = lambda witness, target: Reach.REACHED if witness == liar.node else answer(witness, target)
+    world.agents[1].silent = world.agents[0].silent = True
+    for agent in world.agents[:2]:
+        world.dead_nodes.add(agent.node)
+    unheard(world, world.agents[:1], "DOWN", reason="its power supply is out")
+    world.run(6.0)
+    assert {failure.node for failure in world.job("1").failures} == {"n1", "n2"}
+
+
+def test_a_door_that_somebody_else_has_by_now_keeps_nobody_alive_for_ever():
+    world = on_slurm(8, 4, state_wait_seconds=30.0)
+    lost = world.agents[1]
+    lost.silent = lost.cut = True
+    world.run(25.0)
+    assert not world.job().failures
+    world.run(10.0)
+    assert [(failure.slots, failure.source) for failure in world.job().failures] == [([1], "clock")]
+    assert "state_wait_seconds" in world.job().failures[0].reason and not taken(world)
+
+
+def test_one_closed_port_is_no_evidence_where_nothing_else_of_the_node_answers():
+    """Something on the controller's way to one node refuses; the others of the job get no answer."""
+    world = on_slurm(8, 5)
+    silent = world.agents[1]
+    silent.silent = silent.cut = True
+    answer = world.answer
+
+    def refuses(witness: str, target: str) -> Reach:
+        there = target.startswith(f"{silent.node}:")
+        return (Reach.UNKNOWN if witness else Reach.REFUSED) if there else answer(witness, target)
+
+    world.answer = refuses
+    world.run(20.0)
+    assert not world.job().failures
+    world.answer = lambda witness, target: (
+        Reach.REFUSED if target.startswith(f"{silent.node}:") else answer(witness, target)
+    )
+    world.run(3.0)
+    assert [failure.kind for failure in world.job().failures] == ["agent"], "two say the same"
+
+
+def test_what_all_have_in_common_is_worked_out_once_a_tick(monkeypatch):
+    """A rack's loss is not one look through all members for each of its nodes, at each tick."""
+    world = on_slurm(40, 32)
+    looks = []
+    whole = elsewhere.away
+    monkeypatch.setattr(elsewhere, "away", lambda view, job: looks.append(view.now) or whole(view, job))
+    cut_off(world, world.agents[:20])
+    unheard(world, world.agents[:20], "IDLE", "NOT_RESPONDING")
+    world.run(4.0)
+    assert len(world.core.view.inquiries.open) == 20 and looks and len(looks) == len(set(looks))
 
 
 def test_a_firewall_that_refuses_ends_nobody():

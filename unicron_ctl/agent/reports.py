@@ -1,0 +1,109 @@
+"""What an agent tells the controller of its ranks and its node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from unicron_ctl.agent.node_watch import NodeWatch
+from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.ranks import Rank
+from unicron_ctl.agent.sampling import Sampling
+from unicron_ctl.agent.step_reports import StepReports
+from unicron_ctl.agent.vitals import Vitals
+from unicron_ctl.agreement.agreement import Agreement
+from unicron_ctl.protocol import wire
+
+
+class Reports:
+    """identity: the agent's id. send: to the controller, if there is one.
+
+    sent_at: when the last status was made. dirty: there is progress that it does not tell. pinged: the number of the
+    last Ping.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        identity: str,
+        ranks: Mapping[int, Rank],
+        agreement: Agreement,
+        sampling: Sampling,
+        send: Callable[[wire.Message], None],
+    ) -> None:
+        self._place, self._ranks, self._agreement, self._send = place, ranks, agreement, send
+        self._identity = identity
+        self._vitals, self.sampling = Vitals(), sampling
+        self._steps = StepReports(place.job, place.element, identity)
+        self._number = 0  # of the last status
+        self.sent_at = 0.0
+        self.dirty = False
+        self.pinged = 0
+        self.node: NodeWatch | None = None
+
+    def wait(self, now: float) -> float:
+        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
+        return self._steps.wait(now)
+
+    def turn(self, now: float) -> None:
+        """What is due by time."""
+        self.steps(now)
+        self._metrics(now)
+
+    def status(self, port: int | None, leaving: str = "") -> None:
+        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end."""
+        now = time.monotonic()
+        self.steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
+        self.sent_at, self.dirty = now, False
+        self._vitals.update(self._ranks.values(), now)
+        self._number += 1
+        store = f"{self._place.address}:{port}" if port else ""
+        agreement, statuses = self._agreement, {slot: rank.status for slot, rank in self._ranks.items()}
+        agreement.ranks(statuses, store, now)
+        agreement.news = False
+        self._send(
+            wire.Status(
+                job=self._place.job,
+                element=self._place.element,
+                agent=self._identity,
+                sent=time.time(),
+                number=self._number,
+                store=store,
+                leaving=leaving,
+                pinged=self.pinged,
+                answer=agreement.asks(now),
+                agreed=agreement.agreed,
+                ranks=statuses,
+            )
+        )
+
+    def stepped(self, message: Mapping[str, Any]) -> None:
+        """Takes a rank's `step` message in. Raises msgspec.ValidationError for one that does not fit."""
+        self._steps.add(message, time.monotonic())
+
+    def steps(self, now: float, leaving: bool = False) -> None:
+        """Step reports that are due."""
+        ranks = {} if leaving else self._ranks
+        running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
+        for message in self._steps.take(now, running):
+            self._send(message)
+
+    def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
+        """What the witness found: (number of the question, words)."""
+        job, element, agent = self._place.job, self._place.element, self._identity
+        for number, words in answers:
+            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
+
+    def node_events(self, again: bool = False) -> None:
+        """What the node has said; again: from the beginning."""
+        for event in self.node.take(self._place.job, self._place.element, self._identity, again) if self.node else ():
+            self._send(event)
+
+    def _metrics(self, now: float) -> None:
+        sample = self.sampling.turn(now)
+        if sample is not None:
+            ranks = self._vitals.sample(self._ranks.values(), now)
+            job, element, agent = self._place.job, self._place.element, self._identity
+            host, node = sample.host, sample.node
+            self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))

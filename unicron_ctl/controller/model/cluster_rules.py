@@ -1,0 +1,109 @@
+"""Fold rules for the cluster: nodes, the plan, the escalation's memory, and what is forgotten with a job."""
+
+from __future__ import annotations
+
+from detector import escalation
+from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
+from detector.severity import Severity
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import asked
+from unicron_ctl.controller.model.cluster import ClusterState, Mark, PlanReport
+from unicron_ctl.controller.model.job import JobState
+
+ENDED_KEPT = 100  # jobs
+
+
+def job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
+    if event.job in state.jobs:  # its next step: the plan has forgotten it
+        state.plan_inputs = ""
+    state.jobs[event.job] = JobState(
+        event.job, record.settings, event.time, since=event.time, step=record.step, uid=record.uid
+    )
+    state.jobs[event.job].submitted = record.submitted
+
+
+def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
+    """An element that runs is held no more, whoever released it."""
+    state.held.discard((event.job, record.element))
+
+
+def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
+    state.history.readmitted(record.node)
+    if record.by_others:
+        state.isolated.pop(record.node, None)
+    state.withheld.pop(record.node, None)
+    asked.settled(state, "", "resume", -1, record.node)
+
+
+def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
+    state.isolated[record.node] = Mark(event.time, event.job)
+    state.withheld.pop(record.node, None)
+
+
+def isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:
+    state.withheld[record.node] = Mark(event.time, event.job, record.reason)
+    for slot in record.slots:
+        withhold_isolation(state.history, event.time, job=event.job, slot=slot)
+
+
+def action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
+    if record.slot < 0:
+        return  # Slurm refused to take a node out of service: it is asked again
+    severity, after = Severity(record.severity), escalation.State(record.state)
+    decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
+    apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
+
+
+def replanned(state: ClusterState, event: Event, record: records.Replanned) -> None:
+    state.assignment, state.plan_inputs = dict(record.assignment), record.inputs
+    state.plan_report = PlanReport(event.time, record.reasons, record.objective, record.waf, record.trigger)
+
+
+def remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
+    """Keeps the escalation's memory: one fault per failure."""
+    e = record.escalation
+    if e is None:
+        return
+    fault = Fault(
+        event.time, event.job, e.slot, e.node, record.cause, e.scope, Severity(e.severity), e.uptime, e.worked
+    )
+    after = escalation.State(e.state)
+    decision = Decision(
+        Severity(record.severity), record.action, record.reason, record.cause, escalation.Event(e.event), after
+    )
+    state.history.record(fault, decision)
+
+
+def remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
+    state.history.progressed(event.job)
+    job = state.jobs.get(event.job)
+    for slot in state.history.slots(event.job) if job else ():
+        if slot == WHOLE_JOB or (job and slot in job.members):
+            state.history.recovered(event.job, slot, event.time)
+
+
+def observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+    if not state.observed_since:
+        state.observed_since, state.observed_after = event.time, event.id - 1
+
+
+def observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
+    """The next week begins; with the next thing that is not done, if nothing is observed any more."""
+    state.observed_week = record
+    state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
+
+
+def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
+    state.history.forget_job(event.job)
+    for key in [key for key in state.pins if key[0] == event.job]:
+        state.pins.pop(key)
+    for intent in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
+        state.intents.pop(intent)
+    state.assignment.pop(event.job, None)
+    state.ended.append(event.job)
+    while len(state.ended) > ENDED_KEPT:
+        oldest = state.jobs.get(name := state.ended.pop(0))
+        if oldest is not None and oldest.ended and name not in state.ended:
+            del state.jobs[name]
+            state.held = {key for key in state.held if key[0] != name}

@@ -1,0 +1,311 @@
+"""Fold rules for one job: its agents and processes, its failures, its generations."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+import msgspec
+
+from detector import escalation
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model.job import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+
+SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements
+
+
+# ---------------------------------------------------------------- agents and processes
+def _slot(job: JobState, slot: int) -> SlotState:
+    return job.slots.setdefault(slot, SlotState())
+
+
+def agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:
+    old = job.agents.get(record.element)
+    if old and old.agent != record.agent:
+        job.superseded[old.agent] = old.node
+        while len(job.superseded) > SUPERSEDED_KEPT:
+            job.superseded.pop(next(iter(job.superseded)))
+    slots = list(record.slots)
+    agent = AgentRecord(record.agent, record.node, record.address, slots, door=record.door, key=record.key)
+    agent.confirmed, agent.peer, agent.peer_key = record.confirmed, record.peer, record.peer_key
+    job.agents[record.element] = agent
+    job.requeued.pop(record.element, None)
+    if old is None or old.agent != record.agent:
+        # New processes: counting starts again, but a script that dies at once does so on every node.
+        job.parted.pop(record.element, None)  # it may be another node
+        for slot in record.slots:
+            job.slots[slot] = SlotState(quick_deaths=job.slot(slot).quick_deaths)
+
+
+def job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> None:
+    most = max(1, min(job.settings.max_nodes, record.most))
+    job.settings = msgspec.structs.replace(job.settings, user=record.user, max_nodes=most)
+    job.uid, job.submitted = record.uid, record.submitted
+
+
+def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:
+    agent = job.agents.get(record.element)
+    if agent and agent.agent == record.agent:
+        agent.confirmed = True
+
+
+def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
+    agent = job.agents.get(record.element)
+    if agent and agent.agent == record.agent:
+        agent.gone = record.reason
+
+
+def agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:
+    agent = job.agents.get(record.element)
+    if agent and agent.agent == record.agent:
+        agent.gone = ""
+
+
+def ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
+    for number, incarnation in record.incarnations.items():
+        slot = _slot(job, number)
+        slot.ready, slot.quick_deaths = Identity(record.agent, incarnation), 0
+
+
+def rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
+    slot = _slot(job, record.slot)
+    slot.wanted, slot.not_before, slot.why = record.incarnation, record.not_before, record.reason
+
+
+def exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
+    _slot(job, record.slot).exit_seen = Identity(record.agent, record.incarnation)
+
+
+# ---------------------------------------------------------------- failures
+def failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
+    job.failures.append(
+        Failure(
+            id=event.id,
+            kind=record.kind_of_failure,
+            job=event.job,
+            slots=list(record.slots),
+            node=record.node,
+            element=record.element,
+            severity=record.severity,
+            cause=record.cause,
+            action=record.action,
+            reason=record.reason,
+            detected_at=event.time,
+            detected_by=record.detected_by,
+            source=record.source,
+            member=record.member,
+            exit_code=record.exit_code,
+            pid=record.pid,
+        )
+    )
+    if record.noted is not None:
+        _slot(job, record.slots[0]).noted = record.noted
+    for seen in record.exits:
+        slot = _slot(job, seen.slot)
+        slot.exit_seen, slot.quick_deaths = Identity(seen.agent, seen.incarnation), seen.quick_deaths
+    _condemn(job, record.leave_out)
+    job.regroup = job.regroup or record.regroup
+    if record.action == escalation.END_JOB:
+        code = record.exit_code or 0
+        last = f"; last line: {record.last_line}" if record.last_line else ""
+        job.fatal = code if 0 < code < 256 else 1, record.reason + last
+
+
+def _condemn(job: JobState, slots: dict[int, str]) -> None:
+    for slot, why in slots.items():
+        if (slot in job.members or slot in job.joining) and slot not in job.lost:
+            job.condemned.setdefault(slot, why)
+
+
+def leave_out(job: JobState, event: Event, record: records.LeaveOut) -> None:
+    _condemn(job, record.slots)
+
+
+def failure_verdict(job: JobState, event: Event, record: records.FailureVerdict) -> None:
+    failure = job.failure(record.failure)
+    if failure is None:
+        return
+    failure.severity = failure.severity if record.severity is None else record.severity
+    failure.cause = failure.cause if record.cause is None else record.cause
+    failure.action = failure.action if record.action is None else record.action
+    failure.slurm = failure.slurm if record.slurm is None else record.slurm
+    failure.reason = record.reason or failure.reason
+
+
+def failure_action(job: JobState, event: Event, record: records.FailureAction) -> None:
+    if failure := job.failure(record.failure):
+        failure.actions.append(record.text)
+
+
+# ---------------------------------------------------------------- generations
+def _phase(job: JobState, event: Event, phase: Phase) -> None:
+    job.phase, job.since, job.waits = phase, event.time, ""
+
+
+def break_(job: JobState, event: Event, record: records.Break) -> None:
+    fresh = job.phase is not Phase.BREAKING
+    job.why, job.regroup, job.condemned = record.reason, "", {}
+    if job.joining:
+        job.members = {**job.members, **job.joining}
+    job.joining, job.offer = {}, None
+    job.broken = job.generation = max(job.generation, record.number)
+    for one in record.lost:
+        identity = Identity(one.agent, one.incarnation)
+        if job.members.get(one.slot) == identity:
+            job.lost[one.slot] = job.banished[one.slot] = identity
+    for failure in job.failures:
+        if failure.member and failure.broken_at is None:
+            failure.broken_at, failure.generation = event.time, event.generation
+    if fresh:
+        job.restarts += bool(record.lost)
+        job.tries = record.tries
+        _phase(job, event, Phase.BREAKING)
+
+
+def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
+    return {
+        slot: Identity(crew.agent, incarnation)
+        for crew in crews
+        for slot, incarnation in zip(crew.slots, crew.incarnations, strict=True)
+    }
+
+
+def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
+    job.plan = record.plan
+    job.generation = max(job.generation, record.plan.generation)
+    job.members = _identities(record.crews)
+    job.joining, job.lost, job.condemned, job.offer, job.regroup = {}, {}, {}, None, ""
+    for failure in job.failures:
+        if failure.broken_at is not None and failure.resumed_at is None:
+            failure.planned_at = event.time
+            failure.iteration = record.plan.iteration if record.plan.step is None else record.plan.step
+            failure.reused_micro_batches, failure.recomputed_micro_batches = record.reused, record.recomputed
+            failure.redistributed_micro_batches = record.redistributed
+    _phase(job, event, Phase.ENTERING)
+
+
+def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
+    job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
+    job.broken = max(job.broken, record.plan.generation - 1)
+    job.members = _identities(record.crews)
+    job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
+    job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
+    job.regroup = "" if record.whole else record.reason
+    _phase(job, event, Phase.ENTERING)
+
+
+def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None:
+    job.generation = max(job.generation, event.generation)
+    if job.phase is Phase.BREAKING:
+        job.broken = job.generation
+    elif job.members:
+        job.regroup = record.reason
+
+
+def parted(job: JobState, event: Event, record: records.Parted) -> None:
+    agent = job.agents.get(record.element)
+    job.parted[record.element] = agent.agent if agent else ""
+
+
+def rejoined(job: JobState, event: Event, record: records.Rejoined) -> None:
+    job.parted.pop(record.element, None)
+
+
+def reinstated(job: JobState, event: Event, record: records.Reinstated) -> None:
+    for slot in record.slots:
+        job.lost.pop(slot, None)
+        job.banished.pop(slot, None)
+
+
+def offer(job: JobState, event: Event, record: records.Offer) -> None:
+    job.offer = record.plan
+    job.generation = max(job.generation, record.plan.generation)
+    job.joining = _identities(record.crews)
+    _phase(job, event, Phase.OFFERING)
+
+
+def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn) -> None:
+    if job.offer is None or job.offer.generation != record.number:
+        return
+    for one in record.lost:
+        if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
+            job.banished[one.slot] = job.joining[one.slot]
+    for failure in job.failures:
+        if failure.member and failure.broken_at is None and not any(slot in job.members for slot in failure.slots):
+            failure.member = False  # nobody stopped for it
+    job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
+    job.offer, job.joining = None, {}
+    _phase(job, event, Phase.RUNNING)
+
+
+def last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
+    job.waits = record.reason
+
+
+def entered(job: JobState, event: Event, record: records.Entered) -> None:
+    if job.offer is not None:
+        inside = set(job.offer.members)
+        job.members = {slot: who for slot, who in {**job.members, **job.joining}.items() if slot in inside}
+        joined, job.joining, job.plan, job.offer = set(job.joining), {}, job.offer, None
+        _restored(job, event, joined)
+    elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
+        _restored(job, event, set(job.members))
+    job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
+    job.tries = 0
+    for failure in job.failures:
+        if failure.planned_at is not None and failure.resumed_at is None:
+            failure.resumed_at = event.time
+    _phase(job, event, Phase.RUNNING)
+
+
+def _restored(job: JobState, event: Event, came: set[int]) -> None:
+    """Failures all of whose slots are members again, some of them just now."""
+    for failure in job.failures:
+        slots = failure.slots
+        if failure.restored_at is None and slots and came & set(slots) and all(slot in job.members for slot in slots):
+            failure.restored_at = event.time
+
+
+def reform(job: JobState, event: Event, record: records.Reform) -> None:
+    job.plan = job.offer = None
+    job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
+    job.regroup = ""
+    _phase(job, event, Phase.FORMING)
+
+
+def step(job: JobState, event: Event, record: records.Step) -> None:
+    job.iteration, job.loss = record.iteration, record.loss
+    job.iterations_wanted = record.train_iterations or job.iterations_wanted
+    job.recent.append((record.nodes, record.seconds, record.flops))
+    rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]
+    if rates:
+        job.measured[record.nodes] = statistics.median(rates)
+    job.worked = job.members
+    for failure in job.failures:
+        if failure.resumed_at is not None and failure.stepped_at is None:
+            failure.stepped_at = event.time
+
+
+def steady(job: JobState, event: Event, record: records.Steady) -> None:
+    """Restart mode: the only progress that can be seen of a program that tells nothing."""
+    job.steady, job.restarts, job.worked = event.generation, 0, job.members
+
+
+def allotted(job: JobState, event: Event, record: records.Allotted) -> None:
+    job.allotted, job.leaving = list(record.elements), list(record.leaving)
+
+
+def job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
+    job.ended = Ending(record.code, record.reason, event.time, record.disowned)
+    job.offer, job.joining, job.condemned, job.fatal, job.regroup = None, {}, {}, None, ""
+    job.slots, job.banished, job.worked = {}, {}, {}
+    _phase(job, event, Phase.ENDED)
+
+
+def ledger_violation(job: JobState, event: Event, record: records.LedgerViolation) -> None:
+    job.ledger_violations += 1
+
+
+def set_aside(job: JobState, event: Event, record: records.JobSetAside) -> None:
+    job.set_aside = record.reason

@@ -1,0 +1,107 @@
+"""A plan on its way to thousands of agents: what all are told is encoded once, and each gets its own micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from unicron_ctl.protocol import ranges, wire
+
+
+class PlanCommon(msgspec.Struct, omit_defaults=True):
+    """What all agents are told of a plan; members and joiners as runs [first, last]. leaders: the agents of the first
+    members' elements, who act for the controller while it is away."""
+
+    generation: ranges.Count
+    members: ranges.Runs
+    store: ranges.NoName
+    prefix: ranges.Kind
+    boundary: bool = False
+    joiners: ranges.Runs = []
+    source: ranges.Slot | None = None
+    step: ranges.Count | None = None
+    iteration: ranges.Iteration | None = None
+    reason: ranges.Reason = ""
+    leaders: Annotated[list[wire.Peer], Meta(max_length=ranges.MOST_LEADERS)] = []
+
+
+def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """The slots, ascending, as runs (first, last): 16,384 members are one pair."""
+    found: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if found and found[-1][1] == slot - 1:
+            found[-1] = found[-1][0], slot
+        else:
+            found.append((slot, slot))
+    return found
+
+
+def expand(found: Sequence[tuple[int, int]]) -> list[int]:
+    """The slots of such runs. Raises :class:`wire.BadMessage` for runs that are none."""
+    backwards = any(last < first for first, last in found)
+    unordered = any(after[0] <= before[1] for before, after in pairwise(found))
+    if backwards or unordered or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
+        raise wire.BadMessage("the plan's members are no runs of slots")
+    return [slot for first, last in found for slot in range(first, last + 1)]
+
+
+def common(plan: wire.Plan, leaders: Sequence[wire.Peer] = ()) -> msgspec.Raw:
+    """The part of the plan that all agents get, encoded."""
+    part = PlanCommon(
+        plan.generation,
+        runs(plan.members),
+        plan.store,
+        plan.prefix,
+        plan.boundary,
+        runs(plan.joiners),
+        plan.source,
+        plan.step,
+        plan.iteration,
+        plan.reason,
+        list(leaders),
+    )
+    return msgspec.Raw(wire.encode(part))
+
+
+def share(
+    plan: wire.Plan, encoded: msgspec.Raw, slots: Iterable[int], peers: Sequence[wire.Peer] = ()
+) -> wire.PlanShare:
+    """What the agent with these slots is told; `encoded` is :func:`common` of the plan."""
+    own = {slot: plan.assignment[slot] for slot in slots if slot in plan.assignment}
+    return wire.PlanShare(common=encoded, assignment=own, peers=list(peers))
+
+
+def whole(part: wire.PlanShare) -> wire.Plan:
+    """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises
+    :class:`wire.BadMessage`."""
+    known = _known(part)
+    return wire.Plan(
+        generation=known.generation,
+        members=expand(known.members),
+        store=known.store,
+        prefix=known.prefix,
+        boundary=known.boundary,
+        joiners=expand(known.joiners),
+        source=known.source,
+        step=known.step,
+        iteration=known.iteration,
+        assignment=part.assignment,
+        reason=known.reason,
+    )
+
+
+def leaders(part: wire.PlanShare) -> list[wire.Peer]:
+    """Who acts for the controller while it is away, the first first. Raises :class:`wire.BadMessage`."""
+    return _known(part).leaders
+
+
+def _known(part: wire.PlanShare) -> PlanCommon:
+    try:
+        known: PlanCommon = wire.decoder(PlanCommon).decode(part.common)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise wire.BadMessage(str(error)) from None
+    return known
