@@ -177,6 +177,9 @@ class Intake:
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
         self._take(registration.join(job, message, key, confirmed))
+        if known is not None and known.agent != message.agent:
+            found = adoption.replaced(self._view, self._view.job(job), message.element, known)
+            self._take(Outcome(findings=list(found)))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
         if agent is None:

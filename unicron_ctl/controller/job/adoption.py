@@ -13,19 +13,21 @@ are not may be a majority that goes on by itself (`sense.elsewhere`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import sharing, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
+MISSED_SAID = 16  # elements of one generation that are said to be missed
 MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
 ASKED = 3  # agents that are asked at once what the plan was
 
@@ -109,7 +111,50 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
         return
     crews, missing = found
     reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
+    out.findings += _missed(view, job, chosen, plan)
     out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation)
+
+
+def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan) -> Iterator[Finding]:
+    """Processes that were left out, and whose agent nobody can be asked for any more: another one has its element, or
+    none has come. All others show their end themselves, or are asked for; unless another one comes first (`replaced`).
+    """
+    state = job.state
+    gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
+    named = {one.slot: one.agent for agreed in chosen for one in agreed.lost}
+    gone |= {slot: agent for slot, agent in named.items() if state.element(slot) < state.settings.max_nodes}
+    found: dict[int, list[int]] = {}
+    for slot, agent in sorted(gone.items()):
+        known = state.agents.get(state.element(slot))
+        if slot in plan.members or slot in state.lost or slot in state.condemned:
+            continue
+        if known is not None and known.agent == agent:
+            job.live.missed[slot] = agent, view.now
+        else:
+            found.setdefault(state.element(slot), []).append(slot)
+    for element, slots in list(found.items())[:MISSED_SAID]:
+        known = state.agents.get(element)
+        yield _miss(view, job, slots, known.node if known is not None else "")
+
+
+def replaced(view: View, job: JobView, element: int, before: AgentRecord | None) -> Iterator[Finding]:
+    """Another agent has come for the element: what nobody has told of the one before it, nobody will."""
+    missed, state = job.live.missed, job.state
+    slots = [slot for slot in missed if state.element(slot) == element]
+    agents = dict(missed.pop(slot) for slot in slots)
+    if before is None or before.gone or before.agent not in agents:
+        return
+    told = (f for f in state.failures if f.detected_at >= agents[before.agent] and not set(slots).isdisjoint(f.slots))
+    if not any(told):
+        yield _miss(view, job, slots, before.node)
+
+
+def _miss(view: View, job: JobView, slots: list[int], node: str) -> Finding:
+    evidence = f"the job's agents went on without slots {slots} while this controller was away"
+    element = job.state.element(slots[0])
+    return Finding(
+        What.MISSED, job.state.job, tuple(slots), view.now, Source.PEER, evidence, element, node, by="agreement"
+    )
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:

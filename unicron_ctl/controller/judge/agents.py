@@ -55,6 +55,16 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
+def missed(view: View, job: JobView, finding: Finding) -> Outcome:
+    """The others have gone on without it, and nobody can say any more how it ended: it is put on record."""
+    out, state = Outcome(), job.state
+    verdict = view.classifier.cause("exited_abnormally", finding.evidence)
+    decision = Decision(Severity.SEV2, RESTART, "what becomes of its element is Slurm's to say", verdict.cause)
+    reason = f"{decision.reason}: {finding.evidence}"
+    out.record(state, failure_of(job, "agent", list(finding.slots), finding, verdict, decision, reason=reason))
+    return out
+
+
 def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outcome) -> str:
     """Why its end is no failure; that it is gone is put on record."""
     state = job.state

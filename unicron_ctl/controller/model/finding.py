@@ -20,6 +20,7 @@ class What(enum.StrEnum):
     WANTED_END = "wanted end"  # ... and that was wanted
     NODE_LOST = "node lost"  # an agent was not heard of for a lease, and somebody else says that its node is gone
     AGENT_DIED = "agent died"  # ... and its node says that it is gone
+    MISSED = "missed"  # agents went on without a member while nobody was here to see why
     LEFT = "left"  # an agent says that it ends
     REPLACED = "replaced"  # a member's process or agent is another one by now
     BROKEN = "broken"  # a stopped rank names its own fault

@@ -156,6 +156,9 @@ class LiveJob:
     """The number of the Ping that all of them are to answer before that is looked at."""
     held: Plan | None = None
     """What such an agent says that its plan was."""
+    missed: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Slots that agents went on without while the controller was away: their agent, which is to tell why, and since
+    when that is waited for."""
     survey: Survey = field(default_factory=Survey)
     """Who of its agents reaches whom."""
     stopped: dict[int, float] = field(default_factory=dict)

@@ -318,6 +318,42 @@ def test_a_plan_that_the_agents_agreed_on_is_taken_over():
     world.check_replay()
 
 
+@pytest.mark.parametrize("how", ["its node died", "its agent died", "it was started again", "the log is lost"])
+def test_who_died_while_the_controller_was_away_is_on_record(how: str) -> None:
+    """Defect: where Slurm had started the element again meanwhile, nothing told that anybody had died."""
+    world = World(FakeSlurm(5))
+    world.slurm.submit("1", 4)
+    agents = world.start_job(nodes=4)
+    world.run(2.0)
+    away(world, agents)
+    agree(world, agents, lost=3)
+    world.run(5.0)
+    world.restart()
+    agents[3].cut, agents[3].killed = False, True
+    if how == "its node died":
+        world.dead_nodes.add("n4")
+    elif how != "its agent died":
+        if how == "the log is lost":
+            world.log.clear()
+            world.restart()
+        again = FakeAgent(world, "1", 3, "n4", nodes=4, name="again")
+        again.register()
+        again.ready()
+    back(world, agents[:3])
+    world.run(20.0)
+    (failure,) = world.job().failures
+    assert failure.slots == [3] and failure.element == 3
+    assert sorted(world.job().members)[:3] == [0, 1, 2]
+    assert not any(isinstance(message, wire.Break) for _, message in world.sent)
+    if how in ("it was started again", "the log is lost"):
+        assert "while this controller was away" in failure.reason and failure.node == "n4"
+        for agent in world.agents:
+            agent.take_offer()
+        world.run(1.0)
+        assert sorted(world.job().members) == [0, 1, 2, 3] and failure.restored_at is not None
+    world.check_replay()
+
+
 def test_a_restarted_and_an_emptied_controller_take_it_over():
     for records in (0, None):
         world = World()
