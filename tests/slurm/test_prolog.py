@@ -129,11 +129,12 @@ def test_prolog_does_not_wait_for_a_check_that_hangs(prolog: Hook) -> None:
 
 
 @pytest.fixture
-def epilog(tmp_path: Path) -> Hook:
-    hook = Hook(EPILOG, tmp_path)
-    hook.settings["UNICRON_CLEAN_DIRS"] = f"{tmp_path}/shm {tmp_path}/run relative"
+def epilog(tmp_path_factory: pytest.TempPathFactory) -> Hook:
+    folder = tmp_path_factory.mktemp("e")  # short: there are sockets in it
+    hook = Hook(EPILOG, folder)
+    hook.settings["UNICRON_CLEAN_DIRS"] = f"{folder}/shm {folder}/run relative"
     for name in ("shm", "run"):
-        (tmp_path / name).mkdir()
+        (folder / name).mkdir()
     return hook
 
 
