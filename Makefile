@@ -7,7 +7,7 @@ DEMO_ARGS ?=
 # Words after pytest, for example PYTEST_ARGS="tests/unit -x"
 PYTEST_ARGS ?= tests
 # How many tests at once: most of them wait for processes most of the time
-PYTEST_JOBS ?= 2
+PYTEST_JOBS ?= 3
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
