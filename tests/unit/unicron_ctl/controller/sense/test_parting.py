@@ -158,6 +158,25 @@ def test_of_two_halves_the_larger_goes_on():
     assert leave_out(set()) == set()
 
 
+def test_who_is_left_out_of_a_large_job_is_found_without_looking_at_all_for_each():
+    looks = 0
+
+    class Element(int):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return int.__hash__(self)
+
+        def __neg__(self) -> Element:
+            return Element(int.__neg__(self))
+
+    count = 1000
+    pairs = {(Element(low), Element(low + count)) for low in range(count)}
+    looks = 0
+    assert leave_out(pairs) == set(range(count, 2 * count))
+    assert looks < 50 * count
+
+
 @given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda pair: pair[0] != pair[1])))
 def test_those_who_are_left_reach_each_other(pairs):
     gone = leave_out(pairs)

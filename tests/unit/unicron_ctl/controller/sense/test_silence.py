@@ -271,6 +271,24 @@ def test_a_majority_that_says_itself_that_it_died_is_not_waited_for():
     assert {3, 4} <= set(world.job().members) and plans(world) == 2
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_agent_that_died_may_have_voted_for_those_who_are_silent(restarted: bool):
+    """Two of four are cut off, the third has accepted their plan and died: they have a majority."""
+    world = on_slurm(8, 4)
+    larger, voter = world.agents[:2], world.agents[2]
+    cut_off(world, larger)
+    voter.silent = voter.killed = True
+    if restarted:
+        world.restart()
+    world.run(20.0)
+    assert [(failure.node, failure.kind) for failure in world.job().failures] == [("n3", "agent")]
+    assert plans(world) == 1 and not [call for call in taken(world) if call[0] == "down"]
+    unheard(world, larger, "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
+    world.run(10.0)
+    assert plans(world) == 2 and 3 in world.job().members and not {0, 1} & world.job().members.keys()
+    world.check_replay()
+
+
 def test_a_node_that_answers_slurm_and_no_longer_runs_the_element_says_that_it_is_over():
     """Whoever has its port now: it was started again, and the number of a port is given to somebody else."""
     world = on_slurm(8, 3)
