@@ -37,6 +37,7 @@ class Listing:
         for element in self.elements:
             self.by_job.setdefault(element.job, {})[element.element] = element
         self._names: dict[str, Mapping[str, int]] = {}
+        self.grounds: dict[frozenset[str], Any] = {}  # what `plan.reach` has worked out, by the jobs that it is for
 
     def nodes_of(self, element: ElementInfo) -> Mapping[str, int]:
         """The names of the element's nodes, each with its place; read once for all who ask."""
