@@ -312,7 +312,7 @@ class Core:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
-        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
+        self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
