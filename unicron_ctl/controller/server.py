@@ -226,7 +226,11 @@ class Server:
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
+        """What has come, no longer than until the next tick: hearing many must not keep others waiting."""
+        until = self.now() + TICK_SECONDS
         for _ in range(MESSAGES_PER_TURN):
+            if self.now() >= until:
+                return
             try:
                 if self.key:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -366,7 +366,7 @@ class Reform(Record, frozen=True, tag="reform"):
 
 class Step(Record, frozen=True, tag="step"):
     """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
-    iteration."""
+    iteration. unreported: the first hundred micro-batches that nobody reported."""
 
     iteration: int
     loss: float | None
