@@ -7,6 +7,7 @@ halves the larger one goes on. No node is blamed, and those that were left out c
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 
 from unicron_ctl.controller.log import records
@@ -174,11 +175,21 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
         neighbours.setdefault(a, set()).add(b)
         neighbours.setdefault(b, set()).add(a)
     found: set[int] = set()
-    while any(neighbours.values()):
-        worst = max(neighbours, key=lambda element: (len(neighbours[element]), element))
+    order = [(-len(others), -element) for element, others in neighbours.items()]
+    heapq.heapify(order)
+    while order:
+        count, worst = (-number for number in heapq.heappop(order))
+        others = neighbours[worst]
+        if len(others) != count:  # some of its pairs have gone since it was put there
+            if others:
+                heapq.heappush(order, (-len(others), -worst))
+            continue
+        if not others:
+            break
         found.add(worst)
-        for other in neighbours.pop(worst):
+        for other in others:
             neighbours[other].discard(worst)
+        neighbours[worst] = set()
     return found
 
 
