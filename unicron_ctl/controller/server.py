@@ -47,6 +47,7 @@ from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
+from unicron_ctl.reach import door_at
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
@@ -257,6 +258,8 @@ class Server:
         except wire.BadMessage as error:
             self._bad(route, data, key or (route[0].hex() if route else ""), str(error))
             return
+        if isinstance(message, wire.Register):  # its door is where it is, whatever it says; without keys that is here
+            message.door = door_at(address or "127.0.0.1", message.door)
         if isinstance(message, wire.Ask):
             self._on_ask(route, message, key, address)
         elif isinstance(message, wire.Register) and self._munge:
