@@ -6,7 +6,7 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest, for example PYTEST_ARGS="tests/unit -x"
 PYTEST_ARGS ?= tests
-# How many tests at once: most of them wait for processes most of the time
+# How many tests at once: one on a Slurm, one that starts processes, and a unit test
 PYTEST_JOBS ?= 3
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=

@@ -17,17 +17,24 @@ TESTS = Path(__file__).resolve().parent
 TIERS = ("slurm", "process", "unit")
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's own has the test's name in it: with that of a worker before it, too long for the path of a socket."""
+    return tmp_path_factory.mktemp("t")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The groups that take longest come first."""
     items.sort(key=lambda item: TIERS.index(item.path.relative_to(TESTS).parts[0]))
 
 
 class Together(LoadScopeScheduling):
-    """For pytest-xdist: all that runs on a Slurm is one group, so one after the other; else each file is one."""
+    """For pytest-xdist: what runs on a Slurm is one group, and what starts processes another, each one after the other;
+    else a file is one."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])
-        return "slurm" if "slurm" in path.parts[:2] else str(path)
+        return next((tier for tier in TIERS[:2] if tier in path.parts[:2]), str(path))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:

@@ -129,12 +129,11 @@ def test_prolog_does_not_wait_for_a_check_that_hangs(prolog: Hook) -> None:
 
 
 @pytest.fixture
-def epilog(tmp_path_factory: pytest.TempPathFactory) -> Hook:
-    folder = tmp_path_factory.mktemp("e")  # short: there are sockets in it
-    hook = Hook(EPILOG, folder)
-    hook.settings["UNICRON_CLEAN_DIRS"] = f"{folder}/shm {folder}/run relative"
+def epilog(tmp_path: Path) -> Hook:
+    hook = Hook(EPILOG, tmp_path)
+    hook.settings["UNICRON_CLEAN_DIRS"] = f"{tmp_path}/shm {tmp_path}/run relative"
     for name in ("shm", "run"):
-        (folder / name).mkdir()
+        (tmp_path / name).mkdir()
     return hook
 
 

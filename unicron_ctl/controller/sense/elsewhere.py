@@ -99,7 +99,7 @@ def hears_nothing(view: View, node: str) -> bool:
 
 
 def _taken_down(view: View, info: NodeInfo) -> str:
-    """A person, or the power control, has the node down: not Slurm because it heard nothing, and not this controller."""
+    """A person, or the power control, has the node down: not Slurm because it heard nothing, nor this controller."""
     if "POWERED_DOWN" in info.states:
         return f"{info.name} is POWERED_DOWN"
     by_hand = "DOWN" in info.states and info.reason and not info.reason.lower().startswith(BY_ITSELF)

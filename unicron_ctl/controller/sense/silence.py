@@ -332,9 +332,9 @@ def _refused(sight: Sight, inquiry: Inquiry) -> list[Word]:
 
 
 def lives(view: View, inquiry: Inquiry, slurm: bool) -> list[Word]:
-    """The words by which the agent lives. The job's own agents and this controller are believed; a stranger is one voice
-    against all that reach nothing, Slurm included (`slurm`). After `state_wait_seconds` without a word of the agent, and
-    without an iteration that ended, none counts: its address may be somebody else's by now."""
+    """The words by which the agent lives. The job's own agents and this controller are believed; a stranger is one
+    voice against all that reach nothing, Slurm included (`slurm`). After `state_wait_seconds` without a word of the
+    agent, and without an iteration that ended, none counts: its address may be somebody else's by now."""
     if view.now - inquiry.since > view.config.state_wait_seconds:
         return []
     words = {**inquiry.before, **inquiry.words}
