@@ -23,8 +23,8 @@ BY_ITSELF = "not responding"  # how the reason begins that Slurm gives a node th
 
 def away(view: View, job: JobState) -> list[int]:
     """Elements of the present generation, or of the one on offer, that neither speak nor are shown dead."""
-    present = view.job(job).agents
-    inside = {job.element(slot): who.agent for slot, who in {**job.members, **job.joining}.items()}
+    present, per_node = view.job(job).agents, view.job(job).per_node
+    inside = {slot // per_node: who.agent for those in (job.members, job.joining) for slot, who in those.items()}
     found = []
     for element, name in inside.items():
         agent = present.get(element)
