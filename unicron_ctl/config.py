@@ -72,7 +72,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     slurm_timeout: Seconds = 10.0
     """For one command to Slurm."""
     probe_timeout: Seconds = 0.5
-    """For a silent agent, or its node's slurmd, to accept a connection of the controller."""
+    """For a silent agent, or its node's slurmd, to accept a connection of the controller. Beyond 1.5 it sets down no
+    node that only witnesses find silent."""
 
     # ---- generations
     forming_settle_seconds: Seconds = 5.0
