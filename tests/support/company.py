@@ -323,6 +323,7 @@ class Company:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self.cuts: set[frozenset[int]] = set()
+        self.lost: Callable[[int, int, Any], bool] = lambda source, target, message: False
         self.agreed: list[wire.Agreed] = []
         self.halts = 0
         self.complete: dict[int, set[str]] = {}  # generation -> prefixes whose members were all in it at once
@@ -359,6 +360,8 @@ class Company:
         return self.now - began
 
     def send(self, source: int, target: int, message: Any) -> None:
+        if self.lost(source, target, message):
+            return
         for _ in range(1 + (self.random.random() < self.twice)):
             if self.random.random() >= self.loss and frozenset((source, target)) not in self.cuts:
                 self.later(self.random.uniform(*self.delay), lambda: self._arrive(target, message))

@@ -171,8 +171,11 @@ class Agreement:
                 self._send(
                     term, to, peers.Promise(generation=number, element=me, ballot=message.ballot, accepted=taken), now
                 )
-            case peers.Propose() if taken is not None:
+            case peers.Propose() if taken is not None and _prefix(message.proposal) == _prefix(taken):
                 self._send(term, to, peers.Accept(generation=number, element=me, ballot=message.ballot), now)
+            case peers.Propose() if taken is not None:  # a lower ballot's: another plan has followed
+                ahead = max(term.voter.current, taken.ballot)
+                self._send(term, to, peers.Outvoted(generation=number, element=me, ballot=ahead), now)
             case peers.Prepare() | peers.Propose() | peers.Halt() if taken is None:
                 self._decline(term, message.ballot, now)
 
@@ -328,6 +331,11 @@ class Agreement:
             self.receive(message, now)
         elif (peer := term.peer(element)) is not None:
             self.sends.append((peer, message))
+
+
+def _prefix(proposal: peers.Proposal) -> str:
+    """By which a plan is known."""
+    return sharing.whole(proposal.share).prefix
 
 
 def _agreed(proposal: peers.Proposal, chosen: bool) -> wire.Agreed:

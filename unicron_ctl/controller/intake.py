@@ -228,10 +228,11 @@ class Intake:
             self._take(Outcome(findings=list(found)))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
+        record = job.agents[message.element]  # what it said when it was compared with Slurm counts
         if agent is None:
-            slots = list(message.slots)
-            agent = AgentView(message.job, message.element, message.agent, message.node, route, slots, now, key)
-            agent.last_registered, agent.door = now, message.door
+            slots = list(record.slots)
+            agent = AgentView(message.job, message.element, message.agent, record.node, route, slots, now, key)
+            agent.last_registered, agent.door = now, record.door
             live.add(agent)
             live.jobs[message.job].last_arrival = now
         agent.route, agent.expired = route, False
@@ -240,7 +241,7 @@ class Intake:
         live.heard(agent, now)
         mine = live.jobs[message.job]
         mine.touched.add(message.element)
-        mine.changed.update(message.slots)
+        mine.changed.update(record.slots)
         self._take(Outcome(sends=[Send(route, self._welcome(job))]))
 
     def _admin_says(self, message: wire.Register) -> wire.Refused | None:

@@ -69,7 +69,7 @@ def look(view: View, job: JobView) -> Outcome:
         _take_over(view, job, chosen, out)
     elif newest > job.state.generation:
         _recover(view, job, newest, out)
-    else:
+    elif not _may_have_begun(view, job, agreed, out):
         reason = f"number {highest}, which agents had begun to agree on, is not used"
         out.record(job.state, records.NumberUsed(reason=reason), highest)
     if out.records:
@@ -88,6 +88,21 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     for agent in missing:
         _once(view, agent, f"ping {live.asked}", wire.Ping(number=live.asked), out)
     return not missing
+
+
+def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
+    """None of those who were heard knows that it was chosen; but those who would, its members, are silent."""
+    for one in agreed:
+        if elsewhere.may_have_begun(view, job.state, one.plan, job.live.asked):
+            elements = job.state.elements(one.plan.members)
+            reason = (
+                f"generation {one.generation}, which agents had begun to agree on, may go on without this controller: "
+                f"of its elements {elements[:20]} none has been heard. Nothing is formed before that, or before Slurm "
+                f"shows that they ended"
+            )
+            _wait(job.state, one.plan.members, reason, out)
+            return True
+    return False
 
 
 def _late(view: View, job: JobView) -> bool:
@@ -221,10 +236,15 @@ def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outc
         f"elements {absent[:20]} of job {job.state.job} have not been heard, and may go on by themselves: nothing is "
         f"formed from the other {count - len(absent)} before they are heard, or Slurm shows that they ended"
     )
-    if job.state.waits != reason:
-        slots = [slot for element in absent for slot in range(element * job.per_node, (element + 1) * job.per_node)]
-        out.record(job.state, records.StateAwaited(slots=slots, reason=reason))
+    slots = [slot for element in absent for slot in range(element * job.per_node, (element + 1) * job.per_node)]
+    _wait(job.state, slots, reason, out)
     return True
+
+
+def _wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> None:
+    """Put on record, once."""
+    if job.waits != reason:
+        out.record(job, records.StateAwaited(slots=slots, reason=reason))
 
 
 def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:

@@ -575,7 +575,7 @@ class NodeLost(Record, frozen=True, tag="node_lost"):
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
-    """by_others: somebody else gave it back, who has looked at it."""
+    """by_others: not this controller gave it back, but a person, or Slurm itself."""
 
     node: str
     verified: bool = True

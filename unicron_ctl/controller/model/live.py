@@ -171,6 +171,8 @@ class LiveJob:
     """Until when it counts as known that a majority may go on by itself (`sense.elsewhere`)."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
+    ready_look_at: float = 0.0
+    """When those that wait to come in are looked through next."""
 
 
 @dataclass
@@ -294,7 +296,7 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.elsewhere_until = 0.0
+        live.elsewhere_until = live.ready_look_at = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

@@ -29,7 +29,8 @@ def too_many(
 ) -> str:
     """Why the node must not be taken out of service now, and what to do; empty when it may be. Pure.
 
-    isolated: those that were, and that nobody else has given back. state: what it would be, in Slurm's words.
+    isolated: those that were, also where somebody has given them back: that may be Slurm itself (ReturnToService=2).
+    state: what it would be, in Slurm's words.
     """
     window = config.isolation_window_seconds
     recent = [name for name, item in isolated.items() if now - item.at < window and name != node]

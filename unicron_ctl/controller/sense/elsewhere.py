@@ -1,16 +1,17 @@
 """Whether a job may be going on without this controller, and what shows that it does not.
 
 Agents that cannot reach the controller go on once they are a strict majority of their generation
-(docs/design/agreement.md). So as long as a majority is silent, and not shown dead, the rest must not go on here: a
-network that is cut in two lets both halves believe that the other one is dead. That Slurm gets no answer from many
+(docs/design/agreement.md). So as long as the silent may have a majority's votes, the rest must not go on here: a
+network that is cut in two lets both halves believe that the other one is dead. The dead may have voted before. That Slurm gets no answer from many
 nodes at once says the same as our own silence; what counts is the word of a node that does answer, or of a person.
 """
 
 from __future__ import annotations
 
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.protocol.wire import Plan
 from unicron_ctl.slurm.client import NodeInfo
 
 HERE = frozenset(
@@ -23,25 +24,21 @@ BY_ITSELF = "not responding"  # how the reason begins that Slurm gives a node th
 
 def away(view: View, job: JobState) -> list[int]:
     """Elements of the present generation, or of the one on offer, that neither speak nor are shown dead."""
-    present = view.job(job).agents
-    inside = {job.element(slot): who.agent for slot, who in {**job.members, **job.joining}.items()}
     found = []
-    for element, name in inside.items():
-        agent = present.get(element)
-        speaks = agent is not None and agent.agent == name and agent.alive and not agent.left
-        if not speaks or (job.job, element) in view.inquiries.open:
-            if not _dead(view, job, element, name):
-                found.append(element)
+    for element, name in _voters(job).items():
+        if _heard(view, job, element, name) is None and not _dead(view, job, element, name):
+            found.append(element)
     return sorted(found)
 
 
 def may_go_on(view: View, job: JobState, missing: list[int] | None = None) -> bool:
-    """Those that are away are no strict majority, so they do not go on by themselves. missing: what `away` says."""
+    """Those that are away have no strict majority, so they do not go on by themselves. missing: what `away` says."""
     gone = set(away(view, job) if missing is None else missing)
     if not gone:
         return True
+    votes = {element for element, name in _voters(job).items() if not _with_us(view, job, element, name)}
     offered = job.offer.members if job.offer is not None else []
-    return all(2 * len(gone & group) <= len(group) for group in map(set, map(job.elements, (job.members, offered))))
+    return all(2 * len(votes & group) <= len(group) for group in map(set, map(job.elements, (job.members, offered))))
 
 
 def goes_on(view: View, job: JobState, missing: list[int] | None = None) -> bool:
@@ -59,6 +56,47 @@ def waits(view: View, job: JobView) -> bool:
     found = goes_on(view, job.state)
     job.live.elsewhere_until = view.now + PACE * len(job.state.members) if found else 0.0
     return found
+
+
+def _voters(job: JobState) -> dict[int, str]:
+    """The agents by element, as `away` means them."""
+    return {job.element(slot): who.agent for slot, who in {**job.members, **job.joining}.items()}
+
+
+def _heard(view: View, job: JobState, element: int, name: str) -> AgentView | None:
+    """The agent, while it speaks."""
+    agent = view.job(job).agents.get(element)
+    speaks = agent is not None and agent.agent == name and agent.alive and not agent.left
+    return agent if speaks and (job.job, element) not in view.inquiries.open else None
+
+
+def _with_us(view: View, job: JobState, element: int, name: str) -> bool:
+    """The silent ones do not have its vote. Those of the dead they may have: nobody knows when they died."""
+    agent = _heard(view, job, element, name)
+    if agent is None:
+        return False
+    agreed, plan = agent.agreed, job.plan
+    return agreed is None or plan is None or agreed.since < plan.generation or not may_have_begun(view, job, agreed.plan)
+
+
+def may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
+    """The members of a plan of the agents' may all be in it: no member of whom it is not known that it is has been
+    heard, and not all are shown dead. ping: the number of the Ping that it has to have answered."""
+    names, alive = _voters(job), False
+    for element in dict.fromkeys(map(job.element, plan.members)):
+        agent = view.job(job).agents.get(element)
+        name = names.get(element, agent.agent if agent is not None else "")
+        here = _heard(view, job, element, name)
+        if here is not None and here.pinged >= ping and any(_stands(job, slot) for slot in here.slots):
+            return False
+        alive = alive or not _dead(view, job, element, name)
+    return alive
+
+
+def _stands(job: JobState, slot: int) -> bool:
+    """It is to go on: so it enters what this controller plans, or nobody does."""
+    out = slot in job.lost or slot in job.condemned or job.element(slot) in job.parted
+    return slot in job.members and not out
 
 
 def _dead(view: View, job: JobState, element: int, agent: str) -> bool:

@@ -7,7 +7,9 @@ halves the larger one goes on. No node is blamed, and those that were left out c
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
+from operator import neg
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -174,11 +176,16 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
         neighbours.setdefault(a, set()).add(b)
         neighbours.setdefault(b, set()).add(a)
     found: set[int] = set()
-    while any(neighbours.values()):
-        worst = max(neighbours, key=lambda element: (len(neighbours[element]), element))
+    heap = [(-len(others), -element) for element, others in neighbours.items()]
+    heapq.heapify(heap)
+    while heap:
+        count, worst = map(neg, heapq.heappop(heap))
+        if not count or worst in found or len(neighbours[worst]) != count:
+            continue  # with fewer pairs it is in the heap once more
         found.add(worst)
-        for other in neighbours.pop(worst):
+        for other in neighbours[worst]:
             neighbours[other].discard(worst)
+            heapq.heappush(heap, (-len(neighbours[other]), -other))
     return found
 
 

@@ -146,6 +146,32 @@ def test_two_leaders_that_do_not_reach_each_other_both_follow_what_was_chosen():
     assert company.head.plan.prefix == company.agreed[0].plan.prefix
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [({0, 2}, {1, 3}), ({0, 5, 6, 7}, {1, 2, 3, 8})], ids=["5 agents", "9 agents"]
+)
+def test_a_voter_that_follows_one_plan_does_not_accept_an_older_one(one, other):
+    """Both halves need the vote of the agent between them. The proposal of the first is lost on its way to it."""
+    company = Company(len(one | other) + 1)
+    company.head.leave("killed")
+    company.members[4].die()
+    reached = one
+
+    def lost(source, target, message) -> bool:
+        ends = {source, target} - {4}
+        if ends & one and ends & other or not ends <= reached:
+            return True
+        return reached is one and target == 4 and isinstance(message, peers.Propose)
+
+    company.lost = lost
+    company.run(3.0)
+    assert not company.agreed, "it waits for the vote"
+    reached = other
+    company.until(trains(company, *other), limit=8)
+    reached = one | other
+    company.run(6.0)
+    assert company.going() == [other] and len({agreed.plan.prefix for agreed in company.agreed}) == 1
+
+
 def goes_on(company: Company) -> None:
     """All is well again: whoever is left trains, under one plan, and that stays so."""
     company.loss, company.delay = 0.0, (0.001, 0.02)

@@ -417,3 +417,55 @@ def test_the_agents_choice_counts_against_a_plan_of_the_controller_with_its_numb
     agree(world, agents, lost=3)
     world.run(3.0)
     assert world.job().plan.prefix == "1.g2.0.1" and world.job().phase in ("running", "offering")
+
+
+@pytest.mark.parametrize(("count", "ends"), [(4, "heard"), (5, "heard"), (4, "dead"), (5, "dead")])
+def test_a_number_is_not_used_up_while_the_members_of_its_plan_are_silent(count: int, ends: str):
+    """One agent has accepted a plan of two that are cut off: they may know that it was chosen, and be in it."""
+    world = World(FakeSlurm(8))
+    world.slurm.submit("1", count)
+    agents = world.start_job(nodes=count)
+    world.run(2.0)
+    train(world, agents, range(2))
+    far, voter = agents[:2], agents[2]
+    for agent in far:
+        agent.silent = agent.cut = True
+        others = {other.node for other in agents[2:]}
+        world.cuts |= {frozenset((agent.node, other)) for other in {"", *others}}
+    plan = wire.Plan(generation=2, members=[0, 1], store="n1:9000", prefix="1.g2.0.1", iteration=2, reason="agreed")
+    voter.agreed = wire.Agreed(
+        generation=2, since=1, plan=plan, lost=[], reason="agreed", by=far[0].agent, chosen=False
+    )
+    voter.die(2)
+    world.restart()
+    world.run(40.0)
+    assert world.kinds().count("state_awaited") == 1 and "number_used" not in world.kinds()
+    assert world.kinds().count("plan") == 1 and not world.job().failures
+    assert not any(call[0] in ("down", "drain") for call in world.slurm.calls)
+    if ends == "heard":
+        world.cuts.clear()
+        back(world, far)
+    else:
+        for agent in far:
+            world.slurm.node_states[agent.node] = {"DOWN", "NOT_RESPONDING"}
+            world.slurm.reasons[agent.node] = "rack 3 has burnt"
+    world.run(10.0)
+    assert "number_used" in world.kinds() and world.job().plan.generation == 3
+    assert world.job().members.keys() >= set(range(3, count)) and (ends == "heard") == (0 in world.job().members)
+    world.check_replay()
+
+
+def test_a_number_is_used_up_once_one_member_of_its_plan_is_heard_and_not_in_it():
+    """The leader's node was lost before it could tell anybody that its plan was chosen."""
+    world = World(FakeSlurm(6))
+    world.slurm.submit("1", 4)
+    agents = world.start_job(nodes=4)
+    world.run(2.0)
+    train(world, agents, range(2))
+    away(world, agents)
+    agree(world, agents, lost=3, chosen=(False, False, False, False))
+    world.dead_nodes.add(agents[0].node)
+    back(world, agents[1:])
+    world.run(10.0)
+    assert "number_used" in world.kinds() and sorted(world.job().members)[:2] == [1, 2]
+    world.check_replay()
