@@ -1,5 +1,5 @@
-"""A real unicrond and messages made from the schema, with the ends of every range and beyond: it lives, a job that
-trains notices nothing, and the next start reads the log."""
+"""A real unicrond and messages made from the schema, with the ends of every range and beyond, of strangers and of the
+agents of a job that trains: it lives, another job notices nothing, and the next start reads the log."""
 
 from __future__ import annotations
 
@@ -27,10 +27,18 @@ KNOWN = {
     "agent": st.sampled_from(["a", "b"]),
     "what": st.sampled_from("status jobs nodes events explain scenario inject health ping".split()),
 }
+OWN = KNOWN | {  # what the agents of job 8 say: it is their own, and they were taken in
+    "job": st.just("8"),
+    "element": st.sampled_from([0, 0, 1, 1, 2]),
+    "slot": st.sampled_from([0, 0, 1, 1, 2]),
+    "agent": st.sampled_from(["agent0", "agent1", "b"]),
+}
 KINDS = inspect.type_info(wire.ToController)
 HINTS = inspect.type_info(datagrams.Hint)
 MESSAGES = hostile.messages(wire.ToController, KNOWN)
 BEYOND = st.one_of([hostile.beyond(kind, KNOWN) for kind in KINDS.types]).map(lambda pair: pair[1])
+OF_ITS_OWN = hostile.messages(wire.ToController, OWN)
+SAID = st.tuples(st.integers(0, 1), MESSAGES | BEYOND) | st.tuples(st.integers(2, 3), OF_ITS_OWN)
 DATAGRAMS = hostile.beyond(HINTS, {}).map(lambda pair: pair[1]) | hostile.messages(datagrams.Hint, {})
 
 
@@ -43,20 +51,24 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 def test_hostile_values_of_every_field_of_every_message(controller: Controller) -> None:
     agents = [ScriptedAgent(controller.address, element) for element in range(2)]
+    hostile_ones = [ScriptedAgent(controller.address, element, job="8", node=f"m{element}") for element in range(2)]
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
     context, udp = zmq.Context(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    peers = [context.socket(zmq.DEALER) for _ in range(2)]
-    for peer in peers:
+    strangers = [context.socket(zmq.DEALER) for _ in range(2)]
+    for peer in strangers:
         peer.setsockopt(zmq.LINGER, 0)
         peer.connect(controller.address)
+    peers = [*strangers, *(agent.socket for agent in hostile_ones)]
     try:
-        form(agents)
+        form(hostile_ones)
+        controller.wait(lambda: controller.job("8")["state"] == "running", "the hostile job trains")
+        form(agents, *hostile_ones)
         controller.wait(lambda: controller.job("7")["state"] == "running", "the job trains")
         before = controller.job("7")
 
         @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
         @given(
-            st.lists(st.tuples(st.integers(0, 1), MESSAGES | BEYOND), min_size=5, max_size=20),
+            st.lists(SAID, min_size=5, max_size=20),
             st.lists(DATAGRAMS, max_size=3),
         )
         def attack(said: list[tuple[int, bytes]], hints: list[bytes]) -> None:
@@ -69,6 +81,8 @@ def test_hostile_values_of_every_field_of_every_message(controller: Controller) 
                     peer.recv()
             for agent in agents:
                 agent.turn()
+            for agent in hostile_ones:
+                agent.status()
             assert controller.alive, controller.log[-3000:]
 
         attack()
@@ -89,7 +103,7 @@ def test_hostile_values_of_every_field_of_every_message(controller: Controller) 
         # Elements that do not fit together are let go by decision; with a place in the code it would be a crash.
         assert not [event for event in controller.events("job_set_aside") if event.get("where")]
     finally:
-        for one in (*agents, udp, *peers):
+        for one in (*agents, *hostile_ones, udp, *strangers):
             one.close()
         context.term()
 

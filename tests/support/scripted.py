@@ -146,15 +146,15 @@ class ScriptedAgent:
             self.status()
 
 
-def form(agents: list[ScriptedAgent]) -> None:
-    """The agents' job trains in generation 1."""
+def form(agents: list[ScriptedAgent], *others: ScriptedAgent) -> None:
+    """The agents' job trains in generation 1; the heartbeats of the others go on meanwhile."""
     for agent in agents:
         agent.register()
-        agent.expect(wire.Welcome, *agents)
+        agent.expect(wire.Welcome, *agents, *others)
     for agent in agents:
         agent.status(state="waiting")
     for agent in agents:
-        plan = agent.expect(wire.Plan, *agents)
+        plan = agent.expect(wire.Plan, *agents, *others)
         assert plan.members == [agent.element for agent in agents] and plan.generation == 1
     for agent in agents:
         agent.status(state="running", generation=1)

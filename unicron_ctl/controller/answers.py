@@ -405,6 +405,8 @@ def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
     except injection.NotInjected as error:
         raise Unanswerable(str(error)) from None
     core.take(outcome)
+    if not dry_run:
+        core.desk(state).injected.add(done["slot"])
     return done
 
 

@@ -44,6 +44,7 @@ from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
+from unicron_ctl.controller.throttle import OF_A_JOB, Written
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
@@ -97,7 +98,8 @@ class Core:
         self.clocks = overdue.Clocks()
         self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
         self.observer = Observer()
-        self.intake = Intake(self.view, self.desk, self.talk, self.take)
+        self.written = Written()
+        self.intake = Intake(self.view, self.desk, self.talk, self.take, self.written)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
         self._findings: deque[Finding] = deque()
@@ -141,6 +143,8 @@ class Core:
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
         fold(self.state, event)
         self.events.append(event)
+        if (known := self.state.jobs.get(job)) is not None and not isinstance(record, records.Step):
+            self.written.charge(job, record, len(known.agents), self.view.now)
         if isinstance(record, PHASE_RECORDS):
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
@@ -257,6 +261,18 @@ class Core:
         self.append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
         self.view.job(known).live.changed.clear()
 
+    def _bound(self, name: str) -> None:
+        """A job whose agents cause records without end is left alone: they would fill the disk of all."""
+        known = self.state.jobs.get(name)
+        if known is None or known.over or self.written.allows(name, self.now):
+            return
+        reason = (
+            f"what its agents say has made more records than {OF_A_JOB[1]:g} for each of {max(1, len(known.agents))} "
+            "elements: the controller leaves the job alone; its ranks train on"
+        )
+        self.append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
+        self.view.job(known).live.changed.clear()
+
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Something broke that belongs to no job; the same is said again after a while only."""
         key = f"{what[:50]} {type(error).__name__}"
@@ -281,6 +297,7 @@ class Core:
             self.intake.receive(route, message, key, asker)
         except Exception as error:
             self._set_aside(name, repr(message), error)
+        self._bound(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 
@@ -302,6 +319,7 @@ class Core:
             job = self.state.jobs.get(name)
             if job is not None and name not in self.turns.later:
                 self._contained(name, f"its state ({job.phase})", self.turns.advance, job)
+                self._bound(name)
 
     @property
     def pending(self) -> bool:

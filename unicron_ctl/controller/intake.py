@@ -17,7 +17,7 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
-from unicron_ctl.controller.throttle import Throttle
+from unicron_ctl.controller.throttle import Throttle, Written
 from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -40,8 +40,10 @@ class Intake:
         desk: Callable[[JobState], JobDesk],
         talk: judge_nodes.Talk,
         take: Callable[[Outcome], bool],
+        written: Written,
     ) -> None:
         self._view, self._desk, self._talk, self._take = view, desk, talk, take
+        self._written = written
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
         self._refusals = Throttle(*REFUSALS)
@@ -116,6 +118,10 @@ class Intake:
     def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
         """Slurm is asked first, but for an agent that has been taken in before."""
         job = self._view.state.jobs.get(message.job)
+        if job is not None and not self._written.allows(message.job, self._view.now):
+            reason = f"job {message.job} has made too many records: it has to wait"
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            return
         known = job.agents.get(message.element) if job is not None and not job.over else None
         if not self._view.slurm.used or (known is not None and known.agent == message.agent):
             self._admit(route, message, key, asker, None, known is None or known.confirmed)
@@ -305,7 +311,7 @@ class Intake:
         if changed or was_expired:
             view.live.changed.update(changed)
             view.notice_agent(agent)
-            if agent.fresh:
+            if agent.fresh and not job.over:
                 self._take(registration.ready_ranks(job, agent, changed))
         elif job.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say
@@ -341,11 +347,17 @@ class Intake:
             self._take(self._desk(job).take_steps(self._view.job(job), message, self._view.now, whole))
 
     def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
-        out = Outcome()
-        if isinstance(message, wire.Timing):
-            if not job.over:
-                self._take(self._desk(job).take_timing(job, message))
+        """What was asked for goes into the log, once; what was not does not."""
+        if job.over:
             return
+        out, desk = Outcome(), self._desk(job)
+        if isinstance(message, wire.Timing):
+            self._take(desk.take_timing(job, message))
+            return
+        asked = desk.watch.due if isinstance(message, wire.StackTrace) else desk.injected
+        if message.slot not in asked:
+            return
+        asked.discard(message.slot)
         if isinstance(message, wire.StackTrace):
             how = f"{message.how}, state {message.state}"
             said = how if message.text else f"no stack trace; process state {message.state or 'unknown'}"
@@ -359,8 +371,7 @@ class Intake:
                 reason=f"slot {message.slot}: {said[:300]}",
             )
             out.record(job, record)
-            if not job.over:
-                self._desk(job).watch.asked.discard(message.slot)
+            desk.watch.asked.discard(message.slot)
         else:
             told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
             refused = records.InjectRefused(slot=message.slot, fault=message.fault, reason=told)

@@ -18,8 +18,10 @@ from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.sense.iterations import IterationWatch
 from unicron_ctl.controller.sense.peers import JobPeers
 from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.controller.throttle import Throttle
 from unicron_ctl.protocol import wire
 
+VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
 
 
@@ -45,6 +47,9 @@ class JobDesk:
     look_at: float = 0.0
     state_awaited: int = -1
     """The generation of which it was said that its state is awaited."""
+    injected: set[int] = field(default_factory=set)
+    """Slots that a fault was sent to and whose agent has not refused it."""
+    violations: Throttle = field(default_factory=lambda: Throttle(*VIOLATIONS))
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
     counted: tuple[dict[int, Identity], int] = field(default_factory=lambda: ({}, 0))
@@ -107,7 +112,7 @@ class JobDesk:
             recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
             for record in self.times.finished(state, account, recovery, now):
                 out.record(state, record, account.generation)
-            if account.problems:
+            if account.problems and self.violations.allows("", now):
                 out.record(state, _violation(account), account.generation)
         return out
 
@@ -129,6 +134,8 @@ class JobDesk:
     def take_timing(self, job: JobState, message: wire.Timing) -> Outcome:
         """How long a recovery took in one rank; of many ranks, the first few are kept."""
         out = Outcome()
+        if not 0 <= job.generation - message.generation <= 1:
+            return out
         seen = self.timings.get(message.generation, 0)
         self.timings[message.generation] = seen + 1
         if seen < TIMINGS_KEPT:

@@ -152,6 +152,8 @@ class IterationWatch:
     suspects: list[Suspect] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     """Slots whose stacks are awaited, until `act_at`."""
+    due: set[int] = field(default_factory=set)
+    """Slots whose stacks were asked for and have not come: no others are recorded."""
     act_at: float = 0.0
 
     def shift(self, seconds: float) -> None:
@@ -305,7 +307,7 @@ def _suspect(
         )
     waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
     watch.asked = _ask_stacks(job, slots, out)
-    _ask_stacks(job, [] if waiting is None else [waiting], out)
+    watch.due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)
     watch.act_at = view.now + view.config.stacks_seconds
 
 

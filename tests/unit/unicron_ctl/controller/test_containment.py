@@ -263,10 +263,10 @@ def test_a_job_that_cannot_be_planned_for_does_not_keep_the_others_waiting(monke
         agent.ready()
     real = core_module.inputs
 
-    def fails(view: Any, jobs: list[Any]) -> Any:
+    def fails(view: Any, jobs: list[Any], *among: Any) -> Any:
         if any(job.job == "1" for job in jobs):
             raise ZeroDivisionError(BROKEN)
-        return real(view, jobs)
+        return real(view, jobs, *among)
 
     monkeypatch.setattr(core_module, "inputs", fails)
     world.run(3.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support import hostile
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller import throttle
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.fold import replay
@@ -86,3 +87,62 @@ def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):
     read = list(store.replay())
     assert len(read) == len(world.log) and repr(replay(read)) == repr(world.core.state)
     store.close()
+
+
+def two_jobs() -> tuple[World, list[FakeAgent]]:
+    """The agents of the own job, beside one that trains."""
+    world = World(FakeSlurm(5))
+    found = {}
+    for job, first in ((OWN, 1), (VICTIM, 3)):
+        world.slurm.submit(job, 2)
+        found[job] = [FakeAgent(world, job, e, f"n{e + first}", nodes=2) for e in range(2)]
+        for agent in found[job]:
+            agent.register()
+        world.run(0.3)
+        for agent in found[job]:
+            agent.ready()
+    world.run(3.0)
+    assert all(world.job(job).phase == "running" for job in (OWN, VICTIM))
+    return world, found[OWN]
+
+
+def test_what_nobody_asked_for_leaves_no_record():
+    world, (agent, _) = two_jobs()
+    before = len(world.log)
+    for number in range(50):
+        trace = wire.StackTrace(job=OWN, slot=0, incarnation=0, how="py-spy", state="R", text="x" * 16000)
+        world.to_core(agent, trace)
+        world.to_core(agent, wire.InjectRefused(job=OWN, slot=0, fault="rank-kill", reason="none"))
+        world.to_core(agent, wire.Timing(job=OWN, slot=0, generation=number + 5, seconds={"stop": 1.0}))
+    assert len(world.log) == before and not world.core.desks[OWN].timings
+
+
+def test_violations_without_number_leave_some_records():
+    world, agents = two_jobs()
+    for iteration in range(400):
+        for agent in agents:
+            agent.step(agent.element, iteration, [0, 0, 1, 2, 3, 4, 5, 6, 7])
+    kept = [event for event in world.log if isinstance(event.record, records.LedgerViolation)]
+    assert world.job(OWN).iteration > 300 and 0 < len(kept) <= 100 and not world.job(OWN).set_aside
+
+
+def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(monkeypatch):
+    """New agents of one's own element: each is a record, and so is what follows from it."""
+    monkeypatch.setattr(throttle, "OF_A_JOB", (0.1, 100.0))
+    world, _ = two_jobs()
+
+    def come(first: int, count: int) -> int:
+        before = len([event for event in world.log if event.job == OWN])
+        for number in range(first, first + count):
+            agent = FakeAgent(world, OWN, 0, "n1", nodes=2, name=f"again{number}")
+            agent.obedient = False
+            agent.register()
+            world.run(0.05, heartbeats=False)
+        return len([event for event in world.log if event.job == OWN]) - before
+
+    come(0, 300)
+    mine, other = world.job(OWN), world.job(VICTIM)
+    assert "made more records" in mine.set_aside and "2 elements" in mine.set_aside
+    assert come(300, 100) <= 5
+    assert not other.set_aside and other.phase == "running" and not other.failures
+    world.check_replay()
