@@ -177,6 +177,10 @@ class History:
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, list[Fault]] = field(default_factory=dict)
     recent: deque[Fault] = field(default_factory=lambda: deque(maxlen=1000))
+    # What is done with a job follows from its own faults only: no user's processes move another's job. So both again,
+    # by job; those of all jobs are for what admins are shown.
+    node_of_job: dict[str, dict[str, deque[Fault]]] = field(default_factory=dict)
+    recent_of_job: dict[str, deque[Fault]] = field(default_factory=dict)
 
     def state(self, job: str, slot: int, now: float) -> State:
         """The slot's state, probation that has run out taken into account."""
@@ -203,10 +207,13 @@ class History:
         self.by_slot.setdefault(key, deque(maxlen=64)).append(fault)
         if fault.node:
             self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
+            own = self.node_of_job.setdefault(fault.job, {})
+            own.setdefault(fault.node, deque(maxlen=64)).append(fault)
         faults = self.since_progress.setdefault(fault.job, [])
         faults.append(fault)
         del faults[:-4096]
         self.recent.append(fault)
+        self.recent_of_job.setdefault(fault.job, deque(maxlen=1000)).append(fault)
 
     def recovered(self, job: str, slot: int, now: float) -> State:
         """The slot took part in a finished iteration after its action."""
@@ -220,8 +227,9 @@ class History:
         self.since_progress.pop(job, None)
 
     def forget_job(self, job: str) -> None:
-        """The job is over. What its faults said about nodes stays."""
-        self.since_progress.pop(job, None)
+        """The job is over. What its faults said about nodes stays, for admins to see."""
+        for of_job in (self.since_progress, self.node_of_job, self.recent_of_job):
+            of_job.pop(job, None)
         for slot in self.of_job.pop(job, ()):
             for memory in (self.by_slot, self.states, self.last):
                 memory.pop((job, slot), None)
@@ -229,6 +237,8 @@ class History:
     def readmitted(self, node: str) -> None:
         """The node was repaired and has passed its admission test: its past no longer counts."""
         self.by_node.pop(node, None)
+        for nodes in self.node_of_job.values():
+            nodes.pop(node, None)
 
     def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
         """How often the cause was seen on the slot within the window."""
@@ -236,18 +246,24 @@ class History:
         return sum(1 for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window)
 
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
-        """How many separate moments of own faults the node had within the flap window, a new one included. Faults of
-        applications, and network faults that something else explains, do not count."""
-        own = [fault for fault in self.by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
+        """How many separate moments of own faults the node had within the flap window: of all jobs, or, with a new
+        one, of this fault's job. Faults of applications, and network faults that something else explains, do not
+        count."""
+        known = self.node_of_job.get(new.job, {}) if new else self.by_node
+        own = [fault for fault in known.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
-        times = [fault.time for fault in own if fault.scope in BLAMING and not self.elsewhere(fault)]
+        near = self.recent_of_job.get(new.job, ()) if new else self.recent
+        times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, near)]
         return moments(times, self.policy.moment)
 
     def elsewhere(self, fault: Fault) -> str:
-        """Why a network fault is not the matter of the node that saw it; empty when it may be."""
+        """Why a network fault is not the matter of the node that saw it, by its job's faults; empty when it may be."""
+        return self._elsewhere(fault, self.recent_of_job.get(fault.job, ()))
+
+    def _elsewhere(self, fault: Fault, recent: Iterable[Fault]) -> str:
         if fault.scope != "network":
             return ""
-        near = [other for other in self.recent if abs(other.time - fault.time) <= self.policy.shared_seconds]
+        near = [other for other in recent if abs(other.time - fault.time) <= self.policy.shared_seconds]
         for other in near:
             if other.job == fault.job and other.slot != fault.slot and other.scope != "network":
                 return f"slot {other.slot} on {other.node} failed with {other.cause}, and this is what its peers see"

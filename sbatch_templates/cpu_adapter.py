@@ -48,6 +48,7 @@ def install() -> bool:
         return False
     if not hasattr(torch, _MARK):
         _check_release()
+        _skip_fuser(torch)
         _patch_device(torch)
         _patch_factories(torch)
         _patch_tensor(torch)
@@ -66,6 +67,19 @@ def _check_release() -> None:
             f"the CPU adapter was written for megatron-core {WRITTEN_FOR}, not {found}; "
             f"pip install megatron-core=={WRITTEN_FOR}, or train on a GPU, where the adapter is not used"
         )
+
+
+def _skip_fuser(torch: Any) -> None:
+    # Megatron compiles its small functions for the GPU's sake. On a CPU nothing comes of it, but what torch.compile
+    # imports for it is a third of a rank's start.
+    def as_it_is(function: Callable | None = None, **_: Any) -> Callable:
+        return function if function is not None else as_it_is
+
+    compiler, torch.compile = torch.compile, as_it_is
+    try:
+        import megatron.core.jit  # noqa: F401
+    finally:
+        torch.compile = compiler
 
 
 def _patch_device(torch: Any) -> None:

@@ -114,7 +114,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     isolate_seconds: Seconds = 300.0
     """For an element to have left its node and to run elsewhere; then it is asked for again."""
     max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 4
-    """Nodes that are taken out of service within the window without an admin, dead ones included."""
+    """Nodes that are taken out of service within the window, dead ones and those that are back included."""
     max_isolated_share: Share = 0.1
     """The same as a share of the cluster; the larger of the two counts."""
     max_isolated_job_share: Share = 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import ipaddress
 import selectors
 import socket
 import time
@@ -94,12 +95,27 @@ def _word(code: int) -> Reach:
     return Reach.SILENT if code in NO_ANSWER else Reach.UNKNOWN
 
 
+def is_address(host: str) -> bool:
+    """It is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def door_at(host: str, door: str) -> str:
+    """The door "host:port" at another host; empty when it has none."""
+    port = door.rpartition(":")[2]
+    return f"{host}:{port}" if port else ""
+
+
 class Door:
     """A port at which whoever asks can see that this process's node lives and the process, too: the kernel answers
     for a process that is stopped for a while. Raises OSError when there is no port."""
 
     def __init__(self, host: str = "") -> None:
-        self._socket = socket.create_server((host, 0), backlog=QUEUE)
+        self._socket = _listen(host)
         self._socket.setblocking(False)
 
     @property
@@ -123,3 +139,11 @@ class Door:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _listen(host: str) -> socket.socket:
+    """At all addresses of both families, if none is named: Slurm may give the node's in either."""
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # no address of that family
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=QUEUE, dualstack_ipv6=True)
+    return socket.create_server((host, 0), backlog=QUEUE)

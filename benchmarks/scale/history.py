@@ -18,6 +18,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.server import SNAPSHOT_SECONDS, freeze, read_state
 from unicron_ctl.protocol.wire import Plan
 
@@ -54,11 +55,11 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
     that thinning leaves, and for each of :func:`failures` what the controller records from its detection until all are
     members again. A snapshot is kept as the controller keeps it, so the last minutes are not in one.
 
-    Returns how many events were written; None when the log holds no job.
+    Returns how many events were written; None when the log holds no job that runs with all its ranks.
     """
     store = Store(state_dir / "events.sqlite")
     try:
-        month = _Month(store)
+        month = _Month(store, agents, ranks)
         if month.job is None:
             return None
         began, story = month.state.last_event, list(failures(agents, ranks))
@@ -76,9 +77,10 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
 class _Month:
     """The log of one job while time passes."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, agents: int, ranks: int) -> None:
         self.store, self.state = store, read_state(store)
-        self.job = next((job for job in self.state.jobs.values() if not job.over), None)
+        jobs = (job for job in self.state.jobs.values() if job.phase is Phase.RUNNING and not job.over)
+        self.job = next((job for job in jobs if len(job.members) == agents * ranks), None)
         self.start = time.time() - DAYS * DAY
 
     def fail(self, failure: Failure, ranks: int) -> None:

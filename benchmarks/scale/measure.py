@@ -21,7 +21,7 @@ from benchmarks.scale.zmtp import Connection
 from unicron_ctl.protocol.wire import BadMessage
 
 FORM_SECONDS = 120.0  # limits of the waits
-BREAK_SECONDS, PLAN_SECONDS, REJOIN_SECONDS = 20.0, 30.0, 60.0
+BREAK_SECONDS, PLAN_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.0, 30.0, 60.0, 60.0
 CALM_SECONDS = 3.0  # between two measurements
 IDLE_SECONDS = 4.0
 MASS_SHARE = 0.05  # of the nodes
@@ -161,6 +161,12 @@ def _form(simulation: Simulation, figures: dict[str, Any]) -> None:
     simulation.start()
     simulation.until(simulation.complete, FORM_SECONDS, "all ranks train for the first time")
     figures["form_seconds"] = time.monotonic() - began
+    _calm(simulation)
+
+
+def _calm(simulation: Simulation) -> None:
+    """All train, and the controller has heard it."""
+    simulation.until(simulation.settled, SETTLE_SECONDS, "the controller has heard that every rank trains")
     simulation.run(CALM_SECONDS)
 
 
@@ -241,7 +247,7 @@ def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str
     reports_began, reports_ended = breaking.sent_back
     simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again")
     rejoined = time.time()
-    simulation.run(CALM_SECONDS)
+    _calm(simulation)
     return {
         "break_ms": 1e3 * (breaking.last - died),
         "report_ms": 1e3 * (reports_ended - reports_began),
@@ -254,5 +260,7 @@ def _restart(agents: int, options: Options, controller: Controller, figures: dic
     """A start on the log of this run and a month of events."""
     figures["stop_seconds"] = controller.stop()
     figures["events_added"] = fill_month(controller.state, agents, options.ranks)
+    if figures["events_added"] is None:
+        raise Failed("there is no month to start on: the log holds no job that runs with all its ranks")
     figures["start_seconds"] = controller.start()
     controller.stop()

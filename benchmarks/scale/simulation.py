@@ -30,6 +30,7 @@ REGISTER_RATE = 1000.0  # agents a second that come to the controller at the sta
 REGISTER_AGAIN = 3.0  # seconds without a Welcome
 LATE_REPORT = 3.0  # seconds after which those that got the Break report without the others
 PROBE_PERIOD = 0.02  # between two questions whose answers are timed
+ASK_PERIOD = 0.5  # between two questions after the job's state
 
 
 class Failed(Exception):
@@ -126,6 +127,7 @@ class Simulation:
         self.lost: set[int] = set()  # elements that the controller took for lost although nothing happened to them
         self.probing = False
         self._asked: deque[float] = deque()
+        self._next_look, self._said = now, ""  # when the controller is asked for the job's state; its last answer
         self.counts = Counts()
 
     def close(self) -> None:
@@ -252,6 +254,18 @@ class Simulation:
             for rank in agent.ranks.values()
         )
 
+    def settled(self) -> bool:
+        """Every rank trains, and the controller has heard it: to it the job runs with all of them."""
+        if not self.complete():
+            self._said = ""
+            return False
+        now = time.time()
+        if now >= self._next_look:
+            self._next_look = now + ASK_PERIOD
+            self._asked.append(now)
+            self._send(len(self.agents), wire.encode(wire.Ask(what="jobs")))
+        return self._said == "running"
+
     def fail(self, victims: dict[int, list[int]]) -> float:
         """Ranks die: element -> slots. Returns when the first report of it was sent."""
         now = time.time()
@@ -299,9 +313,14 @@ class Simulation:
                 self._on_message(self.agents[index], data, connection.arrived)
 
     def _on_answers(self, messages: list[bytes]) -> None:
-        for _ in messages:
-            if self._asked:
-                self.counts.round_trips.append(self._probe.arrived - self._asked.popleft())
+        for data in messages:
+            asked = self._asked.popleft()
+            answer = wire.decode(data, wire.Answer)
+            if isinstance(answer.data, list):  # of jobs; of a ping it is something else
+                inside = [job["state"] for job in answer.data if len(job["members"]) == self.total]
+                self._said = inside[0] if inside else ""
+            else:
+                self.counts.round_trips.append(self._probe.arrived - asked)
 
     def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
         message = wire.decode(data, wire.ToAgent)

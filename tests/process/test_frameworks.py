@@ -50,15 +50,18 @@ class Run:
         self.out.mkdir()
         command = [sys.executable, str(HERE / f"{framework}_train.py"), str(self.out), str(NODES), str(STEPS)]
         self.job = Job(folder, address, number, NODES, command, **STEP, UNICRON_MIN_NODES=str(NODES))
+        self._killed = False
 
     def last(self, rank: int) -> dict[str, Any]:
         """The rank's last step."""
         return (json_lines(self.out / f"steps.{rank}") or [{"step": 0}])[-1]
 
-    def kill_rank(self) -> None:
-        """SIGKILL to the second one."""
-        wait_for(lambda: min(map(self.last_step, range(NODES))) > 10, lambda: f"they train\n{self.job.logs}")
-        os.kill(self.last(1)["pid"], signal.SIGKILL)
+    def killed(self) -> bool:
+        """SIGKILL to the second one, once they train; True when that has been done."""
+        if not self._killed and min(map(self.last_step, range(NODES))) > 10:
+            os.kill(self.last(1)["pid"], signal.SIGKILL)
+            self._killed = True
+        return self._killed
 
     def last_step(self, rank: int) -> int:
         return self.last(rank)["step"]
@@ -73,8 +76,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
     try:
         for number, framework in enumerate(FRAMEWORKS, 70):
             started[framework] = Run(folder, controller.address, framework, str(number))
-        for run in started.values():
-            run.kill_rank()
+        all_killed = lambda: all([run.killed() for run in started.values()])  # noqa: E731
+        wait_for(all_killed, "they train", now=lambda: [run.job.logs for run in started.values()])
         yield started
     finally:
         for run in started.values():

@@ -308,7 +308,8 @@ class LinksCluster:
         """The template's own job with its own script and data, as a user submits it; `words` are the script's."""
         folder = self._folder()
         given = {"UNICRON_CONTROLLER": self.controller.address, "UNICRON_TEMPLATES": str(TEMPLATES), **settings}
-        wanted = ["--data-path", str(self._dataset()), *MODEL_OPTIONS, "--train-iterations", "5000", *words]
+        paced = ["--micro-batch-seconds", "0.1"]  # the cores are for those that start
+        wanted = ["--data-path", str(self._dataset()), *MODEL_OPTIONS, *paced, "--train-iterations", "5000", *words]
         template = [str(TEMPLATES / "gpt_elastic.sbatch"), *wanted]
         return GptJob(self, self._sbatch(folder, elements, [*options, *template], given), folder)
 

@@ -1,8 +1,8 @@
 """`unicronctl config check`: what unicron.toml lets the controller do in each partition of the real cluster.
 
-JSON (`--json`): file, problems (in one line each), slurm (why it could not be asked, else ""), partitions (partition,
-nodes, state, mode, actions, max_weight, accounts, qos, spare_nodes; nodes and state are null for one that Slurm does
-not have).
+JSON (`--json`): file, problems and warnings (in one line each), slurm (why it could not be asked, else ""), partitions
+(partition, nodes, state, mode, actions, max_weight, accounts, qos, spare_nodes; nodes and state are null for one that
+Slurm does not have).
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from unicron_ctl.errors import WRONG_USE
 from unicron_ctl.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron_ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
 
+BY_ITSELF = 2
+RETURNS = (
+    "slurm.conf: ReturnToService=2 gives a node that was set down back when its slurmd registers, without the checks "
+    "of [controller] admission: set it to 1"
+)
+
 
 @click.group("config")
 def command() -> None:
@@ -30,10 +36,13 @@ def command() -> None:
 def check(path: str | None, as_json: bool) -> int:
     """Print every problem, and what is allowed in each partition that Slurm has."""
     config, problems = examine(path, os.environ)
-    error, listed = "", []
+    error, listed, warnings = "", [], list(config.ignored)
     try:
         if config.controller.slurm != "none":
-            listed = CommandLineClient(timeout=config.controller.slurm_timeout).partitions()
+            client = CommandLineClient(timeout=config.controller.slurm_timeout)
+            listed = client.partitions()
+            if client.return_to_service() == BY_ITSELF:
+                warnings.append(RETURNS)
     except SlurmError as failed:
         error = str(failed)
     found = allowed(config, listed)
@@ -45,14 +54,15 @@ def check(path: str | None, as_json: bool) -> int:
             if name != DEFAULT and name not in known
         ]
     if as_json:
-        click.echo(json.dumps({"file": config.path, "problems": problems, "slurm": error, "partitions": found}))
+        told = {"file": config.path, "problems": problems, "warnings": warnings, "slurm": error, "partitions": found}
+        click.echo(json.dumps(told))
         return WRONG_USE if problems else 0
     click.echo(f"{config.path or 'no file: the defaults'}")
     for line in lines(found):
         click.echo(line)
     if error:
         click.echo(f"Slurm's partitions are not known: {error}", err=True)
-    for problem in (*config.ignored, *problems):
+    for problem in (*warnings, *problems):
         click.echo(problem, err=True)
     return WRONG_USE if problems else 0
 

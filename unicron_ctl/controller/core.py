@@ -41,7 +41,7 @@ from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import admission
 from unicron_ctl.controller.observe import Observer
-from unicron_ctl.controller.plan.inputs import inputs, replan
+from unicron_ctl.controller.plan.inputs import around, inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.turn import Turns
@@ -312,7 +312,7 @@ class Core:
         """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
-        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
+        self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
         self._contained("", "what nodes said", self._settle_node_events)
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
@@ -428,8 +428,10 @@ class Core:
 
     def _plan(self, listing: Listing) -> None:
         self.take(reconcile.before_planning(self.view, self.slurm, listing))
-        for job in reconcile.managed(self.view):  # one that cannot be planned for must not keep the others waiting
-            self._contained(job.job, "its part in the plan", inputs, self.view, [job])
+        managed = reconcile.managed(self.view)
+        there = around(self.view, listing, managed)
+        for job in managed:  # one that cannot be planned for must not keep the others waiting
+            self._contained(job.job, "its part in the plan", inputs, self.view, [job], there)
         jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
         planned = [job for job in jobs if permission.acts(self.view, job)]
         if planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from unicron_ctl.controller.job import adoption, confirmation, registration
@@ -25,6 +26,7 @@ PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing 
 HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
 HINTS = 0.5, 10.0  # early looks at Slurm a second, and at once, that all hints together lead to: anybody can send one
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
+REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
 
@@ -41,6 +43,8 @@ class Intake:
     ) -> None:
         self._view, self._desk, self._talk, self._take = view, desk, talk, take
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
+        self._of_user: Counter[int | None] = Counter()  # of those that wait
+        self._refusals = Throttle(*REFUSALS)
         self._refused: set[tuple[str, str]] = set()
         self._hints = Throttle(*HINTS)
 
@@ -118,16 +122,51 @@ class Intake:
             return
         name = message.job, message.element, message.agent
         first = self._waiting.get(name)
-        if first is None and len(self._waiting) >= WAITING_KEPT:
+        if first is None and not self._room(asker):
+            reason = f"too many agents of {asker} wait for Slurm's word: job {message.job} has to wait"
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
             return
         since = first.since if first is not None else self._view.now
+        if first is not None:
+            self._count(first, -1)
         self._waiting[name] = Waiting(route, message, key, asker, since)
+        self._count(self._waiting[name], 1)
         self._take(Outcome(hurry=True))
         self._compare(name)
 
+    def _room(self, asker: Asker) -> bool:
+        """Whether another agent of this user may wait. When too many do, one goes of the user who has the most: it
+        will register again."""
+        if len(self._waiting) < WAITING_KEPT:
+            return True
+        uid, most = self._of_user.most_common(1)[0]
+        if self._of_user[asker.uid] + 1 >= most:
+            return False
+        self._forget(next(name for name, waiting in reversed(self._waiting.items()) if waiting.asker.uid == uid))
+        return True
+
+    def _forget(self, name: tuple[str, int, str]) -> None:
+        """It waits no longer."""
+        self._count(self._waiting.pop(name), -1)
+
+    def _count(self, waiting: Waiting, by: int) -> None:
+        uid = waiting.asker.uid
+        self._of_user[uid] += by
+        if not self._of_user[uid]:
+            del self._of_user[uid]
+
     def confirm(self) -> None:
-        """Compares those that wait with what Slurm shows by now. Called after a listing and at each tick."""
+        """Compares those that wait with what a fresh listing shows."""
         for name in list(self._waiting):
+            self._compare(name)
+
+    def overdue(self) -> None:
+        """Those that have waited long enough are answered without Slurm's word; they are in the order in which they
+        came."""
+        while self._waiting:
+            name, first = next(iter(self._waiting.items()))
+            if self._view.now - first.since < confirmation.CONFIRM_SECONDS:
+                return
             self._compare(name)
 
     def _compare(self, name: tuple[str, int, str]) -> None:
@@ -136,7 +175,7 @@ class Intake:
         route, message, key, asker = waiting.route, waiting.message, waiting.key, waiting.asker
         if found is None and self._view.now - waiting.since < confirmation.CONFIRM_SECONDS:
             return
-        del self._waiting[name]
+        self._forget(name)
         if isinstance(found, wire.Refused):
             self._take(self._refusal(waiting, found))
         else:
@@ -146,7 +185,8 @@ class Intake:
         """A final refusal is on record, the same one once."""
         out = Outcome(sends=[Send(waiting.route, refused)])
         peer = f"{waiting.message.job} {waiting.message.element}"
-        if refused.final and (peer, refused.reason) not in self._refused:
+        news = refused.final and (peer, refused.reason) not in self._refused
+        if news and self._refusals.allows("", self._view.now):
             if len(self._refused) >= WAITING_KEPT:
                 self._refused.clear()
             self._refused.add((peer, refused.reason))
@@ -182,10 +222,11 @@ class Intake:
             self._take(Outcome(findings=list(found)))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
+        record = job.agents[message.element]  # what it said when it was compared with Slurm counts
         if agent is None:
-            slots = list(message.slots)
-            agent = AgentView(message.job, message.element, message.agent, message.node, route, slots, now, key)
-            agent.last_registered, agent.door = now, message.door
+            slots = list(record.slots)
+            agent = AgentView(message.job, message.element, message.agent, record.node, route, slots, now, key)
+            agent.last_registered, agent.door = now, record.door
             live.add(agent)
             live.jobs[message.job].last_arrival = now
         agent.route, agent.expired = route, False
@@ -194,7 +235,7 @@ class Intake:
         live.heard(agent, now)
         mine = live.jobs[message.job]
         mine.touched.add(message.element)
-        mine.changed.update(message.slots)
+        mine.changed.update(record.slots)
         self._take(Outcome(sends=[Send(route, self._welcome(job))]))
 
     def _admin_says(self, message: wire.Register) -> wire.Refused | None:

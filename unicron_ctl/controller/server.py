@@ -47,6 +47,7 @@ from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
+from unicron_ctl.reach import door_at
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
@@ -61,7 +62,7 @@ MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # connections that wait to be accepted at once
 UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
 UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
-UNREAD = 1000  # messages of one peer that were not looked at yet; then TCP holds it back
+UNREAD = 100  # messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back
 MAX_SOCKETS = 16384
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
@@ -226,7 +227,11 @@ class Server:
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
+        """What has come, no longer than until the next tick: hearing many must not keep others waiting."""
+        until = self.now() + TICK_SECONDS
         for _ in range(MESSAGES_PER_TURN):
+            if self.now() >= until:
+                return
             try:
                 if self.key:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -253,6 +258,8 @@ class Server:
         except wire.BadMessage as error:
             self._bad(route, data, key or (route[0].hex() if route else ""), str(error))
             return
+        if isinstance(message, wire.Register):  # its door is where it is, whatever it says; without keys that is here
+            message.door = door_at(address or "127.0.0.1", message.door)
         if isinstance(message, wire.Ask):
             self._on_ask(route, message, key, address)
         elif isinstance(message, wire.Register) and self._munge:

@@ -77,7 +77,7 @@ class Turns:
         """A Break, or a plan, is on its way before anything else is worked out."""
         self.later.add(job.job)
         if job.phase is Phase.BREAKING:
-            letter = Letter(job)
+            letter = self._letter(view)
             for agent in view.alive():
                 self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
         else:
@@ -173,7 +173,7 @@ class Turns:
         view = self._view.job(job)
         if job.over:
             self._begin_phase(job, view)
-        letter, now = Letter(job), self._view.now
+        letter, now = self._letter(view), self._view.now
         rest: list[tuple[AgentView, str, wire.Message]] = []
         for element in sorted(view.live.touched):
             agent = view.agents.get(element)
@@ -194,6 +194,16 @@ class Turns:
         view.live.touched.clear()
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))
+
+    def _letter(self, view: JobView) -> Letter:
+        """Kept as long as it says what is to be said."""
+        job, arrivals = view.state, view.live.last_arrival
+        if job.over:
+            return Letter(job)
+        desk = self._desk(job)
+        if desk.letter is None or not desk.letter.holds(job, arrivals):
+            desk.letter = Letter(job, arrivals)
+        return desk.letter
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:

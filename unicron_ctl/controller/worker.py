@@ -27,7 +27,7 @@ from unicron_ctl.slurm.client import SlurmClient, SlurmError, SlurmTimeout
 Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
-WORKERS, VERIFIERS = 8, 4
+WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
 PRIVATE_SECONDS = 60.0  # between two looks at Slurm's PrivateData
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"

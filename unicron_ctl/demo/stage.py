@@ -41,7 +41,7 @@ MODEL_OPTIONS = (
     "12",
 )
 # Of the jobs, not of their references: ranks that always computed would leave no core to the ranks that start.
-MICRO_BATCH_SECONDS = 0.15
+MICRO_BATCH_SECONDS = 0.25
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
@@ -196,7 +196,7 @@ class Stage:
         return self.ids[job.name]
 
     def start_reference(self, job: DemoJob) -> None:
-        """The same script, data and seed in one undisturbed process outside Slurm, at the lowest priority."""
+        """The same script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
         work = self.folder / f"{job.name}-reference"
         work.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
@@ -204,9 +204,9 @@ class Stage:
         with (work / "log").open("wb") as log:
             self._references[job.name] = subprocess.Popen(
                 [
-                    "nice",
+                    "nice",  # than the jobs, and not so much that they never end beside other work
                     "-n",
-                    "19",
+                    "5",
                     sys.executable,
                     str(TEMPLATES / "train_gpt.py"),
                     *self._options,

@@ -95,8 +95,19 @@ class CommandLineClient:
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
-        found = re.search(r"^PrivateData\s*=\s*(\S*)\s*$", self._run(["scontrol", "show", "config"]), re.MULTILINE)
-        return frozenset(found[1].lower().split(",")) - {"none", ""} if found else frozenset()
+        return frozenset(self._setting("PrivateData").lower().split(",")) - {"none", ""}
+
+    def return_to_service(self) -> int:
+        """Slurm's ReturnToService: 2 if a node that was set down comes back as soon as its slurmd registers
+        (slurm.conf(5))."""
+        found = self._setting("ReturnToService")
+        return int(found) if found.isdigit() else 0
+
+    def _setting(self, name: str) -> str:
+        """Of slurm.conf, as slurmctld has it; empty when it does not say."""
+        said = self._run(["scontrol", "show", "config"])
+        found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", said, re.MULTILINE)
+        return found[1] if found else ""
 
     def _texts(self) -> dict[listing.Key, dict[str, str]]:
         """Raises SlurmError when squeue prints other columns than it was asked for."""

@@ -8,8 +8,10 @@ import pytest
 import zmq
 
 from benchmarks.scale.agents import Agent, Layout
-from benchmarks.scale.history import DAY, DAYS, failures
+from benchmarks.scale.history import DAY, DAYS, failures, fill_month
 from benchmarks.scale.zmtp import Connection, Lost
+from tests.support.world import World
+from unicron_ctl.controller.log.store import Store
 from unicron_ctl.protocol import sharing, wire
 
 LIMIT = 5.0
@@ -120,3 +122,22 @@ def test_a_month_of_failures_is_in_order_and_repeatable():
     assert [f.at for f in drawn] == sorted(f.at for f in drawn) and drawn[-1].at < DAYS * DAY
     assert all(f.slot // 8 == f.element for f in drawn)
     assert len(drawn) == pytest.approx(2048 * DAYS * 24 / 1000, rel=0.1)
+
+
+def test_a_month_is_written_only_for_a_job_that_runs_with_all_its_ranks(tmp_path):
+    world = World()
+    agents = world.start_job(nodes=8, ranks=2)
+
+    def filled(folder):
+        folder.mkdir()
+        store = Store(folder / "events.sqlite")
+        store.append(world.log)
+        store.close()
+        return fill_month(folder, 8, 2)
+
+    assert filled(tmp_path / "running") > 0
+    agents[3].die(6)
+    agents[3].ready()
+    world.run(3.0)
+    assert world.job().phase == "offering"
+    assert filled(tmp_path / "offering") is None

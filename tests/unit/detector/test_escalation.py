@@ -231,14 +231,32 @@ def test_many_nodes_with_network_faults_at_once_acquit_each():
         run.now += 300.0
 
 
-def test_a_flapping_node_is_suspected_whatever_job_sees_it():
+def test_a_flapping_node_is_left_by_the_job_that_sees_it():
     run = Run()
-    assert run.fault("link_flapping", job="1", node="n1", after=3600.0).action == "reattempt"
-    assert run.fault("link_flapping", job="2", node="n1", after=3600.0).action == "reattempt"
-    decision = run.fault("link_flapping", job="3", node="n1", after=3600.0)
+    assert run.fault("link_flapping", slot=0, after=3600.0).action == "reattempt"
+    assert run.fault("link_flapping", slot=1, after=3600.0).action == "reattempt"
+    decision = run.fault("link_flapping", slot=2, after=3600.0)
     assert decision.action == "isolate" and "flaps" in decision.reason
     run.history.readmitted("n1")
-    assert run.fault("link_flapping", job="4", node="n1", after=3600.0).action == "reattempt"
+    assert run.fault("link_flapping", slot=3, after=3600.0).action == "reattempt"
+
+
+def test_what_other_jobs_say_of_a_node_moves_no_job_and_admins_see_it():
+    """Defect: three times the same printed line of one user took the node from the next user's job."""
+    run = Run()
+    for _ in range(3):
+        run.fault("link_flapping", job="bob", node="n1", after=1000.0)
+        run.iteration(job="bob")
+    decision = run.fault("connection_reset", job="ann", node="n1", after=1000.0)
+    assert (decision.action, decision.event) == ("reattempt", Event.FAULT3)
+    assert run.history.node_moments("n1", run.now) >= 3
+
+
+def test_other_jobs_do_not_explain_a_jobs_fault():
+    run = Run()
+    for node in ("n2", "n3", "n4"):
+        run.fault("connection_reset", job="bob", node=node, after=1.0)
+    assert run.fault("connection_reset", job="ann", node="n1", after=1.0).event is Event.FAULT3
 
 
 def test_forgetting_a_job_keeps_what_is_known_of_nodes():
@@ -246,6 +264,7 @@ def test_forgetting_a_job_keeps_what_is_known_of_nodes():
     run.fault("link_flapping", job="1", node="n1")
     run.history.forget_job("1")
     assert run.history.states == {} and len(run.history.by_node["n1"]) == 1
+    assert not run.history.node_of_job and not run.history.recent_of_job
 
 
 def test_moments_are_groups_in_time():

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from unicron_ctl import reach as module
-from unicron_ctl.reach import Door, Reach, reach
+from unicron_ctl.reach import Door, Reach, door_at, reach
 
 
 @pytest.fixture
@@ -28,6 +28,20 @@ def test_a_door_answers_is_silent_and_answers_again(door: Door) -> None:
     assert reach(address, 0.3) is Reach.SILENT
     door.open()
     assert reach(address, 5.0) is Reach.REACHED
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_door_answers_at_addresses_of_both_families(door: Door) -> None:
+    assert reach(f"::1:{door.port}", 5.0) is Reach.REACHED
+    assert reach(f"127.0.0.1:{door.port}", 5.0) is Reach.REACHED
+
+
+@pytest.mark.parametrize(
+    ("host", "door", "there"),
+    [("10.0.0.1", "n1:7", "10.0.0.1:7"), ("fd00::1", "[fd00::2]:7", "fd00::1:7"), ("10.0.0.1", "", "")],
+)
+def test_a_door_keeps_its_port_wherever_it_is(host: str, door: str, there: str) -> None:
+    assert door_at(host, door) == there
 
 
 def test_a_port_without_a_listener_refuses(door: Door) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.job.ledger import JobLedger
 from unicron_ctl.controller.job.modes import Told
+from unicron_ctl.controller.job.orders import Letter
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.account import Account
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
@@ -35,6 +36,8 @@ class JobDesk:
     watch: IterationWatch = field(default_factory=IterationWatch)
     peers: JobPeers = field(default_factory=JobPeers)
     told: Told = field(default_factory=Told)
+    letter: Letter | None = None
+    """What all agents were told last."""
     disturbed_until: int = -1
     unheard_until: int = -1
     outsiders: set[int] = field(default_factory=set)

@@ -16,6 +16,9 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
+FEW = 64  # elements that are looked through at each turn; many are now and then
+PACE = 5e-5  # seconds per element more between two such looks
+
 
 def next_event(view: View, job: JobView) -> Happening | None:
     """The next event, the most far-reaching first; None while there is nothing to do."""
@@ -71,6 +74,8 @@ def _strayed(view: View, job: JobView) -> Happening | None:
 def _ready(view: View, job: JobView) -> Happening | None:
     """Enough ranks wait: all that can be expected, or the least that is allowed and nobody came for a while."""
     config, state = view.config, job.state
+    if not _look_now(view, job, len(job.agents)):
+        return None
     whole = waiting_elements(view, job)
     if not whole or not job.has_store():
         return None
@@ -90,6 +95,14 @@ def _ready(view: View, job: JobView) -> Happening | None:
         said = f"{len(whole)} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, slots)
     return None
+
+
+def _look_now(view: View, job: JobView, count: int) -> bool:
+    """Whether it is time to look through so many elements."""
+    if view.now < job.live.ready_look_at:
+        return False
+    job.live.ready_look_at = view.now + PACE * max(0, count - FEW)
+    return True
 
 
 def _hopeless(view: View, job: JobView) -> Happening | None:
@@ -141,6 +154,8 @@ def _change(view: View, job: JobView) -> Happening | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
     if not job.live.ready and not state.leaving:
+        return None
+    if not state.leaving and not _look_now(view, job, len(job.live.ready)):
         return None
     mode = mode_of(state)
     joiners: list[int] = []

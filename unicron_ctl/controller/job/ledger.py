@@ -1,13 +1,16 @@
 """The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their steps.
 
-A report costs as much as it has micro-batches, whatever the job's size: counts are kept per iteration, not recounted.
+A report costs as much as it has micro-batches, whatever the job's size and whatever it calls the iteration's: counts
+are kept per iteration, of those that were reported, and not recounted.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 from unicron_ctl.controller.model.account import Account
 from unicron_ctl.protocol.wire import RankStep, Steps
@@ -15,6 +18,7 @@ from unicron_ctl.protocol.wire import RankStep, Steps
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
 PROBLEMS_KEPT = 1000
+NAMED = 100  # of the micro-batches that nobody reported
 
 
 @dataclass
@@ -26,14 +30,10 @@ class OpenIteration:
     loss: float = 0.0
     reporters: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
-    summed: bytearray = field(default_factory=bytearray)
-    computed: bytearray = field(default_factory=bytearray)
+    summed: Counter[int] = field(default_factory=Counter)
+    computed: Counter[int] = field(default_factory=Counter)
     in_gradients: int = 0
     times_computed: int = 0
-    strangers: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.summed, self.computed = bytearray(self.total), bytearray(self.total)
 
     def add(self, rank: RankStep, generation: int) -> None:
         if rank.slot in self.reporters:
@@ -43,33 +43,24 @@ class OpenIteration:
         self.reporters.add(rank.slot)
         self.seconds.append(rank.seconds)
         self.generation = max(self.generation, generation)
-        self._count(rank.micro_batches, self.summed)
+        self.summed.update(rank.micro_batches)
         self.in_gradients += len(rank.micro_batches)
         computed = rank.micro_batches if rank.computed is None else rank.computed
-        self._count(computed, self.computed)
+        self.computed.update(computed)
         self.times_computed += len(computed)
-
-    def _count(self, indices: Collection[int], counts: bytearray) -> None:
-        for index in indices:
-            if 0 <= index < self.total:
-                counts[index] = min(255, counts[index] + 1)
-            else:
-                self.strangers.add(index)
 
     def account(self, iteration: int, unsure: bool) -> Account:
         """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way."""
-        missing = [index for index, count in enumerate(self.summed) if not count]
-        problems = [
-            f"micro-batch {index} is in {count} gradients" for index, count in enumerate(self.summed) if count > 1
-        ]
+        missing = list(islice((index for index in range(self.total) if index not in self.summed), NAMED))
+        problems = [f"micro-batch {index} is in {count} gradients" for index, count in self._doubled(self.summed)]
         problems += [
             f"micro-batch {index} was computed {count} times by ranks that lived on"
-            for index, count in enumerate(self.computed)
-            if count > 1
+            for index, count in self._doubled(self.computed)
         ]
-        problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
+        strangers = {index for index in (*self.summed, *self.computed) if not 0 <= index < self.total}
+        problems += [f"micro-batch {index} does not exist" for index in sorted(strangers)]
         if missing and not unsure:
-            problems.append(f"micro-batches {missing[:100]} are in nobody's gradient")
+            problems.append(f"micro-batches {missing} are in nobody's gradient")
         return Account(
             iteration=iteration,
             generation=self.generation,
@@ -81,6 +72,9 @@ class OpenIteration:
             unreported=missing if unsure else [],
             problems=problems[:PROBLEMS_KEPT],
         )
+
+    def _doubled(self, counts: Counter[int]) -> list[tuple[int, int]]:
+        return sorted((index, count) for index, count in counts.items() if count > 1 and 0 <= index < self.total)
 
 
 @dataclass

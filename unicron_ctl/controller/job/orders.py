@@ -18,20 +18,26 @@ BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
 
 
 class Letter:
-    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan."""
+    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
 
-    def __init__(self, job: JobState, plan: wire.Plan | None = None) -> None:
-        """plan: another one than the job's phase is about."""
-        self.plan = plan or {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
-        self._job = job
-        leaders = leading(self.plan, partial(reached, job), self._per_node) if self.plan is not None else []
-        self.leaders = frozenset(peer.element for peer in leaders)
-        self.common = sharing.common(self.plan, leaders) if self.plan is not None else msgspec.Raw(b"")
+    arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
+    than the job's phase is about.
+    """
+
+    def __init__(self, job: JobState, arrivals: float = 0.0, plan: wire.Plan | None = None) -> None:
+        self.plan = plan or _plan(job)
+        self._job, self._known, self._arrivals = job, job.plan, arrivals
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         lost = sorted(job.lost)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
         self.break_key = f"break {job.broken} {bool(lost)}"  # who else is lost changes nothing for those who stop
+
+    def holds(self, job: JobState, arrivals: float) -> bool:
+        """Another one would say the same. It is asked at each turn, and the plan of a large job takes milliseconds."""
+        plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
+        broken = self.broken.generation == job.broken and self.broken.reason == job.why
+        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost)
 
     @property
     def _per_node(self) -> int:
@@ -40,7 +46,21 @@ class Letter:
     @cached_property
     def confirmed(self) -> Letter:
         """About the plan that the job is in, for agents that made it without the controller."""
-        return Letter(self._job, self._job.plan)
+        return Letter(self._job, self._arrivals, self._job.plan)
+
+    @cached_property
+    def _leading(self) -> list[wire.Peer]:
+        return leading(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
+
+    @cached_property
+    def leaders(self) -> frozenset[int]:
+        """Elements of the agents that act for the controller while it is away."""
+        return frozenset(peer.element for peer in self._leading)
+
+    @cached_property
+    def common(self) -> msgspec.Raw:
+        """What all agents are told of the plan, encoded."""
+        return sharing.common(self.plan, self._leading) if self.plan is not None else msgspec.Raw(b"")
 
     def share(self, agent: AgentView) -> wire.PlanShare | None:
         """The agent's part of the plan."""
@@ -53,6 +73,11 @@ class Letter:
         """The agents of the plan's members, for those who lead."""
         elements = elements_of(self.plan.members, self._per_node) if self.plan is not None else []
         return [peer for element in elements if (peer := reached(self._job, element)) is not None]
+
+
+def _plan(job: JobState) -> wire.Plan | None:
+    """What the job's phase is about."""
+    return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
 def reached(job: JobState, element: int) -> wire.Peer | None:

@@ -34,7 +34,7 @@ def answer(
     job = view.state.jobs.get(message.job)
     if job is not None and another(job, info):
         return None
-    if refused := _not_the_owner(view, message, job, asker) or _other_key(message, job, key):
+    if refused := _not_the_owner(view, message, job, asker) or _another_self(message, job, key):
         return refused
     if refused := _other_step(message, job):
         return refused
@@ -112,13 +112,20 @@ def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused 
     return None
 
 
-def _other_key(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
-    """An agent keeps its key for life."""
+def _another_self(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
+    """An agent keeps its key, its node and its slots for life: Slurm is asked about them once."""
     known = job.agents.get(message.element) if job else None
-    if known is None or known.agent != message.agent or known.key == key:
+    if known is None or known.agent != message.agent:
         return None
-    reason = f"agent {message.agent} of job {message.job} has another key: each agent needs an id of its own"
-    return wire.Refused(reason=reason)
+    for name, was, is_now in (
+        ("key", known.key, key),
+        ("node", known.node, message.node),
+        ("slots", known.slots, list(message.slots)),
+    ):
+        if was != is_now:
+            who = f"agent {message.agent} of job {message.job}"
+            return wire.Refused(reason=f"{who} has another {name} than before: each agent needs an id of its own")
+    return None
 
 
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:

@@ -8,7 +8,7 @@ from detector.severity import Severity, Verdict
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import Outcome, View
@@ -29,8 +29,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
-    if finding.source is Source.CLOCK:
-        return out  # given up, and not shown dead: the job goes on without it, and its node is left alone
+    if finding.spare:
+        return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
     text = f"{isolation.REASON}: lost heartbeat of {state.job}_{element}"

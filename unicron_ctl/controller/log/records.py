@@ -366,7 +366,7 @@ class Reform(Record, frozen=True, tag="reform"):
 
 class Step(Record, frozen=True, tag="step"):
     """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
-    iteration."""
+    iteration. unreported: the first hundred micro-batches that nobody reported."""
 
     iteration: int
     loss: float | None
@@ -575,7 +575,7 @@ class NodeLost(Record, frozen=True, tag="node_lost"):
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
-    """by_others: somebody else gave it back, who has looked at it."""
+    """by_others: not this controller gave it back, but a person, or Slurm itself."""
 
     node: str
     verified: bool = True

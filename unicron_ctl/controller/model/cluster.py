@@ -71,7 +71,7 @@ class ClusterState:
     jobs: dict[str, JobState] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
     isolated: dict[str, Mark] = field(default_factory=dict)
-    """Nodes that were taken out of service, and that nobody else has given back since."""
+    """Nodes that were taken out of service, whoever has given them back since."""
     withheld: dict[str, Mark] = field(default_factory=dict)
     """Nodes that should have been, or that a job should have left, and were not."""
     taken: deque[Take] = field(default_factory=lambda: deque(maxlen=TAKES_KEPT))

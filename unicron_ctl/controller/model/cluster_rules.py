@@ -30,8 +30,6 @@ def started(state: ClusterState, event: Event, record: records.AgentRegistered) 
 
 def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
-    if record.by_others:
-        state.isolated.pop(record.node, None)
     state.withheld.pop(record.node, None)
     asked.settled(state, "", "resume", -1, record.node)
 

@@ -72,3 +72,5 @@ class Finding:
     """With ACTION: the slot is on another node already."""
     dead: bool = False
     """With NODE_LOST and AGENT_DIED: the evidence shows that nothing of the element lives."""
+    spare: bool = False
+    """With NODE_LOST: the job goes on without the node, which is left alone."""

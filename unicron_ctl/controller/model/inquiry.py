@@ -56,6 +56,10 @@ class Inquiry:
     words: dict[Key, Word] = field(default_factory=dict)
     before: dict[Key, Word] = field(default_factory=dict)
     """Those of the round before who reached it: they count until this round's have answered."""
+    first: int = 0
+    """The number of its first round."""
+    probing: int = 0
+    """Tries of this controller's own that have not ended."""
     said: str = ""
     """What was last put on record of it."""
 
@@ -95,6 +99,7 @@ class Inquiries:
         self.rounds.pop(inquiry.number, None)
         self.last += 1
         inquiry.number, inquiry.begun = self.last, now
+        inquiry.first = inquiry.first or self.last
         inquiry.before = {key: word for key, word in inquiry.words.items() if word.door is Reach.REACHED}
         inquiry.asked, inquiry.words = {}, {}
         self.rounds[self.last] = inquiry.job, inquiry.element

@@ -175,6 +175,8 @@ class LiveJob:
     """When it is looked at next who may vote although it has no rank that goes on."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
+    ready_look_at: float = 0.0
+    """When those that wait to come in are looked through next."""
 
 
 @dataclass
@@ -298,7 +300,7 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.elsewhere_until = 0.0
+        live.elsewhere_until = live.ready_look_at = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

@@ -14,8 +14,7 @@ def of_job(view: View, job: str) -> Rules:
     """The rules for a job by the partitions that Slurm shows for its elements; those of [partition.default] while
     Slurm shows none. With several partitions it is what all of them allow."""
     seen = view.slurm.seen
-    listed = {e.partition for e in seen.of(job).values()} if seen else set()
-    names = {name for text in listed for name in text.split(",")} or {""}
+    names = (seen.partitions(job) if seen else ()) or {""}
     return strictest(view.config.rules(name) for name in sorted(names))
 
 

@@ -37,6 +37,8 @@ class Listing:
         for element in self.elements:
             self.by_job.setdefault(element.job, {})[element.element] = element
         self._names: dict[str, Mapping[str, int]] = {}
+        self._partitions: dict[str, frozenset[str]] = {}
+        self.grounds: dict[frozenset[str], Any] = {}  # what `plan.reach` has worked out, by the jobs that it is for
 
     def nodes_of(self, element: ElementInfo) -> Mapping[str, int]:
         """The names of the element's nodes, each with its place; read once for all who ask."""
@@ -44,6 +46,14 @@ class Listing:
         found = self._names.get(text)
         if found is None:
             found = self._names[text] = {name: place for place, name in enumerate(hosts(text))}
+        return found
+
+    def partitions(self, job: str) -> frozenset[str]:
+        """Those of the job's elements; read once for all who ask."""
+        found = self._partitions.get(job)
+        if found is None:
+            listed = {element.partition for element in self.of(job).values()}
+            found = self._partitions[job] = frozenset(name for text in listed for name in text.split(","))
         return found
 
     @cached_property

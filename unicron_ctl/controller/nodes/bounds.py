@@ -6,6 +6,7 @@ cluster out of service. At a limit the controller stops taking, says so, and goe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from unicron_ctl.config import ControllerConfig
@@ -28,7 +29,8 @@ def too_many(
 ) -> str:
     """Why the node must not be taken out of service now, and what to do; empty when it may be. Pure.
 
-    isolated: those that were, and that nobody else has given back. state: what it would be, in Slurm's words.
+    isolated: those that were, also where somebody has given them back: that may be Slurm itself (ReturnToService=2).
+    state: what it would be, in Slurm's words.
     """
     window = config.isolation_window_seconds
     recent = [name for name, item in isolated.items() if now - item.at < window and name != node]
@@ -66,42 +68,40 @@ def _names(nodes: Collection[str]) -> str:
 
 # ---------------------------------------------------------------- elements
 class Bounds:
-    """What may still be asked of Slurm in this turn."""
+    """What may still be asked of Slurm in this turn. What was taken before is counted once, whatever is asked."""
 
     def __init__(self, view: View) -> None:
-        self._view = view
-        self._asked: list[Action] = []
+        self._view, self._minute, self._requeued = view, Counter[str](), Counter[str]()
+        window = view.config.isolation_window_seconds
+        for take in reversed(view.state.taken):
+            age = view.now - take.at
+            if age >= max(MINUTE, window):
+                break
+            self._minute[take.action] += age < MINUTE
+            self._requeued[take.job] += take.action in REQUEUES and age < window
 
     def refuse(self, action: Action) -> str:
         """Why this must not be asked for now; empty when it may be, and then it counts."""
-        why = ""
-        if action.action in REQUEUES:
+        why, name = "", action.action
+        if name in REQUEUES:
             why = self._of_job(action.job) or self._of_all(REQUEUES, "max_requeues_per_minute")
-        elif action.action == "hold":
+        elif name == "hold":
             why = self._of_all(("hold",), "max_holds_per_minute")
         if not why:
-            self._asked.append(action)
+            self._minute[name] += 1
+            self._requeued[action.job] += name in REQUEUES
         return why
 
     def _of_job(self, job: str) -> str:
         view, window = self._view, self._view.config.isolation_window_seconds
         known = view.state.jobs.get(job)
         most = max(view.config.max_requeues_per_job, len(known.agents) if known else 0)
-        count = self._count(REQUEUES, window, job)
-        return _limit(f"of job {job} were requeued", count, window, most, "max_requeues_per_job")
+        return _limit(f"of job {job} were requeued", self._requeued[job], window, most, "max_requeues_per_job")
 
     def _of_all(self, actions: tuple[str, ...], name: str) -> str:
         done = "were held" if actions == ("hold",) else "were requeued"
         most: int = getattr(self._view.config, name)
-        return _limit(done, self._count(actions, MINUTE, ""), MINUTE, most, name)
-
-    def _count(self, actions: tuple[str, ...], within: float, job: str) -> int:
-        now, found = self._view.now, 0
-        for take in reversed(self._view.state.taken):
-            if now - take.at >= within:
-                break
-            found += take.action in actions and (not job or take.job == job)
-        return found + sum(a.action in actions and (not job or a.job == job) for a in self._asked)
+        return _limit(done, sum(self._minute[action] for action in actions), MINUTE, most, name)
 
 
 def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
@@ -112,12 +112,14 @@ def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
 
 def within(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
     """Those that no limit forbids. With an element that is not taken from its node falls what was to start there."""
-    bounds, found, kept = Bounds(view), [], set()
+    bounds, found, kept, said = Bounds(view), [], set(), set()
     for action in actions:
         why = bounds.refuse(action)
         if why:
             kept.add(action.node)
-            withhold(view, action, why, out)
+            if (which := (action.job, action.action)) not in said:
+                said.add(which)
+                withhold(view, action, why, out)
         else:
             found.append(action)
     return [action for action in found if not action.node or action.node not in kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planner.gpus import BEST
 from planner.plan import flops_text
@@ -96,26 +97,42 @@ def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list
     return usable(listing.nodes, listing.elements, managed, view.state.out_of_service)
 
 
-def reaches(view: View, jobs: Sequence[JobState]) -> dict[str, Reach]:
-    """What each of the jobs may be given; {} without Slurm."""
+@dataclass(frozen=True)
+class Around:
+    """What there is for jobs that are planned for together. good: the nodes that can be given to them."""
+
+    good: frozenset[str]
+    ground: Ground
+
+
+def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
+    """The same for all these jobs. What others want is worked out once a listing: it is much of the work."""
+    names = frozenset(job.job for job in jobs)
+    ground = listing.grounds.get(names)
+    if ground is None:
+        ground = listing.grounds[names] = Ground(listing, names, view.now)
+    return Around(frozenset(usable_nodes(view, listing, jobs)), ground)
+
+
+def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -> dict[str, Reach]:
+    """What each of the jobs may be given; {} without Slurm. among: what there is for them and others."""
     listing = view.slurm.seen
-    if listing is None:
+    if listing is None or not jobs:
         return {}
-    good, ground = set(usable_nodes(view, listing, jobs)), Ground(listing, {job.job for job in jobs}, view.now)
-    found = {}
+    there, found = among or around(view, listing, jobs), {}
     for job in jobs:
         elements = listing.of(job.job).values()
         here = [e.node for e in elements if e.node and e.state in OCCUPIES]
-        found[job.job] = ground.reach(elements, good, here)
+        found[job.job] = there.ground.reach(elements, there.good, here)
     return found
 
 
-def inputs(view: View, jobs: Sequence[JobState]) -> list[JobInput]:
-    """The jobs as the planner sees them; without Slurm, as they are."""
+def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) -> list[JobInput]:
+    """The jobs as the planner sees them; without Slurm, as they are. among: what there is for them and others."""
     listing = view.slurm.seen
     if listing is None:
         return [_without_slurm(view, job) for job in jobs]
-    within = reaches(view, jobs)
+    within = reaches(view, jobs, among)
     return [_input(view, listing, job, within[job.job]) for job in jobs]
 
 

@@ -28,20 +28,54 @@ class Reach:
     peak: float = float("inf")
 
 
+RIVALS = 200  # kinds of pending elements that are looked at closely
+ALWAYS = float("-inf")  # a rival may get the node at any time
+
+
 class Ground:
-    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch."""
+    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
+
+    What anybody has pending costs a bounded time: of so many kinds
+    (RIVALS) it is looked at where they fit, the most urgent first; of the others all nodes of their partitions count.
+    """
 
     def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:
         self._now, self._sorts, self._names = now, listing.sorts, listing.by_name.keys()
-        self._rivals: dict[tuple[frozenset[str], float | None], ElementInfo] = {}
-        """(nodes, when) -> the most urgent pending element of others that may get them then."""
+        self._wanted: dict[str, list[tuple[float, ElementInfo]]] = {}
+        """node -> (when, pending element of others that may get it then). Each is less urgent than those before it,
+        and comes sooner; after one that may come at any time no other counts."""
+        self._open = [{node.name for node in sort} for sort in self._sorts]
         asked: set[tuple[object, ...]] = set()
-        for e in listing.waiting:
-            asks = (e.partition, e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
-            if e.job not in managed and asks not in asked:  # the first of its kind comes first
+        for e in listing.waiting:  # the first of its kind comes first
+            asks: tuple[object, ...] = (e.partition,)
+            if roughly := len(asked) >= RIVALS:
+                asks = (e.partition, "roughly")
+            else:
+                asks += (e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
+            if e.job not in managed and asks not in asked:
                 asked.add(asks)
-                nodes = e.planned_nodes or frozenset(self._names - self._barred(e).keys())
-                self._rivals.setdefault((nodes, e.starts if e.planned_nodes else None), e)
+                self._want(e, roughly)
+                if not any(self._open):
+                    break  # none is left for those that come later
+
+    def _want(self, rival: ElementInfo, roughly: bool) -> None:
+        """Notes what a rival may get. roughly: any node of its partitions."""
+        planned = frozenset() if roughly else rival.planned_nodes
+        if planned and rival.starts is not None:
+            for name in planned & self._names:
+                first = self._wanted.setdefault(name, [])
+                if not first or rival.starts < first[-1][0]:
+                    first.append((rival.starts, rival))
+            return
+        for sort, names in zip(self._sorts, self._open, strict=True):
+            if names and (planned or self._fits(rival, sort[0], roughly)):
+                taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
+                for name in taken:
+                    self._wanted.setdefault(name, []).append((ALWAYS, rival))
+                names -= taken
+
+    def _fits(self, rival: ElementInfo, node: NodeInfo, roughly: bool) -> bool:
+        return in_partition(rival, node) if roughly else not misfit(rival, node, self._now)
 
     def reach(self, elements: Iterable[ElementInfo], good: Collection[str], occupied: Collection[str]) -> Reach:
         """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now."""
@@ -52,9 +86,11 @@ class Ground:
         barred = self._barred(ask)
         priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
         ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
-        for (nodes, starts), rival in self._rivals.items():
-            if rival.priority > priority and (starts is None or starts < ends):
-                barred |= dict.fromkeys(nodes - barred.keys(), f"about to go to pending job {rival.job}")
+        for name, wanted in self._wanted.items():
+            if name not in barred:
+                rival = next((e for starts, e in wanted if starts < ends and e.priority > priority), None)
+                if rival is not None:
+                    barred[name] = f"about to go to pending job {rival.job}"
         here = {name for name in occupied if name in good}
         nodes = frozenset(name for name in good if name not in barred) | here
         why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
@@ -72,8 +108,7 @@ class Ground:
 
 def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
     """Why Slurm would not start the element on a node of this sort; empty when it would."""
-    partitions = {name for name in ask.partition.split(",") if name}
-    if partitions and node.partitions and partitions.isdisjoint(node.partitions):
+    if not in_partition(ask, node):
         return f"not in partition {ask.partition}"
     if not has_gres(ask.gres, node.gres):
         return f"without {ask.gres}"
@@ -85,6 +120,12 @@ def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
     ends = now + ask.time_limit if ask.time_limit is not None else float("inf")
     reserved = next((r for r in node.reservations if r.starts < ends and r.ends > now), None)
     return f"reserved ({reserved.name})" if reserved else ""
+
+
+def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
+    """One of the partitions that are asked for has the node."""
+    partitions = {name for name in ask.partition.split(",") if name}
+    return not partitions or not node.partitions or not partitions.isdisjoint(node.partitions)
 
 
 def has_gres(asked: str, there: str) -> bool:

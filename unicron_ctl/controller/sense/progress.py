@@ -139,8 +139,10 @@ def _holds(job: JobView, slot: int) -> bool:
 def last_copy(job: JobView, slot: int) -> bool:
     """Nobody but this member holds the training state."""
     state = job.state
-    others = (s for s in state.survivors() if s != slot and s not in state.condemned)
-    return slot in state.members and _holds(job, slot) and not any(_holds(job, s) for s in others)
+    if slot not in state.members or not _holds(job, slot):
+        return False
+    others = (s for s in state.members if s != slot and s not in state.lost and s not in state.condemned)
+    return not any(_holds(job, s) for s in others)
 
 
 def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
@@ -196,8 +198,11 @@ def taken(job: JobView, offer: Plan) -> bool:
 def ignored(view: View, job: JobView) -> str:
     """Why an offer is to be made anew: it is out for long, and the members train on without it. Empty if it is not."""
     state, live = job.state, job.live
-    limit = max(view.config.enter_timeout, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
-    if state.offer is None or job.waited(view.now) < limit or view.now < live.enter_look_at:
+    waited, limit = job.waited(view.now), view.config.enter_timeout
+    if state.offer is None or waited < limit or view.now < live.enter_look_at:
+        return ""
+    limit = max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
+    if waited < limit:
         return ""
     live.enter_look_at = view.now + PACE * len(state.members)
     busy = any(outside(status) for slot in state.members if (status := job.status(slot)) is not None)

@@ -31,7 +31,7 @@ from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
+from unicron_ctl.reach import Reach, door_at, is_address
 
 ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
 WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
@@ -96,7 +96,7 @@ def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
         key = job.job, element
         if element in live.agents or key in view.inquiries.open or (record.gone and not _needed_again(job, record)):
             continue
-        targets = record.door, _slurmd(view, record.node)
+        targets = _targets(view, record.node, record.door)
         yield key, Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
 
 
@@ -107,13 +107,17 @@ def _needed_again(job: JobState, record: AgentRecord) -> bool:
 
 
 def _inquiry(view: View, agent: AgentView) -> Inquiry:
-    since, targets = sign_of_life(view, agent), (agent.door, _slurmd(view, agent.node))
+    since, targets = sign_of_life(view, agent), _targets(view, agent.node, agent.door)
     return Inquiry(agent.job, agent.element, agent.agent, agent.node, since, targets)
 
 
-def _slurmd(view: View, node: str) -> str:
+def _targets(view: View, node: str, door: str) -> tuple[str, str]:
+    """The agent's door and the node's slurmd. The door is where Slurm says that the node is; where that is a name, the
+    address by which the agent came (`Server`): no user chooses what others connect to, or names that take long."""
     info = view.slurm.node(node)
-    return f"{info.address}:{info.port}" if info is not None else ""
+    if info is None:
+        return door, ""
+    return door_at(info.address, door) if is_address(info.address) else door, f"{info.address}:{info.port}"
 
 
 def sign_of_life(view: View, agent: AgentView) -> float:
@@ -218,6 +222,9 @@ class Sight:
 def _ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if OWN not in inquiry.asked:
         inquiry.asked[OWN] = view.now
+    targets = sum(map(bool, inquiry.targets))
+    if targets and not inquiry.probing and OWN not in inquiry.words:  # the last round's tries may still wait
+        inquiry.probing = targets
         out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, inquiry.targets, inquiry.number))
     waiting = [key for key, at in inquiry.asked.items() if key not in inquiry.words]
     useful = len(inquiry.witnessed()) - len(inquiry.strangers(Reach.REACHED))
@@ -270,8 +277,9 @@ def answered(inquiries: Inquiries, agent: AgentView, message: wire.Reached) -> N
 
 def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None) -> None:
     """What this controller's own sockets say of one of the addresses; None: the try itself failed."""
-    inquiry = _of_round(inquiries, probe.number, OWN)
-    if inquiry is not None:
+    inquiry = inquiries.open.get((probe.job, probe.element))
+    if inquiry is not None and probe.number >= inquiry.first:  # of this silence, and tried just now
+        inquiry.probing -= 1
         known = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
         answer = answer or Reach.UNKNOWN
         inquiry.words[OWN] = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
@@ -304,13 +312,19 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
         return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"lease and Slurm ({slurm})", words)
     witnessed = [word for word in inquiry.witnessed() if word.door is not Reach.REACHED]
     if free and witnessed and len(witnessed) >= _needed(view, sight, inquiry):
-        if all(word.unreachable for word in witnessed):
-            return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", witnessed)
+        if all(word.unreachable for word in witnessed) and not _slurmd_is(inquiry):
+            own = inquiry.words.get(OWN)
+            if inquiry.probing and view.now - inquiry.begun < ANSWER_SECONDS:
+                return None
+            # Witnesses may lie, be it about their own job's agent: a node is taken only where it is silent here, too.
+            spare = own is None or own.slurmd is not Reach.SILENT
+            said = witnessed if own is None else [*witnessed, own]
+            return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", said, spare=spare)
         if all(word.door is Reach.SILENT for word in witnessed):
             return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "lease and witnesses", witnessed)
     given_up = silent > view.config.state_wait_seconds and not view.alone
     if given_up and (free or (either and not view.slurm.used)):  # of the only node, Slurm has to say it
-        return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words)
+        return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words, spare=True)
     return None
 
 
@@ -368,12 +382,20 @@ def _slurm_says(view: View, sight: Sight, node: str) -> str:
 
 
 def _finding(
-    view: View, inquiry: Inquiry, what: What, source: Source, by: str, words: list[Word], dead: bool = False
+    view: View,
+    inquiry: Inquiry,
+    what: What,
+    source: Source,
+    by: str,
+    words: list[Word],
+    dead: bool = False,
+    spare: bool = False,
 ) -> Finding:
     answers = "; ".join(str(word) for word in words)
     said = f"no message from {inquiry.node} for {view.now - inquiry.since:.2f} s" + (f" ({answers})" if answers else "")
+    element, node = inquiry.element, inquiry.node
     return Finding(
-        what, inquiry.job, (), view.now, source, said, element=inquiry.element, node=inquiry.node, by=by, dead=dead
+        what, inquiry.job, (), view.now, source, said, element=element, node=node, by=by, dead=dead, spare=spare
     )
 
 

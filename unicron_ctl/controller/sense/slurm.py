@@ -55,8 +55,9 @@ def look(view: View, listing: Listing, job: JobState) -> Iterator[Said]:
         agent = view.job(job).agents.get(element.element)
         if agent is not None and agent.alive:
             continue
-        failure = next((f for f in reversed(job.failures) if f.element == element.element), None)
-        if failure is None or failure.kind not in OPEN_KINDS or failure.restored_at is not None or failure.slurm:
+        of_all = (f for f in reversed(job.failures) if f.element == element.element and f.kind in OPEN_KINDS)
+        failure = next(of_all, None)
+        if failure is None or failure.restored_at is not None or failure.slurm:
             continue
         if element.state in ENDED and element.state != "COMPLETED":
             yield Said(job, failure, element)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from unicron_ctl.commands.config import allowed, command, lines
@@ -45,3 +47,21 @@ def test_without_slurm_the_file_alone_is_shown_with_all_that_is_wrong(tmp_path: 
     assert [(one["partition"], one["mode"], one["nodes"]) for one in said["partitions"]] == [("default", "act", None)]
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\n")
     assert _call(path, code=0).output.splitlines()[2].split() == ["default", "-", "-", "act", "0", "1", "all"]
+
+
+@pytest.mark.parametrize(("value", "warns"), [("2", True), ("1", False)])
+def test_slurm_that_gives_nodes_back_by_itself_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, warns: bool
+) -> None:
+    answers = {"partition": "PartitionName=gpu State=UP TotalNodes=4", "config": f"ReturnToService         = {value}"}
+    program = tmp_path / "scontrol"
+    cases = "\n".join(f"*{name}*) echo '{said}' ;;" for name, said in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}\nesac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = tmp_path / "unicron.toml"
+    path.write_text("[controller]\nslurm = 'command'\n")
+    said = json.loads(_call(path, "--json", code=0).output)
+    assert said["partitions"][0]["partition"] == "gpu"
+    assert ("ReturnToService=2" in "".join(said["warnings"])) == warns
+    assert ("ReturnToService=2" in _call(path, code=0).output) == warns

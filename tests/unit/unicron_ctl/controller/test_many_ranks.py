@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.job import events as job_events
+from unicron_ctl.controller.job import orders
 from unicron_ctl.controller.judge import failures
 from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
 from unicron_ctl.controller.model.finding import What
@@ -37,6 +39,49 @@ def test_a_thousand_ranks_that_stop_at_once_regroup_and_few_are_named() -> None:
     assert not job.set_aside and job.phase == "running" and job.generation == 2 and len(job.members) == 1024
     assert 1 <= len(events(world, "failure_detected")) <= MOST_NAMED
     world.check_replay()
+
+
+class Counted:
+    """A function that is called so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> None:
+        self.calls, self._real = 0, getattr(module, name)
+        monkeypatch.setattr(module, name, self)
+
+    def __call__(self, *args: object) -> object:
+        self.calls += 1
+        return self._real(*args)
+
+
+def test_a_plan_is_encoded_once_however_often_agents_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = Counted(monkeypatch, orders.sharing, "common")
+    world = World()
+    agents = world.start_job(nodes=8, ranks=2)
+    world.run(0.5)
+    agents[3].die(6)
+    agents[3].ready()
+    world.run(3.0)
+    assert world.job().phase == "offering", "its members are at no boundary, and say so with each heartbeat"
+    assert encoded.calls == len(events(world, "plan")) + len(events(world, "offer"))
+
+
+def test_an_agent_that_comes_while_a_plan_is_out_may_change_who_leads() -> None:
+    world = World()
+    world.start_job(nodes=2)
+    job = world.job()
+    letter = orders.Letter(job, 1.0)
+    assert letter.holds(job, 1.0) and not letter.holds(job, 2.0)
+    job.lost[1] = job.members[1]
+    assert not letter.holds(job, 1.0), "the Break would name another one"
+
+
+def test_a_large_job_that_forms_is_not_looked_through_at_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counted(monkeypatch, job_events, "waiting_elements")
+    world = World()
+    world.start_job(nodes=200)
+    world.run(1.0)
+    assert world.job().phase == "running" and len(world.job().members) == 200
+    assert looks.calls < 2 * job_events.FEW + 20
 
 
 def test_one_jobs_broken_judge_does_not_keep_another_on_an_unfit_node(monkeypatch: pytest.MonkeyPatch) -> None:

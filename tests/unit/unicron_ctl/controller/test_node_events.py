@@ -328,6 +328,18 @@ def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause
     world.check_replay()
 
 
+def test_slurms_word_is_for_the_agents_failure_also_where_its_rank_failed_after_it():
+    world, agents = cluster()
+    agents[1].die(1, -15)
+    agents[1].status(leaving="stopped by SIGTERM")
+    agents[1].silent = True
+    world.job().failures.reverse()  # as where one message has told both, and the agent was judged first
+    assert [failure.kind for failure in world.job().failures] == ["agent", "rank"]
+    world.slurm.queue["1", 1].update(state="CANCELLED", node=None)
+    world.run(4)
+    assert [failure.slurm for failure in world.job().failures] == ["CANCELLED", ""]
+
+
 def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_lease():
     world, agents = cluster(heartbeat_period=5.0, report_timeout=20.0, restart_grace=10.0)
     agents[1].silent = True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.plan import inputs
+from unicron_ctl.controller.plan.reach import Ground
 from unicron_ctl.controller.reconcile import RETRY_SECONDS
 
 
@@ -213,3 +217,11 @@ def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
     desk.missing_since["no job"] = world.now
     world.run(RETRY_SECONDS + 2.0)
     assert not desk.refused and not desk.missing_since
+
+
+def test_what_others_want_is_worked_out_once_a_listing_for_all_jobs(monkeypatch: pytest.MonkeyPatch):
+    world, _ = on_slurm(6, ("1", 2, 1.0), ("2", 2, 1.0), ("3", 1, 1.0))
+    made = []
+    monkeypatch.setattr(inputs, "Ground", lambda listing, *of: made.append(listing) or Ground(listing, *of))
+    world.run(10.0)
+    assert len(made) > 2 and len({id(listing) for listing in made}) == len(made)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.job import registration
+from unicron_ctl.controller import intake
+from unicron_ctl.controller.job import confirmation, registration
 from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
 from unicron_ctl.controller.job.registration import OF_A_USER
 from unicron_ctl.controller.log import records
@@ -273,3 +274,45 @@ def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
     world.run(0.2, heartbeats=False)
     assert all(told(agent, wire.Welcome) for agent in agents)
     assert len(calls) <= 1
+
+
+def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
+    monkeypatch.setattr(intake, "WAITING_KEPT", 10)
+    world = cluster()
+    world.slurm.refuse = "Slurm is away"
+    mine = [obstinate(world, "9", element, "n4") for element in range(12)]
+    for agent in mine:
+        register(world, agent, BOB)
+    assert [len(told(agent, wire.Refused)) for agent in mine] == [0] * 10 + [1] * 2
+    assert not told(mine[-1], wire.Refused)[-1].final
+    ann = obstinate(world, "1", 0, "n1")
+    register(world, ann)
+    assert not told(ann, wire.Refused)
+    world.slurm.refuse = ""
+    world.run(0.3, heartbeats=False)
+    assert told(ann, wire.Welcome)
+
+
+def test_those_that_wait_are_compared_once_a_listing(monkeypatch):
+    looked = []
+    compare = confirmation.compare
+    monkeypatch.setattr(confirmation, "compare", lambda *of: looked.append(of) or compare(*of))
+    world = cluster()
+    world.slurm.refuse = "Slurm is away"
+    agents = [obstinate(world, "1", element, f"n{element + 1}") for element in range(2)]
+    for agent in agents:
+        register(world, agent)
+    world.run(CONFIRM_SECONDS - 1.0, heartbeats=False)
+    assert len(looked) == 2
+    world.run(2.0, heartbeats=False)
+    assert len(looked) == 4 and all(told(agent, wire.Welcome) for agent in agents)
+
+
+def test_refusals_without_number_leave_some_records():
+    world = cluster()
+    for number in range(300):
+        agent = obstinate(world, "1", number % 2, "n3", name=f"agent{number}")
+        register(world, agent, BOB + number)
+        world.run(0.1, heartbeats=False)
+    kept = [event for event in world.log if isinstance(event.record, records.RegistrationRefused)]
+    assert 0 < len(kept) <= 101

@@ -110,3 +110,21 @@ def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
     agents[1].steps += 10
     agents[1].step(1, 11, [1, 3, 5, 7])
     assert world.job().ledger_violations == 0
+
+
+def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
+    """A short message leaves a short record, and nothing is held for what nobody reported."""
+    world = World()
+    agents = world.start_job(nodes=2)
+    number = len(world.log)
+    for iteration in range(20):
+        agents[0].steps += 1  # reports were lost, so all that is missing counts as unreported
+        rank = RankStep(0, [iteration], 0.5, 1.0, [])
+        agent, total, generation = agents[0], 1 << 20, world.job().generation
+        message = Steps("1", 0, agent.agent, generation, iteration, total, world.now, [rank], number=agent.next_step())
+        world.to_core(agent, message)
+    steps = [event.record for event in world.log[number:] if isinstance(event.record, records.Step)]
+    assert steps and all(len(records.encode(step)) < 1000 for step in steps)
+    assert all(len(step.unreported) == 100 for step in steps)
+    still_open = world.core.desks["1"].ledger.open.values()
+    assert still_open and all(len(one.summed) == 1 and not one.computed for one in still_open)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.world import World
 from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.model.cluster import Mark
-from unicron_ctl.controller.nodes.bounds import allowed, left_too_many, too_many
+from unicron_ctl.controller.model.cluster import Mark, Take
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes.bounds import allowed, left_too_many, too_many, within
 
 CONFIG = ControllerConfig()
 HOUR = CONFIG.isolation_window_seconds
@@ -35,3 +41,27 @@ def test_half_of_a_job_at_most():
     assert "job 1 has left a, b within" in why and "no more than 2 of its 4" in why
     assert not left_too_many("1", [], ["z"], "z", CONFIG), "one is always allowed"
     assert not left_too_many("1", ["z"], ["y"], "z", CONFIG), "the same node again"
+
+
+class Counted(deque[Take]):
+    """It counts how many of it are looked at."""
+
+    looked = 0
+
+    def __reversed__(self) -> Iterator[Take]:  # type: ignore[override]
+        for take in super().__reversed__():
+            self.looked += 1
+            yield take
+
+
+def test_what_was_taken_before_is_counted_once_however_much_is_asked():
+    world = World()
+    at = world.now
+    world.core.state.taken = taken = Counted([Take(at, "hold", "1", e) for e in range(55)])
+    taken.extend(Take(at, "requeue", "1", e) for e in range(5))
+    world.core.configure(ControllerConfig(max_holds_per_minute=60, max_requeues_per_job=8), world.core.classifier)
+    asked = [Action(name, "1", e, "", "") for e in range(100, 2100) for name in ("hold", "requeue", "pin")]
+    out = Outcome()
+    kept = [action.action for action in within(world.core.view, asked, out)]
+    assert {name: kept.count(name) for name in ("hold", "requeue", "pin")} == {"hold": 5, "requeue": 3, "pin": 2000}
+    assert taken.looked == len(taken) and len(out.records) == 2

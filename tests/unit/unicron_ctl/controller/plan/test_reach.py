@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.controller.model.view import Listing
-from unicron_ctl.controller.plan.reach import Ground, has_features, has_gres, misfit
+from unicron_ctl.controller.plan import reach
+from unicron_ctl.controller.plan.reach import RIVALS, Ground, has_features, has_gres, misfit
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
@@ -129,3 +130,47 @@ def test_why_nodes_are_out_of_reach_is_counted() -> None:
     found = _ground(replace(RIVAL, planned_nodes=frozenset({"n3"}))).reach([ask], {"n1", "n2", "n3"}, ())
     assert found.barred == {"excluded by the job": 1, "about to go to pending job 9": 1}
     assert found.asks == "partition gpu, gpu:8" and found.peak == 8 * 312e12
+
+
+RIVALS_OF_ANY_KIND = st.builds(
+    lambda job, priority, gres, excluded, planned, starts: replace(
+        RIVAL,
+        job=str(job),
+        priority=priority,
+        gres=gres,
+        excluded_nodes=excluded,
+        planned_nodes=planned,
+        starts=starts,
+    ),
+    st.integers(2, 99),
+    st.integers(3, 9),
+    st.sampled_from(["gpu:8", "gpu:h100:8"]),
+    *[st.frozensets(st.sampled_from(["n1", "n2", "n3"]), max_size=2)] * 2,
+    st.none() | st.sampled_from([1000.0, 4000.0, 4600.0, 9000.0]),
+)
+
+
+@given(st.lists(RIVALS_OF_ANY_KIND, max_size=8))
+def test_what_rivals_want_is_what_each_alone_wants(rivals: list[ElementInfo]) -> None:
+    lost = {name for rival in rivals for name in {"n1", "n2", "n3"} - set(_reach(_ground(rival)))}
+    assert _reach(_ground(*rivals)) == sorted({"n1", "n2", "n3"} - lost)
+
+
+def _of_many_kinds(count: int, **more: object) -> list[ElementInfo]:
+    return [replace(RIVAL, job=str(100 + k), gres="gpu:16", time_limit=60.0 * k, **more) for k in range(count)]
+
+
+def test_only_so_many_kinds_of_pending_elements_are_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever submits jobs of ever other kinds cannot make it take ever longer."""
+    looked = []
+    monkeypatch.setattr(reach, "misfit", lambda *of: looked.append(of) or misfit(*of))
+    ground = _ground(*_of_many_kinds(10 * RIVALS))
+    assert len(looked) == RIVALS
+    assert _reach(ground, "n1") == ["n1"], "beyond, all nodes of their partition count as wanted"
+    assert _reach(_ground(*_of_many_kinds(RIVALS)), "n1") == ["n1", "n2", "n3"], "none has so many GPUs"
+    assert _reach(_ground(*_of_many_kinds(10 * RIVALS, partition="cpu")), "n1") == ["n1", "n2", "n3"]
+
+
+def test_the_most_urgent_are_looked_at_first() -> None:
+    rivals = [replace(e, priority=4) for e in _of_many_kinds(2 * RIVALS)]
+    assert _reach(_ground(*rivals, replace(RIVAL, excluded_nodes=frozenset({"n2"})))) == ["n2"]

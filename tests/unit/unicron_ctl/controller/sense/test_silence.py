@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.commands import tables
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
@@ -517,3 +521,116 @@ def test_a_whole_racks_loss_asks_different_witnesses():
     world.run(4.0)
     asked = {name for name, message in world.sent if isinstance(message, wire.Reach)}
     assert len(asked) >= 2 and len(world.job().failures) == 6
+
+
+BLACK_HOLE = "10.255.255.1:9"
+
+
+def lies(agent: FakeAgent, **said: str) -> None:
+    """From now on the agent says this of itself when it registers."""
+    agent.registration = lambda **more: msgspec.structs.replace(FakeAgent.registration(agent, **more), **said)
+
+
+def swallowed(world: World, *more: tuple[str, str]) -> None:
+    """Nothing answers at the black hole, nor, of what else a witness says, for these pairs of witness and target."""
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.SILENT if target == BLACK_HOLE or (witness, target) in more else answer(witness, target)
+    )
+
+
+def test_a_user_who_lies_about_his_own_agent_takes_no_node():
+    """Defect: his agent named a black hole as its door and fell silent, two others of his job said that its slurmd was
+    silent, and a healthy node was set down, though this controller reached it."""
+    world = World(FakeSlurm(5))
+    world.slurm.submit("1", 3)
+    agents = [FakeAgent(world, "1", e, f"n{e + 1}", nodes=3) for e in range(3)]
+    lies(agents[0], door=BLACK_HOLE)
+    swallowed(world, ("n2", "n1:slurmd"), ("n3", "n1:slurmd"))
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(2.0)
+    agents[0].silent = True
+    world.run(6.0)
+    assert [failure.kind for failure in world.job().failures] == ["agent"], "his own job's matter"
+    assert not [call for call in taken(world) if call[0] in ("down", "drain")]
+    assert not world.core.state.isolated
+
+
+def test_a_node_of_which_this_controller_cannot_say_anything_is_left_alone():
+    world = on_slurm(5, 4)
+    lost = world.agents[1]
+    lost.silent = True
+    world.dead_nodes.add(lost.node)
+    answer = world.answer
+    world.answer = lambda witness, target: answer(witness, target) if witness else Reach.UNKNOWN
+    world.run(4.0)
+    assert [failure.slots for failure in world.job().failures] == [[1]] and 1 not in world.job().members
+    assert not [call for call in taken(world) if call[0] == "down"]
+
+
+def test_a_dead_node_is_set_down_as_soon_as_its_lease_is_over():
+    world = on_slurm(5, 4)
+    world.agents[1].silent = True
+    world.dead_nodes.add("n2")
+    world.run(2.0)
+    assert [call for call in taken(world) if call[0] == "down"] == [("down", "1", 1, "n2")]
+    assert "the controller: agent silent, slurmd silent" in world.job().failures[0].reason
+
+
+@pytest.mark.parametrize(
+    ("address", "tried"), [("10.0.0.2", "10.0.0.2:7"), ("fd00::2", "fd00::2:7"), ("n2", "192.0.2.9:7")]
+)
+def test_a_door_is_where_slurm_says_that_the_node_is(monkeypatch, address, tried):
+    """Where Slurm gives a name, it is where the agent's connection came from: no user chooses what others try."""
+    world = World(FakeSlurm(4))
+    nodes = world.slurm.nodes
+    monkeypatch.setattr(world.slurm, "nodes", lambda: [replace(node, address=address) for node in nodes()])
+    world.slurm.submit("1", 3)
+    agents = [FakeAgent(world, "1", e, f"n{e + 1}", nodes=3) for e in range(3)]
+    lies(agents[1], door="192.0.2.9:7")
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(2.0)
+    agents[1].silent = True
+    asked = []
+    monkeypatch.setattr(world, "answer", lambda witness, target: asked.append(target) or Reach.UNKNOWN)
+    world.run(2.0)
+    assert set(asked) == {tried, f"{address}:slurmd"}
+
+
+def test_a_silent_agent_has_one_try_of_this_controller_under_way(monkeypatch):
+    """Defect: each round began new ones, though those of the round before still waited for a thread."""
+    world = on_slurm(5, 4)
+    world.agents[1].silent = world.agents[1].cut = True
+    probes = []
+    perform = world._perform
+    monkeypatch.setattr(world, "_perform", lambda one: probes.append(one) if isinstance(one, Probe) else perform(one))
+    world.run(20.0)
+    assert len(probes) == 1
+    for place in (0, 1):
+        world.core.on_probe(probes[0], place, Reach.SILENT)
+    world.run(5.0)
+    assert len(probes) == 2, "the answers came late, and count all the same"
+
+
+def test_an_agent_that_registers_again_is_where_it_was():
+    """Defect: after a restart of the controller an agent could name a dead node, which was then taken for its own."""
+    world = on_slurm(8, 3)
+    world.dead_nodes.add("n8")
+    world.slurm.node_states["n8"] = {"IDLE", "NOT_RESPONDING"}
+    swallowed(world)
+    lies(world.agents[0], node="n8", door=BLACK_HOLE)
+    world.restart()
+    world.run(4.0)
+    assert world.core.view.live.agent("1", 0) is None
+    refused = [m.reason for to, m in world.sent if to == world.agents[0].agent and isinstance(m, wire.Refused)]
+    assert any("has another node than before" in reason for reason in refused)
+    del world.agents[0].registration
+    lies(world.agents[0], door=BLACK_HOLE)
+    world.run(3.0)
+    seen = world.core.view.live.agent("1", 0)
+    assert seen is not None and (seen.node, seen.door) == ("n1", world.job().agents[0].door) != ("n1", BLACK_HOLE)
+    assert not [call for call in taken(world) if call[0] in ("down", "drain")]

@@ -1,0 +1,48 @@
+"""What the server does with messages before the core hears of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from detector.classify import Classifier
+from tests.support.world import FakeAgent, World
+from unicron_ctl.config import Config, ControllerConfig
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.server import TICK_SECONDS, Server
+from unicron_ctl.protocol import wire
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    store = Store(tmp_path / "events.db")
+    config = Config(controller=ControllerConfig(auth="none"))
+    server = Server(config, store, "tcp://127.0.0.1:0", None, Classifier())
+    yield server
+    server.close()
+    store.close()
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.5", "10.0.0.5"), ("", "127.0.0.1")])
+def test_an_agents_door_is_where_its_connection_comes_from(server: Server, address: str, host: str) -> None:
+    """Defect: it could be any host and port, or a name for which everybody's threads waited."""
+    message = FakeAgent(World(), "1", 0, "n1").registration()
+    message.door = "a.name.that.takes.long:70"
+    server._take((b"route",), wire.encode(message), "", address)
+    assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
+
+
+def test_messages_that_take_long_to_handle_do_not_keep_the_next_tick_waiting(monkeypatch: Any) -> None:
+    server, taken = Server.__new__(Server), []
+    monkeypatch.setattr(server, "now", lambda: len(taken) * TICK_SECONDS / 3, raising=False)
+    monkeypatch.setattr(server, "_take", lambda *frames: taken.append(frames), raising=False)
+    server.key = ""
+    server._router = SimpleNamespace(recv_multipart=lambda *options: [b"peer", b"a message"])  # type: ignore[assignment]
+    server._receive()
+    assert len(taken) == 3
+    server._receive()
+    assert len(taken) == 6, "what is left is taken in the next turn"
