@@ -183,7 +183,7 @@ def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
         if not count or worst in found or len(neighbours[worst]) != count:
             continue  # with fewer pairs it is in the heap once more
         found.add(worst)
-        for other in others:
+        for other in neighbours.pop(worst):
             neighbours[other].discard(worst)
             heapq.heappush(heap, (-len(neighbours[other]), -other))
     return found
