@@ -64,7 +64,8 @@ class FakeAgent:
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
-        self.pinged = 0
+        self.pinged = self.over = 0
+        self.gives_up = True  # its vote, when it is asked for
         self.agreed: wire.Agreed | None = None
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
@@ -107,6 +108,7 @@ class FakeAgent:
                     leaving=leaving,
                     pinged=self.pinged,
                     agreed=self.agreed,
+                    over=self.over,
                     ranks=dict(self.ranks),
                 ),
             )
@@ -139,6 +141,7 @@ class FakeAgent:
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.pinged = max(self.pinged, message.number)
+            self.over = max(self.over, message.over if self.gives_up else 0)
             self.status()
         if isinstance(message, wire.Reach) and not self.silent:
             words = [str(self.world.answer(self.node, target)) for target in message.targets]

@@ -389,6 +389,7 @@ class Agent:
                 self._on_welcome(message)
             case wire.Ping():
                 self._reports.pinged = max(self._reports.pinged, message.number)
+                self._stand_in.agreement.give_up(message.over)
                 self._send_status()
             case wire.Reach():
                 self._witness.ask(message.number, message.targets)

@@ -74,6 +74,7 @@ class Reports:
                 pinged=self.pinged,
                 answer=agreement.asks(now),
                 agreed=agreement.agreed,
+                over=agreement.over,
                 ranks=statuses,
             )
         )

@@ -37,7 +37,8 @@ class Agreement:
     """me: this agent. per_node: ranks of an agent.
 
     :attr:`sends` (to whom, what) and :attr:`orders` for the ranks are emptied by whoever carries them out;
-    :attr:`news` is set when the controller should get a status at once. :attr:`agreed` is for that status.
+    :attr:`news` is set when the controller should get a status at once. :attr:`agreed` is for that status, and
+    :attr:`over`: the highest generation of those on which this agent votes no more.
     """
 
     def __init__(self, me: wire.Peer, per_node: int) -> None:
@@ -53,6 +54,7 @@ class Agreement:
         self._target = 0  # of the leaders: who is told of trouble
         self._told_at = self._led_at = float("-inf")
         self.agreed: wire.Agreed | None = None
+        self.over = 0
         self.sends: list[tuple[wire.Peer, peers.AnyPeer]] = []
         self.orders: list[wire.Break | wire.Plan] = []
         self.news = False
@@ -70,6 +72,10 @@ class Agreement:
     def break_(self, order: wire.Break) -> None:
         """The controller's Break; ranks that went on to a later generation pass over it by themselves."""
         self._seen, self._obeyed = max(self._seen, order.generation), max(self._obeyed, order.generation)
+
+    def give_up(self, generation: int) -> None:
+        """The controller has this agent's vote on what follows generations up to this one."""
+        self.over = max(self.over, generation)
 
     def plan(self, share: wire.PlanShare) -> wire.Plan | None:
         """The controller's plan as the ranks are to see it, None when they agreed on another one before.
@@ -131,6 +137,8 @@ class Agreement:
         match message:
             case peers.Trouble():
                 self._on_trouble(term, message, now)
+            case peers.Prepare() | peers.Propose() if term.number <= self.over and term.taken is None:
+                pass  # as if it were dead: a majority of the others may still decide
             case peers.Prepare() | peers.Propose() | peers.Halt() if message.generation != self._current:
                 self._tell_late(term, message, now)
             case peers.Prepare():

@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members, progress
+from unicron_ctl.controller.sense import elsewhere, members, progress
 from unicron_ctl.controller.sense.sensors import SENSORS
 from unicron_ctl.protocol import wire
 
@@ -114,6 +114,8 @@ class Turns:
             for look in (progress.late_to_stop, progress.never_entered):
                 self._take(look(self._view, view, desk.times))
             self._ask_witnesses(job, view)
+            for agent in elsewhere.unbound(self._view, view):
+                self._order(agent, f"over {job.broken}", wire.Ping(over=job.broken))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
         """After a rank stopped by itself every agent is asked whether it lives."""

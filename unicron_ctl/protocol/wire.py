@@ -180,6 +180,7 @@ class Status(Message, tag="status"):
     pinged: ranges.Count = 0  # the number of the last Ping that the agent has heard
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
+    over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
 
 
@@ -319,9 +320,10 @@ class Welcome(Message, tag="welcome"):
 
 class Ping(Message, tag="ping"):
     """Say at once that you live: an agent answers with its status. A status whose `pinged` is `number` was made
-    later."""
+    later. over: vote no more on what follows generations up to this one."""
 
     number: ranges.Count = 0
+    over: ranges.Count = 0
 
 
 class Pong(Message, tag="pong"):

@@ -60,6 +60,8 @@ class AgentView:
     """The number of the last Ping that its last status answers."""
     agreed: Agreed | None = None
     """What it and others have agreed on without this controller, until a plan of this controller's."""
+    over: int = 0
+    """It votes no more on what follows generations up to this one."""
     newest: int = 0
     """The highest generation that one of its ranks is in, or enters."""
     before: dict[int, RankStatus] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
-        self.pinged, self.agreed = status.pinged, status.agreed
+        self.pinged, self.agreed, self.over = status.pinged, status.agreed, status.over
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:
@@ -169,6 +171,8 @@ class LiveJob:
     """Why the time to enter the present plan or offer is over."""
     elsewhere_until: float = 0.0
     """Until when it counts as known that a majority may go on by itself (`sense.elsewhere`)."""
+    unbound_at: float = 0.0
+    """When it is looked at next who may vote although it has no rank that goes on."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
     ready_look_at: float = 0.0

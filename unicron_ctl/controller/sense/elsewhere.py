@@ -2,13 +2,14 @@
 
 Agents that cannot reach the controller go on once they are a strict majority of their generation
 (docs/design/agreement.md). So as long as the silent may have a majority's votes, the rest must not go on here: a
-network that is cut in two lets both halves believe that the other one is dead. The dead may have voted before. That Slurm gets no answer from many
-nodes at once says the same as our own silence; what counts is the word of a node that does answer, or of a person.
+network that is cut in two lets both halves believe that the other one is dead. The dead may have voted before. That
+Slurm gets no answer from many nodes at once says the same as our own silence; what counts is the word of a node that
+does answer, or of a person.
 """
 
 from __future__ import annotations
 
-from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol.wire import Plan
@@ -76,7 +77,33 @@ def _with_us(view: View, job: JobState, element: int, name: str) -> bool:
     if agent is None:
         return False
     agreed, plan = agent.agreed, job.plan
-    return agreed is None or plan is None or agreed.since < plan.generation or not may_have_begun(view, job, agreed.plan)
+    if plan is None:
+        return True
+    if agreed is not None and agreed.since >= plan.generation and may_have_begun(view, job, agreed.plan):
+        return False
+    return agent.over >= _last(job) or any(_stands(job, slot) for slot in agent.slots)
+
+
+def unbound(view: View, job: JobView) -> list[AgentView]:
+    """Agents that have a vote and no rank that is to go on, while the silent might have a majority with them. They are
+    to give it up: nothing else keeps them from voting for the others once they cannot be heard any more."""
+    state, live = job.state, job.live
+    if state.phase is not Phase.BREAKING or state.plan is None or state.restart_mode or view.now < live.unbound_at:
+        return []
+    live.unbound_at = view.now + PACE * len(state.members)
+    if may_go_on(view, state):
+        return []
+    heard = (_heard(view, state, element, name) for element, name in _voters(state).items())
+    return [
+        agent
+        for agent in heard
+        if agent is not None and agent.over < _last(state) and not any(_stands(state, slot) for slot in agent.slots)
+    ]
+
+
+def _last(job: JobState) -> int:
+    """The last generation that may have begun."""
+    return max(job.broken, job.plan.generation if job.plan is not None else 0)
 
 
 def may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
@@ -96,7 +123,7 @@ def may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool
 def _stands(job: JobState, slot: int) -> bool:
     """It is to go on: so it enters what this controller plans, or nobody does."""
     out = slot in job.lost or slot in job.condemned or job.element(slot) in job.parted
-    return slot in job.members and not out
+    return (slot in job.members or slot in job.joining) and not out
 
 
 def _dead(view: View, job: JobState, element: int, agent: str) -> bool:

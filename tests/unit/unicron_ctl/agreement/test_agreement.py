@@ -158,7 +158,7 @@ def test_a_voter_that_follows_one_plan_does_not_accept_an_older_one(one, other):
 
     def lost(source, target, message) -> bool:
         ends = {source, target} - {4}
-        if ends & one and ends & other or not ends <= reached:
+        if (ends & one and ends & other) or not ends <= reached:
             return True
         return reached is one and target == 4 and isinstance(message, peers.Propose)
 
@@ -170,6 +170,19 @@ def test_a_voter_that_follows_one_plan_does_not_accept_an_older_one(one, other):
     reached = one | other
     company.run(6.0)
     assert company.going() == [other] and len({agreed.plan.prefix for agreed in company.agreed}) == 1
+
+
+@pytest.mark.parametrize(("count", "decides"), [(4, False), (5, True)])
+def test_a_vote_that_was_given_up_is_missing(count: int, decides: bool):
+    """The last agent's rank is dead, and another one is cut off. The controller has asked for that agent's vote."""
+    company = Company(count)
+    company.members[count - 1].die()
+    company.head.leave("killed")
+    company.agents[count - 1].agreement.give_up(1)
+    company.cut([1], range(count))
+    company.run(10.0)
+    assert bool(company.agreed) == decides
+    assert company.going() == ([{0, 2, 3}] if decides else [])
 
 
 def goes_on(company: Company) -> None:

@@ -293,6 +293,22 @@ def test_an_agent_that_died_may_have_voted_for_those_who_are_silent(restarted: b
     world.check_replay()
 
 
+def test_an_agent_without_a_rank_gives_its_vote_up_before_the_others_go_on():
+    """Two of four are cut off, and the rank of the third has died: once its agent is cut off, too, it could make them
+    a majority, for it is no member of what follows."""
+    world = on_slurm(8, 4)
+    cut_off(world, world.agents[:2])
+    world.agents[2].gives_up = False  # it has not heard of it
+    world.agents[2].die(2)
+    world.run(20.0)
+    assert not [failure for failure in world.job().failures if failure.kind == "node"] and plans(world) == 1
+    world.agents[2].gives_up = True
+    world.run(3.0)
+    assert world.agents[2].over == 1 and world.job().plan.generation == 2 and plans(world) == 2
+    assert 3 in world.job().members and not {0, 1} & world.job().members.keys()
+    world.check_replay()
+
+
 def test_a_node_that_answers_slurm_and_no_longer_runs_the_element_says_that_it_is_over():
     """Whoever has its port now: it was started again, and the number of a port is given to somebody else."""
     world = on_slurm(8, 3)
