@@ -37,7 +37,9 @@ def may_go_on(view: View, job: JobState, missing: list[int] | None = None) -> bo
     gone = set(away(view, job) if missing is None else missing)
     if not gone:
         return True
-    votes = {element for element, name in _voters(job).items() if not _with_us(view, job, element, name)}
+    votes = gone
+    if not job.restart_mode:  # else nobody votes
+        votes = {element for element, name in _voters(job).items() if not _with_us(view, job, element, name)}
     offered = job.offer.members if job.offer is not None else []
     return all(2 * len(votes & group) <= len(group) for group in map(set, map(job.elements, (job.members, offered))))
 
