@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Where virtual nodes share a machine's cores, a rank that is still starting goes before those that train already: the
-# sooner it is there the sooner it takes its share.
+# sooner it is there the sooner it takes its share. One with --micro-batch-seconds leaves it the cores anyway.
 TRAINING_NICENESS = 15
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
@@ -444,7 +444,7 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     saver = GradientSaver(chunk, options.save_gradients, slot) if options.save_gradients else None
-    if device.type == "cpu":
+    if device.type == "cpu" and not options.micro_batch_seconds:
         os.nice(TRAINING_NICENESS)
     for result in session:
         if metrics:

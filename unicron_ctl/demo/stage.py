@@ -42,6 +42,7 @@ MODEL_OPTIONS = (
 )
 # Of the jobs, not of their references: ranks that always computed would leave no core to the ranks that start.
 MICRO_BATCH_SECONDS = 0.25
+REFERENCE_SECONDS = 0.03  # about what it takes
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
@@ -214,6 +215,8 @@ class Stage:
                     str(job.seed),
                     "--train-iterations",
                     str(TRAIN_ITERATIONS),
+                    "--micro-batch-seconds",
+                    str(REFERENCE_SECONDS),
                     "--metrics",
                     str(work / "metrics"),
                 ],
