@@ -6,8 +6,8 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest, for example PYTEST_ARGS="tests/unit -x"
 PYTEST_ARGS ?= tests
-# How many tests at once: one on a Slurm, one that starts processes, and a unit test
-PYTEST_JOBS ?= 3
+# How many tests at once: one on a Slurm beside one that starts processes, unit tests after them
+PYTEST_JOBS ?= 2
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
