@@ -115,7 +115,8 @@ class Turns:
                 self._take(look(self._view, view, desk.times))
             self._ask_witnesses(job, view)
             for agent in elsewhere.unbound(self._view, view):
-                self._order(agent, f"over {job.broken}", wire.Ping(over=job.broken))
+                over = elsewhere.last_vote(job, agent)
+                self._order(agent, f"over {over}", wire.Ping(over=over))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
         """After a rank stopped by itself every agent is asked whether it lives."""

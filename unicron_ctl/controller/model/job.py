@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,6 +163,8 @@ class JobState:
     """The boundary plan that is outstanding."""
     members: dict[int, Identity] = field(default_factory=dict)
     joining: dict[int, Identity] = field(default_factory=dict)
+    former: list[dict[int, str]] = field(default_factory=list)
+    """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
     broken: int = 0
     why: str = ""
     lost: dict[int, Identity] = field(default_factory=dict)
@@ -238,6 +240,10 @@ class JobState:
 
     def element(self, slot: int) -> int:
         return slot // max(1, self.settings.ranks_per_node)
+
+    def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
+        """By element."""
+        return {self.element(slot): who.agent for slot, who in members.items()}
 
     def elements(self, slots: Iterable[int]) -> list[int]:
         per_node = max(1, self.settings.ranks_per_node)

@@ -147,6 +147,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
     fresh = job.phase is not Phase.BREAKING
     job.why, job.regroup, job.condemned = record.reason, "", {}
     if job.joining:
+        _leave(job)
         job.members = {**job.members, **job.joining}
     job.joining, job.offer = {}, None
     job.broken = job.generation = max(job.generation, record.number)
@@ -163,6 +164,13 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         _phase(job, event, Phase.BREAKING)
 
 
+def _leave(job: JobState) -> None:
+    """What follows the present generation is not entered by all yet. In restart mode nobody goes on in it."""
+    group = job.agents_of(job.members)
+    if group and not job.restart_mode and group not in job.former:
+        job.former = [*job.former, group]
+
+
 def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
     return {
         slot: Identity(crew.agent, incarnation)
@@ -172,6 +180,7 @@ def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
 
 
 def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
+    _leave(job)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.members = _identities(record.crews)
@@ -186,6 +195,7 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
 
 
 def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
+    _leave(job)
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
     job.broken = max(job.broken, record.plan.generation - 1)
     job.members = _identities(record.crews)
@@ -252,7 +262,7 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
     elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
         _restored(job, event, set(job.members))
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
-    job.tries = 0
+    job.tries, job.former = 0, []
     for failure in job.failures:
         if failure.planned_at is not None and failure.resumed_at is None:
             failure.resumed_at = event.time
@@ -268,6 +278,7 @@ def _restored(job: JobState, event: Event, came: set[int]) -> None:
 
 
 def reform(job: JobState, event: Event, record: records.Reform) -> None:
+    _leave(job)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup = ""

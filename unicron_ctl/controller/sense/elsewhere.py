@@ -19,16 +19,18 @@ HERE = frozenset(
     "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split()
 )  # states in which an element has processes, or may have (squeue(1), JOB STATE CODES)
 GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
+BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # while some are in an earlier generation
 PACE = 5e-5  # seconds per member between two looks at all of them
 BY_ITSELF = "not responding"  # how the reason begins that Slurm gives a node that it sets down by itself
 
 
 def away(view: View, job: JobState) -> list[int]:
-    """Elements of the present generation, or of the one on offer, that neither speak nor are shown dead."""
-    found = []
-    for element, name in _voters(job).items():
+    """Elements of the present generation, of the one on offer, or of one that some may not have left, that neither
+    speak nor are shown dead."""
+    found = set()
+    for element, name in _voters(job):
         if _heard(view, job, element, name) is None and not _dead(view, job, element, name):
-            found.append(element)
+            found.add(element)
     return sorted(found)
 
 
@@ -37,17 +39,16 @@ def may_go_on(view: View, job: JobState, missing: list[int] | None = None) -> bo
     gone = set(away(view, job) if missing is None else missing)
     if not gone:
         return True
-    votes = gone
-    if not job.restart_mode:  # else nobody votes
-        votes = {element for element, name in _voters(job).items() if not _with_us(view, job, element, name)}
-    offered = job.offer.members if job.offer is not None else []
-    return all(2 * len(votes & group) <= len(group) for group in map(set, map(job.elements, (job.members, offered))))
+    if job.restart_mode:  # nobody votes
+        return 2 * len(gone) <= len(job.elements(job.members))
+    votes = {who for who in _voters(job) if not _with_us(view, job, *who)}
+    return all(2 * len(votes & group) <= len(group) for group in _groups(job))
 
 
 def goes_on(view: View, job: JobState, missing: list[int] | None = None) -> bool:
     """A majority may be going on elsewhere: nothing may be formed from the rest. A plain program cannot go on without
     all of its processes; and of a job on a single node there are no two halves. missing: what `away` says."""
-    if job.restart_mode or len(job.elements(job.members)) < 2:
+    if job.restart_mode or all(len(group) < 2 for group in _groups(job)):
         return False
     return not may_go_on(view, job, missing)
 
@@ -61,9 +62,21 @@ def waits(view: View, job: JobView) -> bool:
     return found
 
 
-def _voters(job: JobState) -> dict[int, str]:
-    """The agents by element, as `away` means them."""
-    return {job.element(slot): who.agent for slot, who in {**job.members, **job.joining}.items()}
+Voter = tuple[int, str]  # an element, and its agent
+
+
+def _groups(job: JobState) -> list[set[Voter]]:
+    """Those who vote together, of every generation that somebody may be in."""
+    groups = [*job.former, job.agents_of(job.members)]
+    if job.offer is not None:
+        inside = set(job.offer.members)
+        groups.append(job.agents_of({s: who for s, who in {**job.members, **job.joining}.items() if s in inside}))
+    return [set(group.items()) for group in groups]
+
+
+def _voters(job: JobState) -> set[Voter]:
+    """All of them, as `away` means them."""
+    return set().union(*_groups(job), job.agents_of(job.joining).items())
 
 
 def _heard(view: View, job: JobState, element: int, name: str) -> AgentView | None:
@@ -79,39 +92,39 @@ def _with_us(view: View, job: JobState, element: int, name: str) -> bool:
     if agent is None:
         return False
     agreed, plan = agent.agreed, job.plan
-    if plan is None:
-        return True
-    if agreed is not None and agreed.since >= plan.generation and may_have_begun(view, job, agreed.plan):
+    if (
+        agreed is not None
+        and (plan is None or agreed.since >= plan.generation)
+        and may_have_begun(view, job, agreed.plan)
+    ):
         return False
-    return agent.over >= _last(job) or any(_stands(job, slot) for slot in agent.slots)
+    return agent.over >= last_vote(job, agent) or any(_stands(job, slot) for slot in agent.slots)
 
 
 def unbound(view: View, job: JobView) -> list[AgentView]:
     """Agents that have a vote and no rank that is to go on, while the silent might have a majority with them. They are
     to give it up: nothing else keeps them from voting for the others once they cannot be heard any more."""
     state, live = job.state, job.live
-    if state.phase is not Phase.BREAKING or state.plan is None or state.restart_mode or view.now < live.unbound_at:
+    if state.phase not in BETWEEN or state.restart_mode or view.now < live.unbound_at:
         return []
     live.unbound_at = view.now + PACE * len(state.members)
     if may_go_on(view, state):
         return []
-    heard = (_heard(view, state, element, name) for element, name in _voters(state).items())
-    return [
-        agent
-        for agent in heard
-        if agent is not None and agent.over < _last(state) and not any(_stands(state, slot) for slot in agent.slots)
-    ]
+    heard = (_heard(view, state, element, name) for element, name in sorted(_voters(state)))
+    free = (a for a in heard if a is not None and not any(_stands(state, slot) for slot in a.slots))
+    return [agent for agent in free if agent.over < last_vote(state, agent)]
 
 
-def _last(job: JobState) -> int:
-    """The last generation that may have begun."""
-    return max(job.broken, job.plan.generation if job.plan is not None else 0)
+def last_vote(job: JobState, agent: AgentView) -> int:
+    """The last generation in which it may have one."""
+    inside = job.plan is not None and any(slot in job.members for slot in agent.slots)
+    return max(job.broken, job.plan.generation if inside and job.plan is not None else 0)
 
 
 def may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
     """The members of a plan of the agents' may all be in it: no member of whom it is not known that it is has been
     heard, and not all are shown dead. ping: the number of the Ping that it has to have answered."""
-    names, alive = _voters(job), False
+    names, alive = dict(who for group in _groups(job) for who in group), False
     for element in dict.fromkeys(map(job.element, plan.members)):
         agent = view.job(job).agents.get(element)
         name = names.get(element, agent.agent if agent is not None else "")
