@@ -4,10 +4,8 @@ VENV      ?= .venv
 PIP_ARGS  ?=
 # Words after `unicronctl demo`, for example DEMO_ARGS="--json out.json"
 DEMO_ARGS ?=
-# Words after pytest, for example PYTEST_ARGS="tests/unit -x"
-PYTEST_ARGS ?= tests
-# How many tests at once: one on a Slurm beside one that starts processes, unit tests after them
-PYTEST_JOBS ?= 2
+# Words after pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
+PYTEST_ARGS ?=
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
@@ -17,7 +15,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system plugin demo test test-unit lint bench storms clean
+.PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -41,8 +39,16 @@ plugin: system   ## builds the SPANK plugin against the installed Slurm
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
-test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
+ifeq ($(PYTEST_ARGS),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest -m "not long" tests/process tests/slurm
+else
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
+
+test-long: system venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
+	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
 	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)

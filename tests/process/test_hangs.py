@@ -54,6 +54,7 @@ def faults(*wanted: dict) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
     """One job, one after the other: a rank stopped in its third iteration, one stopped between two iterations, and one
     that sleeps there for ever. And no node or rank is odd among its peers meanwhile: all are on this machine."""

@@ -23,6 +23,7 @@ def kill(job: World, slot: int) -> None:
     os.kill(job.rank(slot)["pid"], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_rank_in_the_scripts_own_code_is_waited_for_when_a_peer_dies(tmp_path):
     evaluation = {"slot": 0, "iteration": "any", "at": "outside", "kind": "sleep", "delay": 14, "file": "evaluate"}
     settings = f"report_timeout = 9.0\nfault_grace = 0.5\n{PATIENT}"
@@ -37,6 +38,7 @@ def test_a_rank_in_the_scripts_own_code_is_waited_for_when_a_peer_dies(tmp_path)
         assert job.job()["ledger_violations"] == 0
 
 
+@pytest.mark.long
 def test_a_hang_right_after_a_recovery_is_found_by_the_usual_time(tmp_path):
     with World(tmp_path, 3, "hang_floor_seconds = 6.0\n", TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
         job.wait(lambda: job.trains([0, 1, 2], 30), "30 iterations")

@@ -27,6 +27,7 @@ def links(tmp_path: Path) -> Iterator[LinksCluster]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_job_goes_on_without_the_node_and_takes_the_spare_one(links: LinksCluster) -> None:
     job = links.submit_gpt(3, "--seed", "7", options=["--unicron-min-nodes=1"])
     job.whole(3, HEAL_LIMIT)

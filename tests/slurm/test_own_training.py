@@ -84,6 +84,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         opened.close()
 
 
+@pytest.mark.long
 def test_the_page_leads_from_a_cluster_to_ones_own_script(shell: Shell) -> None:
     assert len(shell.blocks) == BLOCKS and shell.blocks[0].startswith(ACTIVATE)
     assert "6 nodes are up" in shell.next()
