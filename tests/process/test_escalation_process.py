@@ -29,6 +29,7 @@ def reference(tmp_path):
         process.wait()
 
 
+@pytest.mark.long
 def test_state_that_arrives_corrupted_is_never_trained_with(tmp_path, reference):
     settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.06"}
     with World(tmp_path, 3, "allow_inject = true\nhang_floor_seconds = 30.0\n", **settings) as job:

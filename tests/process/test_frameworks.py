@@ -86,6 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.long
 def test_a_script_trains_as_one_world_and_goes_on_after_a_kill(runs: dict[str, Run], framework: str) -> None:
     run = runs[framework]
     assert run.job.wait() == [0] * NODES, run.job.logs

@@ -66,7 +66,7 @@ def test_garbage_from_an_agent_is_dropped(job):
     assert len(job.failures()) == before
 
 
-@pytest.mark.parametrize("fault", ["lost-network", "black-hole"])
+@pytest.mark.parametrize("fault", [pytest.param("lost-network", marks=pytest.mark.long), "black-hole"])
 def test_who_is_silent_and_reached_by_nobody_is_lost_and_comes_back(job, fault):
     """Whether its ranks' connections break or, as with lost packets, do not: its peers are not blamed."""
     before = max(event["id"] for event in job.events())

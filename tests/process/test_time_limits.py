@@ -53,6 +53,7 @@ def test_a_hang_right_after_a_recovery_is_found_by_the_usual_time(tmp_path):
         job.trains_on([0, 1])
 
 
+@pytest.mark.long
 def test_a_network_that_loses_packets_is_no_hang(tmp_path):
     """For 5 s nothing that is sent to slot 1 arrives, and the limit of an iteration is 3 s."""
     loss = {"slot": 1, "iteration": "any", "at": "outside", "kind": "loss", "delay": 5.0, "file": "loss"}
@@ -69,6 +70,7 @@ def test_a_network_that_loses_packets_is_no_hang(tmp_path):
         assert lossy not in [event["iteration"] for event in job.events("hang")], job.events("hang")
 
 
+@pytest.mark.long
 def test_a_newcomer_that_dies_before_its_boundary_stops_nobody(tmp_path):
     wait = {"slot": 0, "iteration": "any", "at": "outside", "kind": "wait", "gate": "open", "file": "close"}
     with World(tmp_path, 3, PATIENT, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02", TINY_FAULT=faults(wait)) as job:
@@ -89,6 +91,7 @@ def test_a_newcomer_that_dies_before_its_boundary_stops_nobody(tmp_path):
         assert job.rank(1)["generation"] > generation and job.job()["ledger_violations"] == 0
 
 
+@pytest.mark.long
 def test_a_stopped_rank_that_gets_no_plan_saves_its_state(tmp_path):
     """The controller is gone, and so is half of the job: the one that is left may not go on alone."""
     saves = tmp_path / "saves"

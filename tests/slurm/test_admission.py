@@ -156,6 +156,7 @@ def test_the_health_check_drains_a_bad_node_and_nobody_elses(site: Site) -> None
     assert site.node("n4").states == site.node("n5").states == {"IDLE"}
 
 
+@pytest.mark.long
 def test_a_node_that_was_set_down_comes_back_when_its_checks_pass(site: Site) -> None:
     """Its agent falls silent, its slurmd is dead; it comes back bad, stays down, is mended, is resumed."""
     submitted = site.call(
