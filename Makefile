@@ -13,6 +13,7 @@ STORMS_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+UNIT  := $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
 .PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
@@ -41,7 +42,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(UNIT)
 	$(BIN)/python -m pytest -m "not long" tests/process tests/slurm
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -50,8 +51,8 @@ endif
 test-long: system venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
-test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; below a minute
-	$(BIN)/python -m pytest tests/unit $(UNIT_ARGS)
+test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
+	$(UNIT) $(UNIT_ARGS)
 
 lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .

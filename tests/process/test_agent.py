@@ -232,25 +232,27 @@ def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_wi
     assert job.agents[0].log.endswith("unicron: 24_0 on n0: element 2 is different; the job runs unprotected\n")
 
 
-def test_an_agent_whose_others_train_protected_ends(fake, tmp_path):
+@pytest.mark.parametrize(
+    "refused",
+    [
+        wire.Refused(reason="job 25 is healed in restart mode", final=True, apart=True),  # and its others train
+        wire.Refused(reason="another agent has taken element 0", final=True, replaced=True),
+    ],
+)
+def test_an_agent_whose_element_is_not_its_to_train_ends(fake, tmp_path, refused):
     job = Job(tmp_path, fake.address, "25", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
     fake.registration()
-    fake.send(wire.Refused(reason="job 25 is healed in restart mode", final=True, apart=True))
+    fake.send(refused)
     assert job.agents[0].wait() == 1
-    assert job.agents[0].log == "unicron: 25_0 on n0: job 25 is healed in restart mode\n"
+    assert job.agents[0].log == f"unicron: 25_0 on n0: {refused.reason}\n"
 
 
-def test_an_agent_that_was_replaced_and_one_whose_job_failed_end(fake, tmp_path):
-    job = Job(tmp_path, fake.address, "21", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
-    fake.registration()
-    fake.send(wire.Refused(reason="another agent has taken element 0", final=True, replaced=True))
-    assert job.agents[0].wait() == 1
-    assert job.agents[0].log == "unicron: 21_0 on n0: another agent has taken element 0\n"
-    again = Job(tmp_path, fake.address, "22", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
+def test_an_agent_whose_job_failed_ends(fake, tmp_path):
+    job = Job(tmp_path, fake.address, "22", 1, [sys.executable, "-c", "raise SystemExit('must not start')"])
     fake.registration()
     fake.send(wire.End(code=3, reason="the script itself fails"))
-    assert again.agents[0].wait() == 3
-    assert again.agents[0].log == "unicron: 22_0 on n0: the script itself fails\n"
+    assert job.agents[0].wait() == 3
+    assert job.agents[0].log == "unicron: 22_0 on n0: the script itself fails\n"
 
 
 @pytest.mark.parametrize("code", [0, 7])

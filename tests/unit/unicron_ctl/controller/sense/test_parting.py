@@ -57,12 +57,18 @@ def test_one_of_two_nodes_that_do_not_reach_each_other_is_left_out_and_nobody_is
     world.check_replay()
 
 
-def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
+def left_out() -> World:
+    """Element 1 of four, which element 0 does not reach, is no member any more."""
     world = on_slurm(4)
     cut(world, (0, 1))
     hang(world)
     world.run(6.0)
     assert list(world.job().parted) == [1]
+    return world
+
+
+def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
+    world = left_out()
     world.run(12.0)
     assert list(world.job().parted) == [1], "it is asked again, and still cut off"
     world.cuts.clear()
@@ -72,11 +78,7 @@ def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
 
 
 def test_a_node_that_was_left_out_and_whose_agent_ended_has_not_come_back():
-    world = on_slurm(4)
-    cut(world, (0, 1))
-    hang(world)
-    world.run(6.0)
-    assert list(world.job().parted) == [1]
+    world = left_out()
     world.agents[1].silent = True
     world.dead_nodes.add(world.agents[1].node)
     world.slurm.node_states[world.agents[1].node] = {"DOWN", "NOT_RESPONDING"}
