@@ -246,16 +246,13 @@ class Gradients:
                     unblock()
                     time.sleep(0.001)
 
-    def restore(self) -> int:
-        """Undo every reduce that had begun: this rank's own gradient sum is back. Returns the number of buckets
-        restored."""
-        restored = len(self._fresh)
+    def restore(self) -> None:
+        """Undo every reduce that had begun: this rank's own gradient sum is back."""
         for key in self._fresh:
             bucket, copy = self._snapshots[key]
             bucket.grad_data.copy_(copy)
         self._fresh.clear()
         self._deferred, self._disturbed = None, True
-        return restored
 
     def adopt_groups(self) -> None:
         """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""

@@ -119,7 +119,7 @@ class Session:
         self._last_progress = 0.0
         self._transferred = 0  # bytes of the transfer at hand
         self._self_stops = 0
-        self._timing: dict[str, float] = {}
+        self._moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
         self._half_received = self._came_new = False
         self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
         self._roles: dict[str, Any] | None = None
@@ -287,28 +287,33 @@ class Session:
                 phases=phases,
                 at=time.time(),
             )
-            if self._timing:
-                self._timing["stepped"] = time.time()
-                self._channel.send("timing", generation=self.generation, seconds=self._timing)
-                self._timing = {}
+            if self._moments:
+                self._channel.send("timing", generation=self.generation, at=time.time(), seconds=self._recovery_parts())
         self.iteration += 1
         return result
+
+    def _recovery_parts(self) -> dict[str, float]:
+        """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
+        stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        moments, self._moments = {**self._moments, "stepped": time.monotonic()}, {}
+        began = min(moments.values())
+        return {what: moment - began for what, moment in moments.items()}
 
     # ------------------------------------------------------------ generations
     def _recover(self, error: Exception) -> bool:
         """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
         is."""
-        self._timing = {"broken": self._watch.broken_at, "caught": time.time()}
+        self._moments = {"caught": time.monotonic()}
         self._stop(error)
         plan = self._wait_plan()
-        self._timing["planned"] = time.time()
+        self._moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
         plan = self._enter_until_in(plan)
         if self._came_new:
             raise _Rejoined
         if plan.step == self._ledger.iteration and self._phase == "synced":
             self._next_assignment = plan.assignment.get(self.slot)
             return True
-        self._timing["restored_buckets"] = float(self._gradients.restore())
+        self._gradients.restore()
         self._ledger.reassign(plan.assignment[self.slot])
         self._set_phase("computing")
         return False
@@ -386,7 +391,7 @@ class Session:
         if self._half_received and self.slot not in plan.joiners:
             raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         self._watch.enter(plan)
-        self._timing.setdefault("caught", time.time())
+        self._moments.setdefault("caught", time.monotonic())
         newcomer = self._came_new = not self._entered_first or self.slot in plan.joiners
         self._publish("entering", entering=plan.generation)
         old = self._roles or groups.roles()
@@ -404,14 +409,14 @@ class Session:
         groups.repoint(groups.group_holders(self._model, self._optimizer), old, groups.roles())
         self._roles = None
         self._gradients.adopt_groups()
-        self._timing["grouped"] = time.time()
+        self._moments["grouped"] = time.monotonic()
         self._members = list(plan.members)
         if plan.joiners and plan.source is not None:
             self._migrate(plan, plan.source, newcomer)
         self._check_alive()
         self.generation, self._entered_first = plan.generation, True
         self._watch.entered()
-        self._timing["entered"] = time.time()
+        self._moments["entered"] = time.monotonic()
         if newcomer:
             self._next_assignment = plan.assignment.get(self.slot)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])

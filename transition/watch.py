@@ -63,7 +63,7 @@ class Watch:
         self._acknowledged = 0
         self._plan: Plan | None = None
         self._offer: Plan | None = None
-        self.broken_at = 0.0  # this process's clock, for the timing of a recovery
+        self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
     # ------------------------------------------------------------ the channel's thread
@@ -81,7 +81,7 @@ class Watch:
             if generation <= self._broken:
                 return
             if not self.lost():
-                self.broken_at = time.time()
+                self.broken_at = time.monotonic()
             self._broken = generation
             if self._offer is not None and self._offer.generation <= generation:
                 self._offer = None

@@ -31,7 +31,7 @@ def _valid(rng: random.Random) -> list[bytes]:
         wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
         wire.Metrics(job="7", element=slot, agent="x", node={"cpu_busy": float("nan"), "x" * 500: 1e308},
                      ranks={slot: {"rank_cpu": -1.0}}),
-        wire.Timing(job="7", slot=slot, generation=1, seconds={"x": float("inf")}),
+        wire.Timing(job="7", slot=slot, generation=1, at=1.0, seconds={"x": float("inf")}),
         wire.Ask(what="events", args={"after": -(2**60), "limit": "x"}),
         wire.Ask(what="inject", args={"fault": "rank-kill", "job": "7", "slot": 0}),
         wire.Ask(what="x" * 1000, args={"a": [1] * 1000}),

@@ -60,18 +60,19 @@ def recover(point: dict, reference: Path) -> Recovery:
         proof.exactly_once(ranks, 5)
         proof.nothing_thrown_away(ranks)
         killed = float((out / f"fault.{VICTIM}.0.{AT}").read_text())
-        parts = [timing["seconds"] for timing in ranks.timings if timing["generation"] == 2]
-        last = max(parts, key=lambda part: part["stepped"])
+        last = max((timing for timing in ranks.timings if timing["generation"] == 2), key=lambda timing: timing["at"])
+        stepped, parts = last["at"], last["seconds"]
+        entered = stepped - (parts["stepped"] - parts["entered"])
         struck = ranks.plans[1].step if ranks.plans[1].step is not None else ranks.plans[1].iteration
         work = [index for has in proof.fetched(out)[struck].values() for index in has]
         done = sum(len(status.done) for status in ranks.reports[0].values() if status.iteration == struck)
         broken = ranks.breaks[0][2]
         return Recovery(
-            total=last["stepped"] - killed,
+            total=stepped - killed,
             detected=ranks.ended[VICTIM] - killed,
             stopped=broken + ranks.rests[0] - ranks.ended[VICTIM],
-            grouped=last["entered"] - broken - ranks.rests[0],
-            worked=last["stepped"] - last["entered"],
+            grouped=entered - broken - ranks.rests[0],
+            worked=stepped - entered,
             gradient=proof.gradient_differences(out, reference, 5)[struck],
             recomputed=len(work) - len(set(work)),
             reused=proof.MICRO_BATCHES if ranks.plans[1].step is not None else done,

@@ -101,6 +101,16 @@ def test_a_killed_rank_starts_again_in_place_and_rejoins(story):
     assert generations == sorted(generations) and len(set(generations)) >= 4, "without it, with it, without the node"
 
 
+def test_the_log_tells_how_long_each_part_of_a_recovery_took(story):
+    timings = {
+        (each["generation"], each["slot"]): each["seconds"] for each in story.controller.events("timing", job="7")
+    }
+    survivor = next(parts for (_, slot), parts in sorted(timings.items()) if slot == 0 and "broken" in parts)
+    order = [survivor[part] for part in ("broken", "planned", "grouped", "entered", "stepped")]
+    assert order == sorted(order) and 0.0 <= order[0] < order[-1] < 60.0
+    assert "dropped a bad message" not in story.job.logs
+
+
 def test_a_recovery_that_a_controller_began_the_next_one_finishes(story):
     assert story.state_after_restart == "breaking"
     assert len(story.controller.events("plan", job="7")) > story.plans_before

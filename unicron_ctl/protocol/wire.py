@@ -226,11 +226,13 @@ class Steps(Message, tag="steps"):
 
 
 class Timing(Message, tag="timing"):
-    """How long the parts of one recovery took in one rank, in seconds."""
+    """When the parts of one recovery ended in one rank: seconds since it began, and the rank's clock when it had
+    stepped, which was the last of them (`transition.session`)."""
 
     job: ranges.JobId
     slot: ranges.Slot
     generation: ranges.Count
+    at: ranges.Time
     seconds: ranges.Durations
 
 

@@ -397,7 +397,7 @@ class JobEnded(Record, frozen=True, tag="job_ended"):
 
 
 class Timing(Record, frozen=True, tag="timing"):
-    """How long the parts of one recovery took in one rank, in seconds."""
+    """When the parts of one recovery ended in one rank, in seconds since it began."""
 
     slot: int
     seconds: dict[str, float]

@@ -113,7 +113,7 @@ def test_what_nobody_asked_for_leaves_no_record():
         trace = wire.StackTrace(job=OWN, slot=0, incarnation=0, how="py-spy", state="R", text="x" * 16000)
         world.to_core(agent, trace)
         world.to_core(agent, wire.InjectRefused(job=OWN, slot=0, fault="rank-kill", reason="none"))
-        world.to_core(agent, wire.Timing(job=OWN, slot=0, generation=number + 5, seconds={"stop": 1.0}))
+        world.to_core(agent, wire.Timing(job=OWN, slot=0, generation=number + 5, at=1.0, seconds={"stop": 1.0}))
     assert len(world.log) == before and not world.core.desks[OWN].timings
 
 

@@ -127,7 +127,9 @@ class Stage:
                 told = wire.StackTrace(job=job, slot=detail, incarnation=0, how="py-spy", state="S", text="in fetch")
                 world.to_core(agent, told)
             case "timing":
-                world.to_core(agent, wire.Timing(job=job, slot=slot, generation=1, seconds={"store": detail}))
+                world.to_core(
+                    agent, wire.Timing(job=job, slot=slot, generation=1, at=world.now, seconds={"store": detail})
+                )
             case "metrics":
                 world.to_core(agent, wire.Metrics(**where, host=agent.node, node={"cpu_busy": detail}))
             case "hint":

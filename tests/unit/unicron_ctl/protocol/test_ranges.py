@@ -104,7 +104,7 @@ def test_settings_that_ended_the_controller_are_refused_by_name(given_, field):
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Timing(job="7", slot=0, generation=2**63, seconds={}),
+        wire.Timing(job="7", slot=0, generation=2**63, at=1.0, seconds={}),
         wire.Status(
             job="7", element=0, agent="a", sent=1.0, ranks={0: wire.RankStatus(state="running", micro_batches=2**60)}
         ),
