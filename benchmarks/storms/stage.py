@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from detector.statistics import Limits
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
 from unicron_ctl.errors import UserError
 
 ELEMENTS = 3
+LEARNED = Limits()
+ITERATIONS_TO_LEARN = LEARNED.skip + LEARNED.learn + 4
 START_LIMIT = 150.0  # seconds; the ranks of all nodes start on this machine's few cores
 HEAL_LIMIT = 90.0  # for whatever must come: a row that waited for it in vain has failed and goes on to the next
 BUSY_PAUSE = 5.0  # between two steps of a job that nobody disturbs, while other programs use the cores
@@ -40,10 +43,11 @@ class Storm:
 
     # ------------------------------------------------------------ the job
     def train(self, elements: int = ELEMENTS, **settings: str) -> None:
-        """Submit the job and wait until all its elements train together; one node stays spare."""
+        """Submit the job and wait until all its elements train together and its iteration time is known, by which hangs
+        are found; one node stays spare."""
         self.job = self.site.submit(elements, **settings)
         self.job.whole(elements, START_LIMIT)
-        self.job.reached(5)
+        self.job.reached(ITERATIONS_TO_LEARN)
         self.generation = self.job.steps()[-1]["generation"]
 
     def arm(self, slot: int, at: str, act: Callable[[], object] = lambda: None) -> None:
