@@ -13,7 +13,8 @@ STORMS_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-UNIT  := $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+TWO   := $(BIN)/python -m pytest -n 2 --dist loadfile
+UNIT  := $(TWO) tests/unit
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
 .PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
@@ -43,7 +44,9 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
-	$(BIN)/python -m pytest -m "not long" tests/process tests/slurm
+	$(TWO) -m "not long" tests/process
+	$(TWO) -m "not long and not alone" tests/slurm
+	$(BIN)/python -m pytest -m alone tests/slurm
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
