@@ -168,11 +168,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the rows and what they ask")
     parser.add_argument("--loss-seconds", type=float, default=60.0, help="how long packets are lost (a release: 600)")
     parser.add_argument("--kills", type=int, default=40, help="how often unicrond is killed (a release: 200)")
+    parser.add_argument("--soak-seconds", type=float, default=120.0, help="how long the soak goes on (a release: 1800)")
+    parser.add_argument("--seed", type=int, default=1, help="of what the soak draws")
     parser.add_argument("--slurmd-timeout", type=int, default=300, help="slurm.conf's SlurmdTimeout, seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--keep", action="store_true", help="keep all logs, and say where they are")
     options = parser.parse_args(arguments)
-    table = rows(options.loss_seconds, options.kills)
+    table = rows(options.loss_seconds, options.kills, options.soak_seconds, options.seed)
     chosen = [row for row in table if not options.only or {row.name, row.name.rpartition("-")[0]} & set(options.only)]
     if not chosen:
         parser.error(f"no such row: choose from {', '.join(row.name for row in table)}")

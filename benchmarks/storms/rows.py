@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Clock, Storm, halted
+from benchmarks.storms.soak import soak
+from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Clock, Storm, halted, stopped
 
 AFTERMATH = 10.0  # seconds that a row looks on after its storm: the harm of the old controllers came then
 MOST_CUT = 50  # records that a power cut takes off the end of the log
@@ -249,7 +249,7 @@ def slurmctld_hung(storm: Storm, seconds: float) -> None:
     """slurmctld answers nobody."""
     storm.train()
     since = time.time()
-    with _stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
+    with stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
         time.sleep(seconds)
     time.sleep(AFTERMATH)
     storm.untouched(since)
@@ -260,7 +260,7 @@ def slurmctld_slow(storm: Storm, seconds: float) -> None:
     storm.train()
     since = time.time()
     while time.time() < since + seconds:
-        with _stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
+        with stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
             time.sleep(3.0)
         time.sleep(0.2)
     time.sleep(AFTERMATH)
@@ -323,25 +323,13 @@ def _pauses(storm: Storm, seconds: float) -> None:
     while time.monotonic() < deadline:
         agents = agents[1:] + agents[:1]
         time.sleep(min(8.0, seconds / 3))
-        with _stopped(agents[:1]):
+        with stopped(agents[:1]):
             time.sleep(2.0)
 
 
-@contextlib.contextmanager
-def _stopped(pids: list[int]) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT whatever happens."""
-    try:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
-def rows(loss_seconds: float, kills: int) -> list[Row]:
-    """The table, in the order in which it is run. loss_seconds: how long packets are lost. kills: of unicrond."""
+def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> list[Row]:
+    """The table, in the order in which it is run. loss_seconds: how long packets are lost. kills: of unicrond.
+    soak_seconds, seed: of the soak, the last row."""
     make = functools.partial
     untouched = "no node drained or down, no job broken, no iteration lost"
     kept = "no job lost, no node leaked"
@@ -459,4 +447,11 @@ def rows(loss_seconds: float, kills: int) -> list[Row]:
             300,
         ),
         Row("clocks", "clocks stepped by +-60 s", unnoticed, clocks_stepped, 420),
+        Row(
+            "soak",
+            "all of it, drawn at random, again and again",
+            "whole each time, nothing lost, never two halves",
+            make(soak, seconds=soak_seconds, seed=seed),
+            420 + 2 * soak_seconds,
+        ),
     ]

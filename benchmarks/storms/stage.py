@@ -9,7 +9,7 @@ import random
 import signal
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,19 @@ class Clock:
     def step(self, seconds: int) -> None:
         """So much later than the machine's own time from now on."""
         self._file.write_text(f"{seconds:+d}\n")
+
+
+@contextlib.contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT whatever happens."""
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def halted(slot: int, at: str, count: int) -> str:
