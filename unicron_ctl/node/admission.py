@@ -58,17 +58,37 @@ class TooMany(UserError):
 
 def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> str:
     """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError, and TooMany where `most`
-    others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere."""
+    others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere.
+
+    The nodes of a large job check themselves at the same moment and see none drained yet. So each looks again after its
+    own drain, and goes back where there are too many: the last of them to drain sees all others."""
     nodes = client.nodes()
-    reason, not_done = drain_text(next((node for node in nodes if node.name == name), None), why)
+    node = next((node for node in nodes if node.name == name), None)
+    reason, not_done = drain_text(node, why)
     if not reason:
         return f"{name} is left as it is: {not_done}"
-    others = [n.name for n in nodes if n.name != name and n.states & _DRAINED and n.reason.startswith(LEADER)]
-    most = max(most, len(nodes) // 10)
-    if len(others) >= most:
-        raise TooMany(f"{len(others)} nodes are drained by their checks, and no more than {most} may be")
+    _leave_room(nodes, name, most)
     client.drain(name, reason)
+    try:
+        _leave_room(client.nodes(), name, most)
+    except TooMany:
+        if node is not None and "DOWN" not in node.states:
+            client.resume(name)
+        raise
     return f"{name} is drained: {reason}"
+
+
+def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
+    """Raises TooMany where no other node may be drained by its check."""
+    others = sum(node.name != name and drained_by_check(node) for node in nodes)
+    most = max(most, len(nodes) // 10)
+    if others >= most:
+        raise TooMany(f"{others} nodes are drained by their checks, and no more than {most} may be")
+
+
+def drained_by_check(node: NodeInfo) -> bool:
+    """It is out of service for what its own check said."""
+    return bool(node.states & _DRAINED) and node.reason.startswith(LEADER)
 
 
 def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:

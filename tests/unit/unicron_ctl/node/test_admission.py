@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 
 from detector.health import Settings
@@ -143,6 +146,41 @@ class Cluster:
 
     def drain(self, node: str, reason: str) -> None:
         self.asked.append(node)
+
+
+def test_nodes_that_drain_at_the_same_moment_are_no_more_than_the_limit_either() -> None:
+    """The prologs of a large job run at once, and all see that nobody is drained."""
+
+    class Together(Cluster):
+        def nodes(self) -> list[NodeInfo]:
+            drained = [f"n{number}" for number in range(1, 6)] if self.asked else []
+            reason, states = "unicron[health]: memory", frozenset({"IDLE", "DRAIN"})
+            return [replace(n, states=states, reason=reason) if n.name in drained else n for n in self.listed]
+
+        def resume(self, node: str) -> None:
+            self.asked.append(f"not {node}")
+
+    for most, done in ((4, ["n1", "not n1"]), (5, ["n1"])):
+        cluster = Together(20, 0, "")
+        with pytest.raises(admission.TooMany) if len(done) > 1 else contextlib.nullcontext():
+            admission.drain(cluster, "n1", "memory", most)
+        assert cluster.asked == done
+
+
+def test_a_node_that_slurm_has_down_stays_down_where_there_are_too_many() -> None:
+    """Nobody takes it: no more is taken by its drain, and a resume would give it back."""
+
+    class Down(Cluster):
+        def nodes(self) -> list[NodeInfo]:
+            mine = replace(self.listed[0], states=frozenset({"DOWN"}), reason="Low RealMemory")
+            reason, states = "unicron[health]: memory", frozenset({"IDLE", "DRAIN"})
+            others = [replace(n, states=states, reason=reason) for n in self.listed[1:]] if self.asked else []
+            return [mine, *(others or self.listed[1:])]
+
+    cluster = Down(5, 0, "")
+    with pytest.raises(admission.TooMany):
+        admission.drain(cluster, "n1", "memory", 2)
+    assert cluster.asked == ["n1"]
 
 
 def test_no_more_nodes_drain_themselves_than_the_limit_allows() -> None:
