@@ -117,9 +117,11 @@ class Checkpoints:
         Raises :class:`CheckpointError` when it cannot be written.
         """
         self.wait()
-        began, turn = time.time(), RESCUE_SECONDS * min(place, RESCUERS)
+        began, turn = time.monotonic(), RESCUE_SECONDS * min(place, RESCUERS)
+        grew: dict[Path, tuple[tuple[int, int], float]] = {}
         while not self._saved(iteration):
-            if time.time() - began >= turn and not self._being_written(iteration):
+            written = self._being_written(iteration, grew)
+            if time.monotonic() - began >= turn and not written:
                 self.save_last(state, iteration)
                 _say(f"no plan came: the state was saved in {self.folder}, to go on with iteration {iteration}")
                 return
@@ -128,13 +130,21 @@ class Checkpoints:
     def _saved(self, iteration: int) -> bool:
         return any(number >= iteration for number, _ in self.found())
 
-    def _being_written(self, iteration: int) -> bool:
-        """Another process is at it."""
+    def _being_written(self, iteration: int, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
+        """Another process is at it: its file has changed within the time that one has. grew: what was seen so far of
+        such files, and since when on this process's clock; the file server's may differ by minutes."""
+        now, written = time.monotonic(), False
+        long_ago = time.time() - RESCUERS * RESCUE_SECONDS
         for path in self.folder.glob(f"iteration-{iteration:08d}.pt.*.new"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < RESCUE_SECONDS:
-                    return True
-        return False
+                status = path.stat()
+                found = status.st_mtime_ns, status.st_size
+                if status.st_mtime < long_ago and path not in grew:
+                    continue
+                if path not in grew or grew[path][0] != found:
+                    grew[path] = found, now
+                written = written or now - grew[path][1] < RESCUE_SECONDS
+        return written
 
     def _write(self, data: dict[str, Any], iteration: int) -> None:
         path = self.folder / f"iteration-{iteration:08d}.pt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -59,19 +60,22 @@ def test_who_is_further_saves_what_it_knows(tmp_path):
     assert names(tmp_path) == ["iteration-00000007.pt", "iteration-00000008.pt"]
 
 
-def test_a_file_in_the_making_is_waited_for(tmp_path):
+@pytest.mark.parametrize("ahead", [0.0, 60.0, -2.0])
+def test_a_file_in_the_making_is_waited_for(tmp_path, ahead):
+    """Whatever the file server's clock says: ahead of this node's, seconds."""
     new = tmp_path / "iteration-00000007.pt.n1.99.new"
     done = threading.Event()
 
     def another() -> None:
         for _ in range(10):
-            new.touch()
+            os.utime(new, (time.time() + ahead,) * 2)
             time.sleep(0.1)
         done.set()
         new.replace(tmp_path / "iteration-00000007.pt")
 
     thread = threading.Thread(target=another)
     new.touch()
+    os.utime(new, (time.time() + ahead,) * 2)
     thread.start()
     Checkpoints(tmp_path).rescue(State(), 7, 1)
     assert done.is_set()
@@ -79,8 +83,11 @@ def test_a_file_in_the_making_is_waited_for(tmp_path):
     assert names(tmp_path) == ["iteration-00000007.pt"]
 
 
-def test_a_writer_that_died_is_not_waited_for(tmp_path):
-    (tmp_path / "iteration-00000007.pt.n1.99.new").touch()
+@pytest.mark.parametrize("age", [0.0, 3600.0])
+def test_a_writer_that_died_is_not_waited_for(tmp_path, age):
+    left = tmp_path / "iteration-00000007.pt.n1.99.new"
+    left.touch()
+    os.utime(left, (time.time() - age,) * 2)
     Checkpoints(tmp_path).rescue(State(), 7, 1)
     assert "iteration-00000007.pt" in names(tmp_path)
 
