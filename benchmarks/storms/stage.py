@@ -171,12 +171,18 @@ class Storm:
         self.ask(not waiting, f"no element is held or waits ({'; '.join(waiting)})")
 
     def no_two_halves(self) -> None:
-        """Ask that no older generation went on while a younger one did."""
+        """Ask that no older generation went on while a younger one did, and that no two had the same number."""
         begun: dict[int, float] = {}
+        ranks: dict[int, set[int]] = {}
+        sizes: dict[int, set[int]] = {}
         stale = 0
         for step in self.job.steps():
             begun.setdefault(step["generation"], step["time"])
+            ranks.setdefault(step["generation"], set()).add(step["slot"])
+            sizes.setdefault(step["generation"], set()).add(step["world_size"])
             stale += any(g > step["generation"] and step["time"] > at + STALE for g, at in begun.items())
+        twice = [g for g in begun if len(sizes[g]) > 1 or len(ranks[g]) > max(sizes[g])]
+        self.ask(not twice, f"never two generations of one number ({twice})")
         self.ask(not stale, f"never two generations that both go on ({stale} steps of an older one)")
 
     def nothing_lost(self) -> None:

@@ -285,7 +285,7 @@ def main() -> None:
         point("outside")
         with (OUT / f"losses.{SLOT}").open("a") as file:
             step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation}
-            file.write(json.dumps(step | {"time": time.time()}) + "\n")
+            file.write(json.dumps(step | {"time": time.time(), "world_size": result.world_size}) + "\n")
 
 
 if __name__ == "__main__":
