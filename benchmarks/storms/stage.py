@@ -234,7 +234,8 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
     """SIGSTOP, and SIGCONT whatever happens."""
     try:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         for pid in pids:

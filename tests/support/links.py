@@ -43,6 +43,10 @@ from unicron_ctl.localslurm.network import HEAD, MOUNTS
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
 PORT = 7451
 AGENT = f"{sysconfig.get_path('scripts')}/unicron-agent"
+# As sbatch_templates do, and say why.
+OTHER_STEP = """export UNICRON_FIRST_STEP=$((${SLURM_RESTART_COUNT:-0} % 4))
+for ((step = 0; step < UNICRON_FIRST_STEP; step++)); do UNICRON=0 srun true; done
+"""
 CLONE_NEWNET = 0x40000000  # sched.h
 
 
@@ -301,7 +305,7 @@ class LinksCluster:
         agent = [] if self.plugin else [AGENT, "run", "--"]
         words = [*agent, *(command or [sys.executable, str(TINY)])]
         script = folder / "job.sh"
-        script.write_text(f"#!/bin/bash\nexec srun --cpu-bind=none {shlex.join(words)}\n")
+        script.write_text(f"#!/bin/bash\n{OTHER_STEP}exec srun --cpu-bind=none {shlex.join(words)}\n")
         return LinksJob(self, self._sbatch(folder, elements, [*options, str(script)], given), folder)
 
     def submit_gpt(self, elements: int, *words: str, options: Sequence[str] = (), **settings: str) -> GptJob:

@@ -14,12 +14,13 @@ from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.ahead import Aheads
-from unicron_ctl.controller.plan.placement import OCCUPIES, held_by_others, usable
+from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, held_by_others, usable
 from unicron_ctl.controller.plan.planning import JobInput
 from unicron_ctl.controller.plan.pools import Pool, joined, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
 from unicron_ctl.controller.plan.reach import Ground, Reach
 from unicron_ctl.partitions import ACT
+from unicron_ctl.slurm.client import ElementInfo
 
 
 def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
@@ -147,6 +148,15 @@ def dead_elements(job: JobState) -> frozenset[int]:
     return frozenset(element for element, agent in job.agents.items() if agent.gone == "agent died")
 
 
+def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
+    """Slurm had started the element again after its loss, and it ended before its agent came: by what still lived on
+    the node that was lost, for one. An element that Slurm may not requeue has not been started again."""
+    agent = job.agents.get(e.element)
+    if agent is None or e.state not in ENDED_BADLY:
+        return False
+    return agent.gone == "agent died" or (agent.gone in ("dead", "silent") and e.restarts > 0)
+
+
 def weight(view: View, job: JobState) -> float:
     """What the job's weight counts for: no more than the admin lets its account and QOS claim."""
     listed = view.slurm.seen.of(job.job).values() if view.slurm.seen else ()
@@ -157,11 +167,13 @@ def weight(view: View, job: JobState) -> float:
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
     """Never more nodes than the job has elements that could run."""
-    elements, dead = listing.of(job.job).values(), dead_elements(job)
+    elements = listing.of(job.job).values()
     possible = sum(
         1
         for e in elements
-        if e.state in OCCUPIES or (e.state == "PENDING" and not held_by_others(e, view.state.held)) or e.element in dead
+        if e.state in OCCUPIES
+        or (e.state == "PENDING" and not held_by_others(e, view.state.held))
+        or came_to_nothing(job, e)
     )
     alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in within.nodes)
     here = {e.node for e in elements if e.state in OCCUPIES}

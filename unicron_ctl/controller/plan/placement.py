@@ -27,14 +27,15 @@ PIN_SECONDS = 30.0  # then another node is tried
 @dataclass(frozen=True)
 class Need:
     """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
-    leaving: chosen before to leave. home: the node that an element ran on last. requeued: when Slurm was asked to start
-    an element again whose agent has not come yet. avoid: nodes where none is to start. reach: the nodes that its
-    elements may be given; None for all."""
+    ended: those that ended before their agent came again. leaving: chosen before to leave. home: the node that an
+    element ran on last. requeued: when Slurm was asked to start an element again whose agent has not come yet. avoid:
+    nodes where none is to start. reach: the nodes that its elements may be given; None for all."""
 
     job: str
     desired: int
     members: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
     home: Mapping[int, str] = field(default_factory=dict)
     requeued: Mapping[int, float] = field(default_factory=dict)
@@ -97,9 +98,14 @@ class _Place:
         for number, e in sorted(self.by_job.get(need.job, {}).items()):
             if (need.job, number) in self.pins and e.state in WORKS:
                 self.out.unpinned.append((need.job, number))
-            if number in need.dead and e.state in WORKS | ENDED_BADLY:
+            if number in need.ended or (number in need.dead and e.state in WORKS):
                 if not self._begins(need, e):
-                    self.act("requeue", e, e.node or "", "its agent died, but the node lives: start the element again")
+                    why = (
+                        "its agent died, but the node lives"
+                        if number in need.dead
+                        else "it ended before its agent came"
+                    )
+                    self.act("requeue", e, e.node or "", f"{why}: start the element again")
                 groups["limbo"].append(number)
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)

@@ -245,6 +245,36 @@ def test_an_element_that_is_starting_is_not_requeued_again():
     world.check_replay()
 
 
+def test_a_replacement_that_ends_before_its_agent_came_is_started_again():
+    """Defect: what came back with the lost node cancelled the same step of its replacement, which then was FAILED for
+    ever, and the job a node short."""
+    world, slurm = on_slurm(4, 3)
+    power_off(world, "n2")
+    world.run(4)
+    again = slurm.queue["1", 1]
+    assert (again["state"], again["node"], again["restarts"]) == ("RUNNING", "n4", 1)
+    again.update(state="FAILED", node=None)
+    world.run(3)
+    assert len(asked(slurm, "requeue")) == 1 and again["state"] == "RUNNING" and again["restarts"] == 2
+    again.update(state="FAILED", node=None)
+    world.run(20)
+    assert len(asked(slurm, "requeue")) == 1, "not at once a second time"
+    world.run(20)
+    assert len(asked(slurm, "requeue")) == 2
+    world.check_replay()
+
+
+def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
+    """As a submission with --no-requeue says."""
+    world, slurm = on_slurm(4, 3)
+    power_off(world, "n2")
+    world.run(3)
+    assert slurm.node_states["n2"] == {"DOWN"}
+    slurm.queue["1", 1].update(state="NODE_FAIL", node=None, restarts=0)
+    world.run(60)
+    assert not asked(slurm, "requeue")
+
+
 def test_an_element_that_slurm_has_moved_itself_is_not_requeued_for_its_dead_agent():
     world, slurm = on_slurm(4, 3)
     slurm.queue["1", 1].update(node="n4", restarts=1)
