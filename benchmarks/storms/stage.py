@@ -17,7 +17,6 @@ from typing import Any
 from detector.statistics import Limits
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
-from unicron_ctl.errors import UserError
 
 ELEMENTS = 3
 LEARNED = Limits()
@@ -208,25 +207,19 @@ class Storm:
 
 
 class Clock:
-    """A time of day of its own for the programs that get its environment. Needs libfaketime (Debian: libfaketime)."""
+    """A time of day of its own for the Python programs that get its environment."""
 
     def __init__(self, file: Path):
-        found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-        if not found:
-            raise UserError("no libfaketime: install Debian's package libfaketime")
         self._file = file
         self.step(0)
-        self.environment = {
-            "LD_PRELOAD": str(found[0]),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_RESET": "1",
-        }
+        paths = [str(Path(__file__).with_name("stepped")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environment = {"PYTHONPATH": os.pathsep.join(paths), "UNICRON_STEPPED_CLOCK": str(file)}
 
     def step(self, seconds: int) -> None:
         """So much later than the machine's own time from now on."""
-        self._file.write_text(f"{seconds:+d}\n")
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{seconds:+d}\n")
+        new.replace(self._file)
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def test_whole_again_is_when_all_have_stepped_in_one_younger_generation() -> Non
 
 
 def test_rows_have_names_of_their_own_and_unknown_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [row.name for row in rows(60.0, 40)]
+    names = [row.name for row in rows(60.0, 40, 120.0, 1)]
     assert len(set(names)) == len(names)
     assert runner.main(["--list", "--only", "head"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["head-3", "head-15", "head-60"]
