@@ -143,8 +143,9 @@ class Core:
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
         fold(self.state, event)
         self.events.append(event)
-        if (known := self.state.jobs.get(job)) is not None and not isinstance(record, records.Step):
-            self.written.charge(job, record, len(known.agents), self.view.now)
+        caused = job or getattr(record, "of_job", "")  # by agents of this job
+        if (known := self.state.jobs.get(caused)) is not None and not isinstance(record, records.Step):
+            self.written.charge(caused, record, len(known.agents), self.view.now)
         if isinstance(record, PHASE_RECORDS):
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):

@@ -17,7 +17,7 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
-from unicron_ctl.controller.throttle import Throttle, Written
+from unicron_ctl.controller.throttle import OF_NODE_EVENTS, Throttle, Written
 from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -73,7 +73,8 @@ class Intake:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    self._take(judge_nodes.take(self._view, agent, message, self._talk))
+                    room = self._written.allows(message.job, self._view.now, OF_NODE_EVENTS)
+                    self._take(judge_nodes.take(self._view, agent, message, self._talk, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._of_rank(known, message)

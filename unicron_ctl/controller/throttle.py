@@ -16,6 +16,7 @@ OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
 OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
 OF_A_JOB = 0.1, 5000.0  # records in the log for each of its elements
 TEXT_OF_ONE = 1024  # characters of a record's texts that cost as much as one record
+OF_NODE_EVENTS = 0.5  # of a job's records: a noisy kernel must not cost a job its protection
 
 
 @dataclass
@@ -28,20 +29,27 @@ class Throttle:
     buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
     """name -> (what is left, when that was). The one that was used last is at the end."""
 
+    def left(self, name: str, now: float) -> float:
+        """How much there is for this name."""
+        left, at = self.buckets.get(name, (self.burst, now))
+        return min(self.burst, left + (now - at) * self.rate)
+
     def allows(self, name: str, now: float, cost: float = 1.0) -> bool:
         """Whether there is so much left for this name, which is then taken."""
-        left, at = self.buckets.pop(name, (self.burst, now))
-        left = min(self.burst, left + (now - at) * self.rate)
+        left = self.left(name, now)
         allowed = left >= cost
-        self.buckets[name] = (left - cost if allowed else left), now
-        if len(self.buckets) > self.names:
-            self.buckets.popitem(last=False)
+        self._keep(name, left - cost if allowed else left, now)
         return allowed
 
     def charge(self, name: str, now: float, cost: float) -> None:
         """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
-        left, at = self.buckets.pop(name, (self.burst, now))
-        self.buckets[name] = min(self.burst, left + (now - at) * self.rate) - cost, now
+        self._keep(name, self.left(name, now) - cost, now)
+
+    def _keep(self, name: str, left: float, now: float) -> None:
+        self.buckets[name] = left, now
+        self.buckets.move_to_end(name)
+        if len(self.buckets) > self.names:
+            self.buckets.popitem(last=False)
 
 
 class Quotas:
@@ -101,6 +109,6 @@ class Written:
         size = sum(len(text) for text in texts if isinstance(text, str))
         self._jobs.charge(job, now, (1.0 + size / TEXT_OF_ONE) / max(1, elements))
 
-    def allows(self, job: str, now: float) -> bool:
-        """Whether there may be more."""
-        return self._jobs.allows(job, now, 0.0)
+    def allows(self, job: str, now: float, kept: float = 0.0) -> bool:
+        """Whether there may be more, with such a part of all of them kept for others."""
+        return self._jobs.left(job, now) >= kept * self._jobs.burst

@@ -654,10 +654,14 @@ class NodeVerdict(Record, frozen=True, tag="node_verdict"):
     node: str
     event: int
     action: str
+    of_job: str = ""
 
 
 class NodeEventsDropped(Record, frozen=True, tag="node_events_dropped"):
+    """Agents of `of_job` tell more of a node than is recorded."""
+
     node: str
+    of_job: str = ""
 
 
 class Unreadable(Record, frozen=True, tag="unreadable"):

@@ -146,3 +146,35 @@ def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(m
     assert come(300, 100) <= 5
     assert not other.set_aside and other.phase == "running" and not other.failures
     world.check_replay()
+
+
+def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
+    world.to_core(
+        agent,
+        wire.NodeEvent(
+            job=agent.job,
+            element=agent.element,
+            agent=agent.agent,
+            number=number,
+            source="kernel",
+            text=text,
+            code="c" * 255,
+            at=world.now,
+        ),
+    )
+
+
+def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protection(monkeypatch):
+    """Defect: such records belong to no job, so they were free, and their reasons as long as the line."""
+    monkeypatch.setattr(throttle, "OF_A_JOB", (0.1, 100.0))
+    world, (agent, _) = two_jobs()
+    for number in range(1, 401):
+        say(world, agent, number, f"NVRM: Xid 79 {number} " + "x" * 19_000)
+        world.run(1.0)
+    told = [event for event in world.log if event.kind.startswith("node_")]
+    room = 2 * (100.0 + 0.1 * 400)
+    assert 20 < len(told) < room and all(len(event.record.reason) <= 500 for event in told)
+    said = [event.record.reason for event in told if isinstance(event.record, records.NodeEventsDropped)]
+    assert said[0] == "n1 reports more than the log has room for of job 1: the others are not recorded"
+    assert not world.job(OWN).set_aside and not world.job(VICTIM).failures
+    world.check_replay()
