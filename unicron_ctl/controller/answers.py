@@ -32,6 +32,7 @@ from unicron_ctl.controller.sense.timing import Slow
 from unicron_ctl.partitions import DEFAULT
 
 log = logging.getLogger("unicron.controller")
+CUT = "cut"
 SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
 FAILURE_KEYS = (
     "id",
@@ -266,7 +267,8 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
 
 
 def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
-    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them)."""
+    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them). Where it
+    is too much for one answer an item of the kind CUT stands for the rest, with the id of the event beside it."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     without = args.get("without", "")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
@@ -277,14 +279,17 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
         raise Unanswerable("events: without must be up to 20 kinds with a space between them")
     unwanted = without.split()
     limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
-    if asker.admin:
-        return [event.as_dict() for event in store.tail(after, limit, name, unwanted)]
-    # Events of a job are its owner's; those of nodes and of the controller the admins'.
-    mine = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
-    found = sorted(
-        (event for job in mine for event in store.tail(after, limit, job, unwanted)), key=lambda event: event.id
-    )
-    return [event.as_dict() for event in (found[:limit] if after else found[-limit:])]
+    of_jobs = [name] if name is not None else None
+    if not asker.admin:  # Events of a job are its owner's; those of nodes and of the controller the admins'.
+        of_jobs = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
+    found = store.tail(after, limit, of_jobs, unwanted)
+    told = [event.as_dict() for event in found.events]
+    if found.cut:
+        reason = f"{'later' if after else 'earlier'} events are left out: they are too large for one answer"
+        beside = told[-1 if after else 0]
+        cut = {key: beside[key] for key in ("id", "time")} | {"job": "", "generation": 0, "kind": CUT, "reason": reason}
+        told.insert(len(told) if after else 0, cut)
+    return told
 
 
 def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:

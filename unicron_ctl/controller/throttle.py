@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 # Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
@@ -14,8 +12,8 @@ OF_AN_AGENT = 500.0, 3000.0
 OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents
 OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
 OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
-OF_A_JOB = 0.1, 5000.0  # records in the log for each of its elements
-TEXT_OF_ONE = 1024  # characters of a record's texts that cost as much as one record
+OF_A_JOB = 100.0, 5e6  # bytes a second, and at once, in the log for each of its elements
+BYTES_OF_A_ROW = 150  # of the log, beside what the record says
 OF_NODE_EVENTS = 0.5  # of a job's records: a noisy kernel must not cost a job its protection
 
 
@@ -97,17 +95,14 @@ def cost(size: int) -> float:
 
 
 class Written:
-    """How many records there may be of one job: as many as its elements are worth. Its steps do not count, for they are
-    thinned (`log.thinning`)."""
+    """How much may be written of one job: as much as its elements are worth."""
 
     def __init__(self) -> None:
         self._jobs = Throttle(*OF_A_JOB)
 
-    def charge(self, job: str, record: Struct, elements: int, now: float) -> None:
-        """There is one more."""
-        texts = (getattr(record, name) for name in record.__struct_fields__)
-        size = sum(len(text) for text in texts if isinstance(text, str))
-        self._jobs.charge(job, now, (1.0 + size / TEXT_OF_ONE) / max(1, elements))
+    def charge(self, job: str, size: int, elements: int, now: float) -> None:
+        """There is one more record, of so many bytes."""
+        self._jobs.charge(job, now, (BYTES_OF_A_ROW + size) / max(1, elements))
 
     def allows(self, job: str, now: float, kept: float = 0.0) -> bool:
         """Whether there may be more, with such a part of all of them kept for others."""

@@ -139,7 +139,9 @@ def _settle(view: View, seen: SeenEvent) -> Outcome | None:
     elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
         action, why = REPORT, "only recorded: there is no Slurm here to move the job with"
     verdict = f'{node}: {action}: "{seen.said.text}": {why}'
-    out.record(None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict))
+    out.record(
+        None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict)
+    )
     if action == ISOLATE:
         out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
     return out

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log import records, store
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 
@@ -76,3 +76,13 @@ def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker):
 def test_where_slurm_keeps_nodes_private_admins_see_them(site):
     site[0].core.view.slurm.private = frozenset({"nodes"})
     assert ask(site, "nodes", BOB) == [] and len(ask(site, "nodes", ROOT)) == 3
+
+
+def test_an_answer_with_too_many_events_says_so(site, monkeypatch):
+    whole = ask(site, "events", ANN)
+    monkeypatch.setattr(store, "TAIL_BYTES", 2000)
+    cut, *rest = ask(site, "events", ANN)
+    assert cut["kind"] == "cut" and cut["reason"].startswith("earlier events") and rest == whole[-len(rest) :]
+    first = whole[0]["id"]
+    *rest, cut = ask(site, "events", ANN, after=first)
+    assert cut["kind"] == "cut" and cut["id"] == rest[-1]["id"] and rest == whole[1 : 1 + len(rest)]
