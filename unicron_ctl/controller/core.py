@@ -45,7 +45,7 @@ from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
-from unicron_ctl.controller.throttle import OF_A_JOB, Written
+from unicron_ctl.controller.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
@@ -169,7 +169,7 @@ class Core:
                 del self._steps[name]
             elif steps > STEPS_KEPT:
                 return
-        self.written.charge(name, size, len(job.agents), self.now)
+        self.written.charge(name, job.owner, size, len(job.agents), self.now)
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
@@ -281,11 +281,14 @@ class Core:
     def _bound(self, name: str) -> None:
         """A job whose agents cause records without end is left alone: they would fill the disk of all."""
         known = self.state.jobs.get(name)
-        if known is None or known.over or self.written.allows(name, self.now):
+        if known is None or known.over or self.written.allows(name, known.owner, self.now):
             return
+        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(known.agents))} elements"
+        if not self.written.owner_may(known.owner, self.now):
+            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {known.settings.user}"
         reason = (
-            f"what its agents say has made more records than {OF_A_JOB[1] / 1e6:g} MB for each of "
-            f"{max(1, len(known.agents))} elements: the controller leaves the job alone; its ranks train on"
+            f"what its agents say has made more records than {most}: the controller leaves the job alone; its ranks "
+            "train on"
         )
         self.append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
         self.view.job(known).live.changed.clear()

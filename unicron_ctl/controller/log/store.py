@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.log.thinning import OF_THE_ENDED, redundant
 from unicron_ctl.errors import UserError
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
+FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # at once: some 20 ms
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 
 LASTING = (
@@ -104,6 +105,32 @@ class Store:
             with self._transaction():
                 self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
         return len(doomed)
+
+    def forget(self, known: Collection[str], before: float) -> bool:
+        """Deletes what nobody needs any more of jobs that ended before that time (seconds since the epoch) and are not
+        among the `known`, as much at once as keeps nobody waiting. Whether there may be more."""
+        doomed, size = list[tuple[int]](), 0
+        kinds = [str(kind.__struct_config__.tag) for kind in OF_THE_ENDED]
+        marks = ", ".join("?" * len(kinds))
+        ended = "SELECT DISTINCT job FROM event WHERE kind = ? AND time < ?"
+        theirs = f"SELECT id, length(payload) FROM event WHERE job = ? AND time < ? AND kind IN ({marks})"
+        try:
+            jobs = self._db.execute(ended, (str(records.JobEnded.__struct_config__.tag), before)).fetchall()
+            for job in (job for (job,) in jobs if job not in known):
+                for number, length in self._db.execute(theirs, (job, before, *kinds)).fetchmany(FORGET_RECORDS):
+                    doomed.append((number,))
+                    size += length
+                    if size > FORGET_BYTES or len(doomed) >= FORGET_RECORDS:
+                        break
+                else:
+                    continue
+                break
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        if doomed:
+            with self._transaction():
+                self._db.executemany("DELETE FROM event WHERE id = ?", doomed)
+        return bool(doomed)
 
     def replay(self, after: int = 0) -> Iterator[Event]:
         """All events with an id above `after`, oldest first."""

@@ -13,6 +13,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller import throttle
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.protocol import wire
 
@@ -192,9 +193,10 @@ def test_a_record_costs_what_is_written_of_it():
     world, _ = two_jobs()
     size = len(records.encode(plan_of(1 << 18)))
     for _ in range(int(2 * throttle.OF_A_JOB[1] / size) + 1):
-        assert world.core.written.allows(OWN, world.now)
+        assert world.core.written.allows(OWN, "uid 0", world.now)
         world.core.append(OWN, 1, plan_of(1 << 18))
-    assert not world.core.written.allows(OWN, world.now) and world.core.written.allows(VICTIM, world.now)
+    assert not world.core.written.allows(OWN, "uid 0", world.now)
+    assert world.core.written.allows(VICTIM, "uid 0", world.now)
 
 
 def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
@@ -203,8 +205,8 @@ def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
     for failure in range(10_000):
         now = 180.0 * failure
         for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):
-            written.charge(job, size, elements, now)
-            assert written.allows(job, now)
+            written.charge(job, f"uid {job}", size, elements, now)
+            assert written.allows(job, f"uid {job}", now)
 
 
 def test_of_steps_count_those_that_stay():
@@ -223,3 +225,38 @@ def test_of_steps_count_those_that_stay():
     alone, first = cost(records.Steady()), cost(step)
     assert cost(records.Steady(), *[step] * 1000) == alone + 12 * first and cost(*[step] * 1000) == 0.0
     assert cost(*[records.Steady(), *[step] * 12] * 50) == 50 * (alone + 12 * first)
+
+
+def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
+    """Defect: a thousand jobs could write a thousand times as much."""
+    monkeypatch.setattr(throttle, "OF_AN_OWNER", (5.0, 200e3))
+    world = World(FakeSlurm(8))
+    world.slurm.submit(VICTIM, 1, uid=1001, user="bob")
+    victim = FakeAgent(world, VICTIM, 0, "n1", nodes=1)
+    victim.register()
+    victim.ready()
+    world.run(1.0)
+
+    def begin(job: str) -> FakeAgent:
+        world.slurm.submit(job, 1, uid=1000)
+        agent = FakeAgent(world, job, 0, world.slurm.queue[job, 0]["node"], nodes=1)
+        agent.asker = Asker(1000, "ann")
+        agent.register()
+        agent.ready()
+        world.run(1.0)
+        return agent
+
+    for number in range(3, 6):
+        begin(str(number))
+        world.core.append(str(number), 1, records.Steady(reason="x" * 60_000))
+    assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
+    last = begin("6")
+    world.core.append("6", 1, records.Steady(reason="x" * 30_000))
+    last.status()
+    assert "1 GB for all jobs of ann" in world.job("6").set_aside
+    refused = begin("7")
+    assert "others of its user" in next(m.reason for m in refused.heard if isinstance(m, wire.Refused) and not m.final)
+    assert "7" not in world.core.state.jobs
+    victim.status()
+    assert not world.job(VICTIM).set_aside and world.job(VICTIM).phase == "running"
+    world.check_replay()
