@@ -375,6 +375,7 @@ class Server:
         self.core.now = self.now()
         self.core.settle()
         self.flush()  # the log must hold what the answer says
+        began = self.now()
         try:
             reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args, asker))
         except (answers.Unanswerable, StoreError) as error:
@@ -383,8 +384,9 @@ class Server:
             log.exception("couldn't answer %s", ask.what[:50])
             reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
         data = wire.encode(reply)
-        if self._munge:  # who asks for much and does not read it may not fill the memory
-            self._quotas.answered(asker.uid, address, self.now(), cost(len(data)) - 1)
+        if self._munge:  # who asks for much may not fill the memory, nor take the time of others
+            now = self.now()
+            self._quotas.answered(asker.uid, address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(route, data)
 
     def flush(self) -> None:

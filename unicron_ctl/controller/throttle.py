@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
+SECONDS_OF_ONE = 5e-4  # of the controller's time: a user at one address has 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 # Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
 OF_AN_AGENT = 500.0, 3000.0
@@ -91,9 +92,9 @@ class Quotas:
         return self._users.allows(f"{uid} {address}", now)
 
 
-def cost(size: int) -> float:
-    """Of a message of so many bytes."""
-    return 1.0 + size // BYTES_OF_ONE
+def cost(size: int, seconds: float = 0.0) -> float:
+    """Of a message of so many bytes, or of an answer that took so long to make."""
+    return 1.0 + size // BYTES_OF_ONE + seconds / SECONDS_OF_ONE
 
 
 class Written:
