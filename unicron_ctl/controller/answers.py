@@ -32,6 +32,7 @@ from unicron_ctl.controller.sense.timing import Slow
 from unicron_ctl.partitions import DEFAULT
 
 log = logging.getLogger("unicron.controller")
+CUT = "cut"
 SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
 FAILURE_KEYS = (
     "id",
@@ -97,7 +98,7 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         "nodes": nodes(core, store, args, asker),
         "failures": [failure_record(f) for f in failures[-100:]],
         "attention": [dataclasses.asdict(item) for item in isolation.attention(core.view)] if asker.admin else [],
-        "observed": [week.reason for week in (core.state.observed_week, observed(core, store)) if week and asker.admin],
+        "observed": _observed_lines(core, store) if asker.admin else [],
         "waf": sum(item["waf"] for item in listed),
         "plan": dataclasses.asdict(core.state.plan_report) if core.state.plan_report and asker.admin else {},
     }
@@ -108,6 +109,10 @@ def _silent(core: Core, state: JobState) -> list[str]:
     view, lease = core.view, core.config.lease
     found = [one for (job, _), one in sorted(view.inquiries.open.items()) if job == state.job]
     return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
+
+
+def _observed_lines(core: Core, store: Store) -> list[str]:
+    return [week.reason for week in (core.state.observed_week, observed(core, store)) if week]
 
 
 def observed(core: Core, store: Store) -> ObservedWeek | None:
@@ -155,12 +160,12 @@ def modes(core: Core) -> dict[str, str]:
 def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """All jobs of which the asker may know, the ended ones last."""
     found = privacy.visible(core.view, asker)
-    return [privacy.of_job(core.view, state, job(core, state), asker) for state in found]
+    return [privacy.of_job(core.view, state, job(core, state, asker), asker) for state in found]
 
 
-def job(core: Core, state: JobState) -> dict[str, Any]:
-    """One job."""
-    seconds, view = state.seconds, core.view.job(state)
+def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
+    """One job. What takes long and is not for the asker is not even made."""
+    seconds, full = state.seconds, asker.may_order(state)
     nodes_now = len(state.elements(state.members)) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
@@ -184,7 +189,7 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
         "iteration_seconds": seconds,
         "loss": state.loss,
         "degraded": _slow(core, state),
-        "anomalies": _anomalies(core, state.job),
+        "anomalies": _anomalies(core, state.job) if full else [],
         "weight": counts,
         "flops": flops,
         "waf": counts * flops if enough and not state.ended else 0.0,
@@ -192,35 +197,41 @@ def job(core: Core, state: JobState) -> dict[str, Any]:
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
         "waits": state.waits,
-        "silent": _silent(core, state),
-        "left_out": [f"{element} ({state.agents[element].node})" for element in sorted(state.parted)],
+        "silent": _silent(core, state) if full else [],
+        "left_out": [f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
         "failures": len(state.failures),
         "last_failure": failure_record(last) if last else None,
         "reason": state.decisions[-1].reason if state.decisions else "",
-        "elements": [
-            {
-                "element": element,
-                "node": record.node,
-                "agent": record.agent,
-                "gone": record.gone,
-                "last_heard": view.agents[element].last_heard if element in view.agents else None,
-                "ranks": [
-                    {
-                        "slot": slot,
-                        "state": s.state,
-                        "incarnation": s.incarnation,
-                        "generation": s.generation,
-                        "iteration": s.iteration,
-                        "phase": s.phase,
-                        "pid": s.pid,
-                    }
-                    for slot in record.slots
-                    if (s := view.status(slot)) is not None
-                ],
-            }
-            for element, record in sorted(state.agents.items())
-        ],
+        "elements": _elements(core, state) if full else [],
     }
+
+
+def _elements(core: Core, state: JobState) -> list[dict[str, Any]]:
+    """Every agent of the job with its ranks."""
+    view = core.view.job(state)
+    return [
+        {
+            "element": element,
+            "node": record.node,
+            "agent": record.agent,
+            "gone": record.gone,
+            "last_heard": view.agents[element].last_heard if element in view.agents else None,
+            "ranks": [
+                {
+                    "slot": slot,
+                    "state": s.state,
+                    "incarnation": s.incarnation,
+                    "generation": s.generation,
+                    "iteration": s.iteration,
+                    "phase": s.phase,
+                    "pid": s.pid,
+                }
+                for slot in record.slots
+                if (s := view.status(slot)) is not None
+            ],
+        }
+        for element, record in sorted(state.agents.items())
+    ]
 
 
 def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
@@ -234,6 +245,8 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
             users.setdefault(e.node, []).append(f"{e.job}_{e.element}")
     agents = {view.node: view for view in core.view.live.agents() if view.alive}
     names = seen.by_name if seen else {}
+    odd = _anomalies_of_nodes(core) if asker.admin else {}
+    mine = privacy.own_jobs(core.view, asker)
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
@@ -247,13 +260,13 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
-                "anomalies": [item for job in core.desks for item in _anomalies(core, job) if name in item["nodes"]],
-                "metrics": _metrics(core, view.job, view.element) if view else {},
-                "last_event": node_event(known),
-                **admission.shown(core.view, core.slurm.gate, name),
+                "anomalies": odd.get(name, []),
+                "metrics": _metrics(core, view.job, view.element) if view and asker.admin else {},
+                "last_event": node_event(known) if asker.admin else None,
+                **(admission.shown(core.view, core.slurm.gate, name) if asker.admin else admission.NOT_SHOWN),
             }
         )
-    return [privacy.of_node(core.view, item, asker) for item in listed]
+    return [privacy.of_node(core.view, item, asker, mine) for item in listed]
 
 
 def node_event(known: NodeState | None) -> dict[str, Any] | None:
@@ -266,7 +279,8 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
 
 
 def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
-    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them)."""
+    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them). Where it
+    is too much for one answer an item of the kind CUT stands for the rest, with the id of the event beside it."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     without = args.get("without", "")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
@@ -277,14 +291,17 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
         raise Unanswerable("events: without must be up to 20 kinds with a space between them")
     unwanted = without.split()
     limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
-    if asker.admin:
-        return [event.as_dict() for event in store.tail(after, limit, name, unwanted)]
-    # Events of a job are its owner's; those of nodes and of the controller the admins'.
-    mine = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
-    found = sorted(
-        (event for job in mine for event in store.tail(after, limit, job, unwanted)), key=lambda event: event.id
-    )
-    return [event.as_dict() for event in (found[:limit] if after else found[-limit:])]
+    of_jobs = [name] if name is not None else None
+    if not asker.admin:  # Events of a job are its owner's; those of nodes and of the controller the admins'.
+        of_jobs = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
+    found = store.tail(after, limit, of_jobs, unwanted)
+    told = [event.as_dict() for event in found.events]
+    if found.cut:
+        reason = f"{'later' if after else 'earlier'} events are left out: they are too large for one answer"
+        beside = told[-1 if after else 0]
+        cut = {key: beside[key] for key in ("id", "time")} | {"job": "", "generation": 0, "kind": CUT, "reason": reason}
+        told.insert(len(told) if after else 0, cut)
+    return told
 
 
 def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
@@ -366,6 +383,16 @@ def _anomalies(core: Core, job: str) -> list[dict[str, Any]]:
     """The job's present anomalies."""
     desk = core.desks.get(job)
     return [item.told() for item in desk.peers.standing] if desk else []
+
+
+def _anomalies_of_nodes(core: Core) -> dict[str, list[dict[str, Any]]]:
+    """The present anomalies of all jobs, by node."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for job in core.desks:
+        for item in _anomalies(core, job):
+            for name in item["nodes"]:
+                found.setdefault(name, []).append(item)
+    return found
 
 
 def _metrics(core: Core, job: str, element: int) -> dict[str, float]:

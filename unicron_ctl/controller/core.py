@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.judge.failures import judge
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState
@@ -44,7 +45,7 @@ from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
-from unicron_ctl.controller.throttle import OF_A_JOB, Written
+from unicron_ctl.controller.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
@@ -54,6 +55,7 @@ log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
 PACE = 5e-5  # seconds per agent between two looks at all agents of a job
 COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
+STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
@@ -99,6 +101,7 @@ class Core:
         self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
         self.observer = Observer()
         self.written = Written()
+        self._steps: Counter[str] = Counter()
         self.intake = Intake(self.view, self.desk, self.talk, self.take, self.written)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
@@ -141,10 +144,10 @@ class Core:
     def append(self, job: str, generation: int, record: Record) -> Event:
         """Records one decision and takes it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
+        size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
         self.events.append(event)
-        if (known := self.state.jobs.get(job)) is not None and not isinstance(record, records.Step):
-            self.written.charge(job, record, len(known.agents), self.view.now)
+        self._charge(event, size)
         if isinstance(record, PHASE_RECORDS):
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
@@ -153,6 +156,20 @@ class Core:
             live.touched.add(element)
             live.restarts.add(element)
         return event
+
+    def _charge(self, event: Event, size: int) -> None:
+        """Whose agents caused it has so much less to come; of a run of steps only what thinning leaves counts."""
+        name = event.job or getattr(event.record, "of_job", "")
+        job = self.state.jobs.get(name)
+        if job is None:
+            return
+        if event.job:
+            steps = self._steps[name] = self._steps[name] + 1 if isinstance(event.record, records.Step) else 0
+            if not steps:
+                del self._steps[name]
+            elif steps > STEPS_KEPT:
+                return
+        self.written.charge(name, job.owner, size, len(job.agents), self.now)
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
@@ -264,11 +281,14 @@ class Core:
     def _bound(self, name: str) -> None:
         """A job whose agents cause records without end is left alone: they would fill the disk of all."""
         known = self.state.jobs.get(name)
-        if known is None or known.over or self.written.allows(name, self.now):
+        if known is None or known.over or self.written.allows(name, known.owner, self.now):
             return
+        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(known.agents))} elements"
+        if not self.written.owner_may(known.owner, self.now):
+            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {known.settings.user}"
         reason = (
-            f"what its agents say has made more records than {OF_A_JOB[1]:g} for each of {max(1, len(known.agents))} "
-            "elements: the controller leaves the job alone; its ranks train on"
+            f"what its agents say has made more records than {most}: the controller leaves the job alone; its ranks "
+            "train on"
         )
         self.append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
         self.view.job(known).live.changed.clear()

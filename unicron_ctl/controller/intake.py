@@ -13,11 +13,11 @@ from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.job import JobState, Phase, owner
 from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
-from unicron_ctl.controller.throttle import Throttle, Written
+from unicron_ctl.controller.throttle import OF_NODE_EVENTS, Throttle, Written
 from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.slurm.client import ElementInfo
@@ -73,7 +73,9 @@ class Intake:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    self._take(judge_nodes.take(self._view, agent, message, self._talk))
+                    whose = self._view.state.jobs[message.job].owner
+                    room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
+                    self._take(judge_nodes.take(self._view, agent, message, self._talk, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._of_rank(known, message)
@@ -118,8 +120,9 @@ class Intake:
     def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
         """Slurm is asked first, but for an agent that has been taken in before."""
         job = self._view.state.jobs.get(message.job)
-        if job is not None and not self._written.allows(message.job, self._view.now):
-            reason = f"job {message.job} has made too many records: it has to wait"
+        whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
+        if not self._written.allows(message.job, whose, self._view.now):
+            reason = f"job {message.job} or others of its user have made too many records: it has to wait"
             self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
             return
         known = job.agents.get(message.element) if job is not None and not job.over else None

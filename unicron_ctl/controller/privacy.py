@@ -55,13 +55,16 @@ def of_job(view: View, job: JobState, fields: dict[str, Any], asker: Asker) -> d
     return told | {"name": shown.name} if shown is not None else told
 
 
-def of_node(view: View, fields: dict[str, Any], asker: Asker) -> dict[str, Any]:
-    """A node's fields as far as they are for the asker."""
+def own_jobs(view: View, asker: Asker) -> set[str]:
+    """The ids of the jobs of which the asker is told all."""
+    return {name for name, job in view.state.jobs.items() if asker.may_order(job)}
+
+
+def of_node(view: View, fields: dict[str, Any], asker: Asker, mine: Collection[str]) -> dict[str, Any]:
+    """A node's fields as far as they are for the asker, who has the jobs `mine`."""
     if asker.admin:
         return fields
     told = blanked(fields, OPEN_NODE_FIELDS) | {"metrics": {}}
-    jobs = view.state.jobs
-    mine = {name for name, job in jobs.items() if asker.may_order(job)}
     if "jobs" in view.slurm.private:
         told["used_by"] = [user for user in told["used_by"] if user.partition("_")[0] in mine]
     return told

@@ -27,6 +27,7 @@ from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
 from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.log.thinning import ENDED_SECONDS
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState, Intent, Mark, Pin, PlanReport, Take
 from unicron_ctl.controller.model.fold import replay
@@ -70,6 +71,7 @@ TRIES = 5  # to find a port that is free for TCP and for UDP
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
+FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 86400.0  # between two pieces of what is old; between two looks for it
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
 Route = tuple[bytes, ...]
 
@@ -105,6 +107,7 @@ class Server:
         store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
         self._thinned = state.last_event
+        self._forget_at = 0.0
         self._snapshot_at = self.now()
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = answers.WeeklySum(self.core, store)
@@ -372,6 +375,7 @@ class Server:
         self.core.now = self.now()
         self.core.settle()
         self.flush()  # the log must hold what the answer says
+        began = self.now()
         try:
             reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args, asker))
         except (answers.Unanswerable, StoreError) as error:
@@ -380,8 +384,9 @@ class Server:
             log.exception("couldn't answer %s", ask.what[:50])
             reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
         data = wire.encode(reply)
-        if self._munge:  # who asks for much and does not read it may not fill the memory
-            self._quotas.answered(asker.uid, address, self.now(), cost(len(data)) - 1)
+        if self._munge:  # who asks for much may not fill the memory, nor take the time of others
+            now = self.now()
+            self._quotas.answered(asker.uid, address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(route, data)
 
     def flush(self) -> None:
@@ -402,8 +407,13 @@ class Server:
         requests, core.requests = core.requests, []
         for request in requests:
             self.worker.submit(request, core)
-        if self.now() - self._snapshot_at >= SNAPSHOT_SECONDS and not core.busy:
+        if core.busy:
+            return
+        if (now := self.now()) - self._snapshot_at >= SNAPSHOT_SECONDS:
             self.save_snapshot()
+        if now >= self._forget_at:
+            more = self.store.forget(core.state.jobs, now - ENDED_SECONDS)
+            self._forget_at = now + (FORGET_SECONDS if more else FORGET_AGAIN_SECONDS)
 
     def save_snapshot(self) -> None:
         """A start after this replays only what comes later."""

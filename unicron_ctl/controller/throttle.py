@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
+SECONDS_OF_ONE = 5e-4  # of the controller's time: a user at one address has 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 # Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
 OF_AN_AGENT = 500.0, 3000.0
 OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents
 OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
 OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
-OF_A_JOB = 0.1, 5000.0  # records in the log for each of its elements
-TEXT_OF_ONE = 1024  # characters of a record's texts that cost as much as one record
+OF_A_JOB = 100.0, 5e6  # bytes a second, and at once, in the log for each of its elements
+# ... for all jobs of one owner. One of 16,384 ranks writes 0.8 MB at a failure: 1,250 at once, one in 160 s for good.
+OF_AN_OWNER = 5e3, 1e9
+BYTES_OF_A_ROW = 150  # of the log, beside what the record says
+OF_NODE_EVENTS = 0.5  # of a job's records: a noisy kernel must not cost a job its protection
 
 
 @dataclass
@@ -28,20 +30,27 @@ class Throttle:
     buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
     """name -> (what is left, when that was). The one that was used last is at the end."""
 
+    def left(self, name: str, now: float) -> float:
+        """How much there is for this name."""
+        left, at = self.buckets.get(name, (self.burst, now))
+        return min(self.burst, left + (now - at) * self.rate)
+
     def allows(self, name: str, now: float, cost: float = 1.0) -> bool:
         """Whether there is so much left for this name, which is then taken."""
-        left, at = self.buckets.pop(name, (self.burst, now))
-        left = min(self.burst, left + (now - at) * self.rate)
+        left = self.left(name, now)
         allowed = left >= cost
-        self.buckets[name] = (left - cost if allowed else left), now
-        if len(self.buckets) > self.names:
-            self.buckets.popitem(last=False)
+        self._keep(name, left - cost if allowed else left, now)
         return allowed
 
     def charge(self, name: str, now: float, cost: float) -> None:
         """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
-        left, at = self.buckets.pop(name, (self.burst, now))
-        self.buckets[name] = min(self.burst, left + (now - at) * self.rate) - cost, now
+        self._keep(name, self.left(name, now) - cost, now)
+
+    def _keep(self, name: str, left: float, now: float) -> None:
+        self.buckets[name] = left, now
+        self.buckets.move_to_end(name)
+        if len(self.buckets) > self.names:
+            self.buckets.popitem(last=False)
 
 
 class Quotas:
@@ -83,24 +92,27 @@ class Quotas:
         return self._users.allows(f"{uid} {address}", now)
 
 
-def cost(size: int) -> float:
-    """Of a message of so many bytes."""
-    return 1.0 + size // BYTES_OF_ONE
+def cost(size: int, seconds: float = 0.0) -> float:
+    """Of a message of so many bytes, or of an answer that took so long to make."""
+    return 1.0 + size // BYTES_OF_ONE + seconds / SECONDS_OF_ONE
 
 
 class Written:
-    """How many records there may be of one job: as many as its elements are worth. Its steps do not count, for they are
-    thinned (`log.thinning`)."""
+    """How much may be written of one job, as much as its elements are worth, and of all jobs of its owner."""
 
     def __init__(self) -> None:
-        self._jobs = Throttle(*OF_A_JOB)
+        self._jobs, self._owners = Throttle(*OF_A_JOB), Throttle(*OF_AN_OWNER)
 
-    def charge(self, job: str, record: Struct, elements: int, now: float) -> None:
-        """There is one more."""
-        texts = (getattr(record, name) for name in record.__struct_fields__)
-        size = sum(len(text) for text in texts if isinstance(text, str))
-        self._jobs.charge(job, now, (1.0 + size / TEXT_OF_ONE) / max(1, elements))
+    def charge(self, job: str, owner: str, size: int, elements: int, now: float) -> None:
+        """There is one more record, of so many bytes."""
+        self._jobs.charge(job, now, (BYTES_OF_A_ROW + size) / max(1, elements))
+        self._owners.charge(owner, now, BYTES_OF_A_ROW + size)
 
-    def allows(self, job: str, now: float) -> bool:
-        """Whether there may be more."""
-        return self._jobs.allows(job, now, 0.0)
+    def allows(self, job: str, owner: str, now: float, kept: float = 0.0) -> bool:
+        """Whether there may be more, with such a part of all of them kept for others."""
+        mine = self._jobs.left(job, now) >= kept * self._jobs.burst
+        return mine and self._owners.left(owner, now) >= kept * self._owners.burst
+
+    def owner_may(self, owner: str, now: float) -> bool:
+        """Whether there may be more of this owner's."""
+        return self._owners.left(owner, now) >= 0.0

@@ -49,18 +49,20 @@ class Talk:
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
 
-    def may(self, node: str, job: str, now: float, out: Outcome) -> bool:
-        """A node that will not stop talking must not fill the log."""
+    def may(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
+        """A node that will not stop talking must not fill the log. room: it may hold more of the job's."""
         who = node, job
         if who not in self.recent and len(self.recent) >= TALKERS:
             self.recent = {one: times for one, times in self.recent.items() if now - times[-1] < 60.0}
             self.dropped = {one: count for one, count in self.dropped.items() if one in self.recent}
         recent = self.recent.setdefault(who, deque(maxlen=PER_MINUTE))
-        if len(recent) == PER_MINUTE and now - recent[0] < 60.0:
+        often = len(recent) == PER_MINUTE and now - recent[0] < 60.0
+        if often or not room:
             self.dropped[who] = self.dropped.get(who, 0) + 1
             if self.dropped[who] == 1:
-                reason = f"{node} reports more than {PER_MINUTE} events a minute: the others are not recorded"
-                out.record(None, records.NodeEventsDropped(node=node, reason=reason))
+                much = f"{PER_MINUTE} events a minute" if often else f"the log has room for of job {job}"
+                reason = f"{node} reports more than {much}: the others are not recorded"
+                out.record(None, records.NodeEventsDropped(node=node, of_job=job, reason=reason))
             return False
         self.dropped.pop(who, None)
         recent.append(now)
@@ -72,11 +74,11 @@ def waiting(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
     return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
 
 
-def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcome:
-    """An agent tells what its node said; once, whoever tells it."""
+def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: bool) -> Outcome:
+    """An agent tells what its node said; once, whoever tells it. room: the log may hold more of its job's."""
     out, known = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
-    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, agent.job, view.now, out):
+    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, agent.job, view.now, room, out):
         return out
     verdict = classify(view.classifier, message)
     action, reason = first_action(verdict, view.config.act_on_node_events, _nothing_to_leave(view, agent))
@@ -95,7 +97,7 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk) -> Outcom
         rule=verdict.rule,
         action=action,
         of_job=agent.job,
-        reason=f"{agent.node}: {reason}",
+        reason=f"{agent.node}: {reason}"[:TEXT_KEPT],
     )
     number = view.state.last_event + 1 + len(out.records)
     out.record(None, record)
@@ -137,7 +139,9 @@ def _settle(view: View, seen: SeenEvent) -> Outcome | None:
     elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
         action, why = REPORT, "only recorded: there is no Slurm here to move the job with"
     verdict = f'{node}: {action}: "{seen.said.text}": {why}'
-    out.record(None, records.NodeVerdict(node=node, event=seen.id, action=action, reason=verdict))
+    out.record(
+        None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict)
+    )
     if action == ISOLATE:
         out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
     return out

@@ -7,6 +7,7 @@ it. `reason` is for people and is in every record that somebody may ask about. S
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_d
         return str(self.__struct_config__.tag)
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, dict=True):
     """A record in the log. time: seconds since the epoch, the controller's clock. job: "" where none is concerned."""
 
     id: int
@@ -37,6 +38,11 @@ class Event(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> str:
         return self.record.kind
+
+    @cached_property
+    def payload(self) -> bytes:
+        """The record as JSON; made once, for the bounds on a job's records and for the log."""
+        return encode(self.record)
 
     def as_dict(self) -> dict[str, Any]:
         """For `unicronctl events`: the envelope's keys and the record's."""
@@ -654,10 +660,14 @@ class NodeVerdict(Record, frozen=True, tag="node_verdict"):
     node: str
     event: int
     action: str
+    of_job: str = ""
 
 
 class NodeEventsDropped(Record, frozen=True, tag="node_events_dropped"):
+    """Agents of `of_job` tell more of a node than is recorded."""
+
     node: str
+    of_job: str = ""
 
 
 class Unreadable(Record, frozen=True, tag="unreadable"):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.log.thinning import OF_THE_ENDED, redundant
 from unicron_ctl.errors import UserError
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
+FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # at once: some 20 ms
+TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 
 LASTING = (
     records.JobRegistered,
@@ -44,6 +48,13 @@ CREATE TABLE IF NOT EXISTS snapshot (event INTEGER PRIMARY KEY, state BLOB NOT N
 
 class StoreError(UserError):
     """The log cannot be read or written; one line that says what to do."""
+
+
+class Tail(NamedTuple):
+    """A piece of the log. cut: there was more than TAIL_BYTES of it."""
+
+    events: list[Event]
+    cut: bool
 
 
 class Store:
@@ -75,7 +86,7 @@ class Store:
         A crash of this process loses nothing. One of the machine loses at most the last moments, and never the file;
         nothing of what agents or Slurm were told (LASTING): that is on the disk before it is sent.
         """
-        rows = [(e.id, e.time, e.job, e.generation, e.kind, records.encode(e.record)) for e in events]
+        rows = [(e.id, e.time, e.job, e.generation, e.kind, e.payload) for e in events]
         if not rows:
             return
         lasting = any(isinstance(event.record, LASTING) for event in events)
@@ -94,6 +105,32 @@ class Store:
             with self._transaction():
                 self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
         return len(doomed)
+
+    def forget(self, known: Collection[str], before: float) -> bool:
+        """Deletes what nobody needs any more of jobs that ended before that time (seconds since the epoch) and are not
+        among the `known`, as much at once as keeps nobody waiting. Whether there may be more."""
+        doomed, size = list[tuple[int]](), 0
+        kinds = [str(kind.__struct_config__.tag) for kind in OF_THE_ENDED]
+        marks = ", ".join("?" * len(kinds))
+        ended = "SELECT DISTINCT job FROM event WHERE kind = ? AND time < ?"
+        theirs = f"SELECT id, length(payload) FROM event WHERE job = ? AND time < ? AND kind IN ({marks})"
+        try:
+            jobs = self._db.execute(ended, (str(records.JobEnded.__struct_config__.tag), before)).fetchall()
+            for job in (job for (job,) in jobs if job not in known):
+                for number, length in self._db.execute(theirs, (job, before, *kinds)).fetchmany(FORGET_RECORDS):
+                    doomed.append((number,))
+                    size += length
+                    if size > FORGET_BYTES or len(doomed) >= FORGET_RECORDS:
+                        break
+                else:
+                    continue
+                break
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        if doomed:
+            with self._transaction():
+                self._db.executemany("DELETE FROM event WHERE id = ?", doomed)
+        return bool(doomed)
 
     def replay(self, after: int = 0) -> Iterator[Event]:
         """All events with an id above `after`, oldest first."""
@@ -121,22 +158,54 @@ class Store:
         return (int(found[0]), bytes(found[1])) if found else None
 
     def tail(
-        self, after: int = 0, limit: int = 1000, job: str | None = None, without: Sequence[str] = ()
-    ) -> list[Event]:
-        """The events with an id above `after`, oldest first, those of the kinds in `without` left out; with more than
-        `limit` of them and after = 0 the newest ones.
+        self, after: int = 0, limit: int = 1000, jobs: Collection[str] | None = None, without: Sequence[str] = ()
+    ) -> Tail:
+        """The events with an id above `after`, oldest first, of these jobs if some are named, those of the kinds in
+        `without` left out; with more than `limit` of them, or more than TAIL_BYTES, and after = 0 the newest ones.
+
+        A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
         """
-        where, values = "WHERE id > ?", [after, *([job] if job else []), *without, limit]
-        where += " AND job = ?" if job else ""
-        where += f" AND kind NOT IN ({', '.join('?' * len(without))})" if without else ""
-        order = "ASC" if after else "DESC"
-        found = list(self._select(f"SELECT * FROM event {where} ORDER BY id {order} LIMIT ?", tuple(values)))
-        return found if after else found[::-1]
+        chosen, cut, size = list[tuple[int, int]](), False, 0
+        with contextlib.closing(self._sizes(after, jobs, without)) as found:
+            for number, length in itertools.islice(found, limit):
+                size += length if length <= TAIL_BYTES else 0
+                if cut := size > TAIL_BYTES:
+                    break
+                chosen.append((number, length))
+        events = [self._event(number, length) for number, length in (chosen if after else reversed(chosen))]
+        return Tail(events, cut)
+
+    def _sizes(
+        self, after: int, jobs: Collection[str] | None, without: Sequence[str]
+    ) -> Generator[tuple[int, int], None, None]:
+        """(id, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked for."""
+        what = "SELECT id, length(payload) FROM event WHERE id > ?"
+        what += f" AND kind NOT IN ({', '.join('?' * len(without))})" if without else ""
+        what += " AND job = ?" if jobs is not None else ""
+        what += f" ORDER BY id {'ASC' if after else 'DESC'}"
+        cursors = list[sqlite3.Cursor]()
+        try:
+            for job in [()] if jobs is None else [(job,) for job in jobs]:
+                cursors.append(self._db.execute(what, (after, *without, *job)))
+            yield from heapq.merge(*cursors, reverse=not after)
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            for cursor in cursors:
+                cursor.close()
+
+    def _event(self, number: int, length: int) -> Event:
+        if length <= TAIL_BYTES:
+            return next(self._select("SELECT * FROM event WHERE id = ?", (number,)))
+        query = "SELECT time, job, generation, kind FROM event WHERE id = ?"
+        time, job, generation, kind = self._db.execute(query, (number,)).fetchone()
+        reason = f"a record {kind!r} of {length / 1e6:.1f} MB is too large to be shown"
+        return Event(number, time, job, generation, records.Unreadable(of=kind, reason=reason))
 
     def time(self, now: float) -> float:
         """`now`, seconds since 1970, or the last event's time where the machine's clock was put back since, by an hour
         at most: what was to happen later does not wait for the clock again."""
-        last = max((event.time for event in self.tail(limit=1)), default=now)
+        last = max((event.time for event in self.tail(limit=1).events), default=now)
         return last if now < last <= now + BRIDGED_SECONDS else now
 
     def close(self) -> None:

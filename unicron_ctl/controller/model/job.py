@@ -146,6 +146,11 @@ class Ending:
     disowned: bool = False
 
 
+def owner(uid: int | None, user: str) -> str:
+    """A user's key, by the name only where nobody has proven the id."""
+    return f"uid {uid}" if uid is not None else user
+
+
 @dataclass
 class JobState:
     """One job."""
@@ -223,6 +228,11 @@ class JobState:
     def restart_mode(self) -> bool:
         """Its processes know nothing of generations: all are ended and started again together."""
         return self.settings.mode == RESTART
+
+    @property
+    def owner(self) -> str:
+        """Whose it is, as far as that is proven: what counts for a user counts for this."""
+        return owner(self.uid, self.settings.user)
 
     @property
     def disowned(self) -> bool:

@@ -186,8 +186,11 @@ def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, h
     return found
 
 
+NOT_SHOWN = {"health": None, "pair_test": None, "unverified": None, "suspect": "", "admission": ""}
+
+
 def shown(view: View, gate: Gate, node: str) -> dict[str, Any]:
-    """For `unicronctl nodes`: health, pair_test, unverified, suspect, admission."""
+    """For `unicronctl nodes`: the keys of NOT_SHOWN, which others than admins are told."""
     known = view.state.node(node)
     return {
         "health": _plain(known.health, gate.heard.get(node, 0.0)),

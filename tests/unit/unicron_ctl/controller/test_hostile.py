@@ -13,6 +13,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller import throttle
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.protocol import wire
 
@@ -128,7 +129,7 @@ def test_violations_without_number_leave_some_records():
 
 def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(monkeypatch):
     """New agents of one's own element: each is a record, and so is what follows from it."""
-    monkeypatch.setattr(throttle, "OF_A_JOB", (0.1, 100.0))
+    monkeypatch.setattr(throttle, "OF_A_JOB", (100.0, 20e3))
     world, _ = two_jobs()
 
     def come(first: int, count: int) -> int:
@@ -145,4 +146,117 @@ def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(m
     assert "made more records" in mine.set_aside and "2 elements" in mine.set_aside
     assert come(300, 100) <= 5
     assert not other.set_aside and other.phase == "running" and not other.failures
+    world.check_replay()
+
+
+def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
+    world.to_core(
+        agent,
+        wire.NodeEvent(
+            job=agent.job,
+            element=agent.element,
+            agent=agent.agent,
+            number=number,
+            source="kernel",
+            text=text,
+            code="c" * 255,
+            at=world.now,
+        ),
+    )
+
+
+def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protection(monkeypatch):
+    """Defect: such records belong to no job, so they were free, and their reasons as long as the line."""
+    monkeypatch.setattr(throttle, "OF_A_JOB", (100.0, 50e3))
+    world, (agent, _) = two_jobs()
+    for number in range(1, 401):
+        say(world, agent, number, f"NVRM: Xid 79 {number} " + "x" * 19_000)
+        world.run(1.0)
+    told = [event for event in world.log if event.kind.startswith("node_")]
+    written = sum(len(event.payload) for event in told)
+    assert 25e3 < written < 2 * (50e3 + 100.0 * 400) and all(len(event.record.reason) <= 500 for event in told)
+    said = [event.record.reason for event in told if isinstance(event.record, records.NodeEventsDropped)]
+    assert said[0] == "n1 reports more than the log has room for of job 1: the others are not recorded"
+    assert not world.job(OWN).set_aside and not world.job(VICTIM).failures
+    world.check_replay()
+
+
+def plan_of(micro_batches: int) -> records.PlanMade:
+    plan = wire.Plan(
+        generation=1, members=[0], store="n1:1", prefix="p", assignment={0: list(range(micro_batches))}, reason="none"
+    )
+    return records.PlanMade(plan=plan, crews=[], reason="none")
+
+
+def test_a_record_costs_what_is_written_of_it():
+    """Defect: only its texts counted, so plans with a long list of micro-batches were nearly free."""
+    world, _ = two_jobs()
+    size = len(records.encode(plan_of(1 << 18)))
+    for _ in range(int(2 * throttle.OF_A_JOB[1] / size) + 1):
+        assert world.core.written.allows(OWN, "uid 0", world.now)
+        world.core.append(OWN, 1, plan_of(1 << 18))
+    assert not world.core.written.allows(OWN, "uid 0", world.now)
+    assert world.core.written.allows(VICTIM, "uid 0", world.now)
+
+
+def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
+    """16,384 ranks on 2,048 nodes write 0.8 MB at every failure; a small one that trains some kB."""
+    written = throttle.Written()
+    for failure in range(10_000):
+        now = 180.0 * failure
+        for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):
+            written.charge(job, f"uid {job}", size, elements, now)
+            assert written.allows(job, f"uid {job}", now)
+
+
+def test_of_steps_count_those_that_stay():
+    """Defect: thinning leaves the first and the last steps of a run, however short one makes the runs."""
+    world, _ = two_jobs()
+    step = records.Step(
+        iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
+    )
+
+    def cost(*told: records.Record) -> float:
+        before = world.core.written._jobs.left(OWN, world.now)
+        for record in told:
+            world.core.append(OWN, 1, record)
+        return before - world.core.written._jobs.left(OWN, world.now)
+
+    alone, first = cost(records.Steady()), cost(step)
+    assert cost(records.Steady(), *[step] * 1000) == alone + 12 * first and cost(*[step] * 1000) == 0.0
+    assert cost(*[records.Steady(), *[step] * 12] * 50) == 50 * (alone + 12 * first)
+
+
+def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
+    """Defect: a thousand jobs could write a thousand times as much."""
+    monkeypatch.setattr(throttle, "OF_AN_OWNER", (5.0, 200e3))
+    world = World(FakeSlurm(8))
+    world.slurm.submit(VICTIM, 1, uid=1001, user="bob")
+    victim = FakeAgent(world, VICTIM, 0, "n1", nodes=1)
+    victim.register()
+    victim.ready()
+    world.run(1.0)
+
+    def begin(job: str) -> FakeAgent:
+        world.slurm.submit(job, 1, uid=1000)
+        agent = FakeAgent(world, job, 0, world.slurm.queue[job, 0]["node"], nodes=1)
+        agent.asker = Asker(1000, "ann")
+        agent.register()
+        agent.ready()
+        world.run(1.0)
+        return agent
+
+    for number in range(3, 6):
+        begin(str(number))
+        world.core.append(str(number), 1, records.Steady(reason="x" * 60_000))
+    assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
+    last = begin("6")
+    world.core.append("6", 1, records.Steady(reason="x" * 30_000))
+    last.status()
+    assert "1 GB for all jobs of ann" in world.job("6").set_aside
+    refused = begin("7")
+    assert "others of its user" in next(m.reason for m in refused.heard if isinstance(m, wire.Refused) and not m.final)
+    assert "7" not in world.core.state.jobs
+    victim.status()
+    assert not world.job(VICTIM).set_aside and world.job(VICTIM).phase == "running"
     world.check_replay()

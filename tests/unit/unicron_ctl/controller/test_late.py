@@ -11,6 +11,7 @@ from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.answers import job
 from unicron_ctl.controller.job.events import Happening, next_event
 from unicron_ctl.controller.job.machine import Event
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.overdue import pending
 from unicron_ctl.protocol import wire
 
@@ -120,7 +121,7 @@ def test_who_holds_the_last_copy_is_never_banished_by_time():
     (waits,) = events(world, "last_copy")
     assert waits.record.slots == [0, 1] and "hold the last copy of the training state" in waits.record.reason
     assert world.job().waits == waits.record.reason in [decided.reason for decided in world.job().decisions]
-    assert job(world.core, world.job())["waits"] == waits.record.reason, "status says so"
+    assert job(world.core, world.job(), EVERYBODY)["waits"] == waits.record.reason, "status says so"
     comes_back(world, 1)
     assert world.job().plan.members == [1], "now the other one is not the last any more"
     assert not world.job().waits

@@ -363,5 +363,5 @@ def test_who_said_something_is_remembered_for_a_minute_only() -> None:
     """Defect: each job's agent on each node was remembered for as long as the controller ran."""
     talk, out = node_events.Talk(), Outcome()
     for number in range(3 * node_events.TALKERS):
-        assert talk.may(f"n{number}", "1", 100.0 * number, out)
+        assert talk.may(f"n{number}", "1", 100.0 * number, True, out)
     assert len(talk.recent) <= node_events.TALKERS and not out.records

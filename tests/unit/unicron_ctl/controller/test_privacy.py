@@ -9,9 +9,11 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log import records, store
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.nodes import admission
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
 SECRET = "s3cret"
@@ -76,3 +78,32 @@ def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker):
 def test_where_slurm_keeps_nodes_private_admins_see_them(site):
     site[0].core.view.slurm.private = frozenset({"nodes"})
     assert ask(site, "nodes", BOB) == [] and len(ask(site, "nodes", ROOT)) == 3
+
+
+def test_an_answer_with_too_many_events_says_so(site, monkeypatch):
+    whole = ask(site, "events", ANN)
+    monkeypatch.setattr(store, "TAIL_BYTES", 2000)
+    cut, *rest = ask(site, "events", ANN)
+    assert cut["kind"] == "cut" and cut["reason"].startswith("earlier events") and rest == whole[-len(rest) :]
+    first = whole[0]["id"]
+    *rest, cut = ask(site, "events", ANN, after=first)
+    assert cut["kind"] == "cut" and cut["id"] == rest[-1]["id"] and rest == whole[1 : 1 + len(rest)]
+
+
+@STRANGERS
+def test_what_is_not_for_the_asker_is_not_even_made(site, asker, monkeypatch):
+    """Defect: every rank of every job was looked up and then left out: 48 ms a question with 16,384 of them."""
+    full = ask(site, "nodes", ROOT)[0]
+    for where, name in (
+        (JobView, "status"),
+        (answers, "_anomalies"),
+        (answers, "observed"),
+        (answers, "_metrics"),
+        (admission, "suspect"),
+    ):
+        monkeypatch.setattr(where, name, lambda *given: 1 / 0)
+    told = ask(site, "status", asker)
+    assert told["nodes"][0].keys() == full.keys() and ask(site, "jobs", asker) and not ask(site, "events", asker)
+    for what, other in (("jobs", ANN), ("nodes", ROOT)):
+        with pytest.raises(ZeroDivisionError):
+            ask(site, what, other)

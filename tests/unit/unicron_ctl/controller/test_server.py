@@ -12,8 +12,11 @@ import pytest
 from detector.classify import Classifier
 from tests.support.world import FakeAgent, World
 from unicron_ctl.config import Config, ControllerConfig
+from unicron_ctl.controller import answers
 from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.server import TICK_SECONDS, Server
+from unicron_ctl.controller.throttle import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.protocol import wire
 
 
@@ -46,3 +49,23 @@ def test_messages_that_take_long_to_handle_do_not_keep_the_next_tick_waiting(mon
     assert len(taken) == 3
     server._receive()
     assert len(taken) == 6, "what is left is taken in the next turn"
+
+
+def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: a small answer that takes long to make cost as much as a ping."""
+    clock = [server.now()]
+    monkeypatch.setattr(server, "now", lambda: clock[0])
+    monkeypatch.setattr(server, "_munge", True)
+
+    def slow(*given: Any) -> dict[str, Any]:
+        clock[0] += 0.05
+        return {}
+
+    monkeypatch.setattr(answers, "answer", slow)
+    began, asked = clock[0], 0
+    while server._quotas.may_ask(1000, "10.0.0.1", clock[0]):
+        server._answer((b"route",), wire.Ask(what="jobs"), Asker(1000, "ann"), "10.0.0.1")
+        asked += 1
+    spent = clock[0] - began
+    assert spent < OF_A_USER[1] * SECONDS_OF_ONE / (1 - OF_A_USER[0] * SECONDS_OF_ONE) + 0.05 and asked > 10
+    assert server._quotas.may_ask(1001, "10.0.0.1", clock[0])

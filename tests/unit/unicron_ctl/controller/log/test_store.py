@@ -9,7 +9,7 @@ import pytest
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.log.store import TAIL_BYTES, Store, StoreError
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 
 STEP = records.Step(
@@ -27,14 +27,14 @@ def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
     store.append(written)
     again = Store(tmp_path / "events.sqlite")  # the first one is not closed: its process was killed
     assert list(again.replay()) == written
-    assert [e.id for e in again.tail(after=1)] == [2] and [e.id for e in again.tail(job="1")] == [1]
+    assert [e.id for e in again.tail(after=1).events] == [2] and [e.id for e in again.tail(jobs=["1"]).events] == [1]
 
 
 def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
     store.append([event(n) for n in range(1, 11)])
-    assert [e.id for e in store.tail(limit=3)] == [8, 9, 10]
-    assert [e.id for e in store.tail(after=2, limit=3)] == [3, 4, 5]
+    assert [e.id for e in store.tail(limit=3).events] == [8, 9, 10]
+    assert [e.id for e in store.tail(after=2, limit=3).events] == [3, 4, 5]
 
 
 def test_time_goes_on_from_the_log_where_the_machines_clock_was_put_back(tmp_path: Path) -> None:
@@ -106,3 +106,19 @@ def test_a_snapshot_of_what_the_log_has_lost_is_none(tmp_path: Path) -> None:
     assert store.snapshot() is None
     store.save_snapshot(2, b"state")
     assert store.snapshot() == (2, b"state")
+
+
+def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
+    """Defect: 5,000 plans of a large job are some GB."""
+    store = Store(tmp_path / "events.sqlite")
+    large = records.Steady(reason="x" * (TAIL_BYTES // 4))
+    store.append([event(n, large, str(n % 3)) for n in range(1, 41)])
+    found = store.tail(limit=5000)
+    assert [e.id for e in found.events] == [38, 39, 40] and found.cut
+    later = store.tail(after=10, limit=5000, jobs=["0", "1"])
+    assert [e.id for e in later.events] == [12, 13, 15] and later.cut
+    assert store.tail(after=38) == ([event(39, large, "0"), event(40, large, "1")], False)
+    assert store.tail(jobs=[]) == ([], False)
+    store.append([event(41, records.Steady(reason="x" * TAIL_BYTES))])
+    (huge,) = store.tail(limit=1).events
+    assert isinstance(huge.record, records.Unreadable) and "2.1 MB is too large" in huge.record.reason
