@@ -410,7 +410,7 @@ def _say(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if not said and (witnessed or slurm) and not sight.may_go_on(inquiry.job)[0]:
         said = (
             "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
-            f"`scontrol update NodeName={inquiry.node} State=DOWN Reason=...`"
+            + elsewhere.declare_dead(view, inquiry.node)
         )
     if said and said != inquiry.said:
         inquiry.said = said
