@@ -373,9 +373,9 @@ def _needed(view: View, sight: Sight, inquiry: Inquiry) -> int:
 
 def _slurm_says(view: View, sight: Sight, node: str) -> str:
     """Slurm itself holds the node for dead, and not only because this host's network is out of order: it hears
-    others."""
+    others. What was set down here it shows so because of that; of a node that was only drained it is its own word."""
     info = view.slurm.node(node)
-    if info is None or view.unfit(node):
+    if info is None or (view.unfit(node) and not view.state.node(node).drained):
         return ""
     bad = info.states & elsewhere.GONE
     return "+".join(sorted(bad)) if bad and any(name != node for name in sight.in_service) else ""
