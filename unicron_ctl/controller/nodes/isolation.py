@@ -115,6 +115,10 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
+    if doubt := view.inquiries.doubt:
+        said = f"{node} is not taken out of service now: {doubt}"
+        out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+        return
     others, known = _others(view, node, (job.job, element)), view.state.node(node)
     again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not others
     if info.states & {"DOWN", "DRAIN"} and not again:
@@ -148,6 +152,23 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
+
+
+def deferred(view: View) -> Outcome:
+    """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
+    After a start nobody knows who is until all had the time to come back."""
+    out, settled = Outcome(), view.config.restart_grace + view.config.lease
+    if view.inquiries.doubt or view.alone or view.now - view.started_at <= settled:
+        return out
+    for node, owed in sorted(view.state.deferred.items()):
+        job = view.state.jobs.get(owed.job)
+        agent = job.agents.get(owed.element) if job is not None and not job.over else None
+        lost = agent is not None and agent.node == node and bool(agent.gone)
+        said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
+        out.record(job, records.TakeDeferred(node=node, over=True, reason=said))
+        if lost and job is not None:
+            take_out(view, job, owed.element, node, owed.failure, owed.text, out)
+    return out
 
 
 def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[str]:
