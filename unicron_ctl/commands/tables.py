@@ -48,6 +48,9 @@ def _foot(data: dict[str, Any]) -> str:
     words.append(", ".join(f"{name}: {mode}" for name, mode in controller["modes"].items()))
     if controller.get("alone_since") is not None:
         words.append(f"hears no agent for {duration(controller['time'] - controller['alone_since'])}: does nothing")
+    if controller.get("most_silent_since") is not None:
+        seconds = controller["time"] - controller["most_silent_since"]
+        words.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
     slurm = controller["slurm"]
     if slurm["error"]:
         words.append(f"Slurm: {slurm['error']}")

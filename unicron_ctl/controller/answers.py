@@ -86,6 +86,7 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
             "since": core.view.started_at,
             "time": core.now,
             "alone_since": core.view.inquiries.alone_since,
+            "most_silent_since": core.view.inquiries.most_since,
             "modes": modes(core),
             "events": core.state.last_event,
             "slurm": {

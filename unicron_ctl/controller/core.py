@@ -40,7 +40,7 @@ from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import Live, Route
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
-from unicron_ctl.controller.nodes import admission
+from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
 from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
@@ -398,6 +398,8 @@ class Core:
         for finding in outcome.findings:
             self._fell_silent(finding)
         self.take(outcome)
+        if self.state.deferred:
+            self.take(isolation.deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
         """An agent that is judged: nobody waits for its next word."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.cluster import REQUEUES
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import OUT
 from unicron_ctl.controller.model.requests import Action, Poll, Run
@@ -26,6 +27,7 @@ from unicron_ctl.controller.throttle import Throttle
 HURRY_SECONDS = 0.1
 EARLY = 1.0, 20.0  # early looks a second, and at once: whatever users do, Slurm has other work
 RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
+STOPS = (*REQUEUES, *OUT)  # actions that end what runs, or keep a node from what would
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
 
@@ -181,7 +183,11 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
 
 # ---------------------------------------------------------------- actions
 def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
-    """Asks for the actions; those that Slurm has just refused wait, and those that a limit forbids."""
+    """Asks for the actions; those that Slurm has just refused wait, and those that a limit forbids. While silence is
+    not to be believed, so does all that takes something, with what was to start there."""
+    if view.inquiries.doubt:
+        kept = {action.node for action in actions if action.action in STOPS}
+        actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
     todo = [a for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) >= RETRY_SECONDS]
     if todo := bounds.within(view, todo, out):
         out.requests.append(Run(tuple(todo)))

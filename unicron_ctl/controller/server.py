@@ -29,7 +29,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.log.thinning import ENDED_SECONDS
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron_ctl.controller.model.cluster import ClusterState, Intent, Mark, Pin, PlanReport, Take
+from unicron_ctl.controller.model.cluster import ClusterState, Deferred, Intent, Mark, Pin, PlanReport, Take
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import (
     AgentRecord,
@@ -53,7 +53,7 @@ from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
 SAVED = (  # what a snapshot holds
-    *(ClusterState, Mark, Pin, Take, Intent, PlanReport),
+    *(ClusterState, Mark, Pin, Take, Intent, Deferred, PlanReport),
     *(JobState, Avoided, Failure, SlotState, AgentRecord, Decided, Ending),
     *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
     *(Identity, wire.Plan, wire.Settings, records.NodeEvent, records.ObservedWeek),

@@ -22,7 +22,7 @@ from detector.health import CHECKS, Report, load_settings, run
 from unicron_ctl.config import load
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol.client import ask
-from unicron_ctl.slurm.client import NodeInfo, SlurmClient
+from unicron_ctl.slurm.client import NodeInfo, SlurmClient, slurms_own
 
 OURS = "unicron"  # as in controller.placement, which is too much to import at every check
 PROVEN_BAD = 100
@@ -32,9 +32,8 @@ USUAL_CONFIG = "/etc/unicron/unicron.toml"
 MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
 REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
 REASON_LENGTH = 200
-# Out of service already. DOWN may be Slurm's own doing; its words give way to ours (slurmctld writes these reasons).
+# Out of service already. DOWN may be Slurm's own doing; its words give way to ours.
 _DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())
-_SLURMS_OWN = ("Not responding", "Node unexpectedly rebooted", "Low ", "gres/")
 
 
 def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
@@ -42,7 +41,7 @@ def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
     if node is None:
         return "", "Slurm does not know this node"
     said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
-    slurms = not node.reason or node.reason.startswith(_SLURMS_OWN)
+    slurms = slurms_own(node.reason)
     if node.states & _DRAINED:
         return "", f"it is drained already ({node.reason or 'no reason given'})"
     if "DOWN" in node.states and not slurms:

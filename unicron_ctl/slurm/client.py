@@ -15,6 +15,30 @@ _UNUSABLE = frozenset(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN POWERED_DOWN POWERING_DOWN INVAL "
     "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED".split()
 )
+# How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
+# from counting until it is said otherwise; one too few proves the living dead.
+_SLURMS_OWN = (
+    "not responding",
+    "node unexpectedly rebooted",
+    "low ",  # RealMemory, TmpDisk, CPUs, socket*core*thread count
+    "gres/",
+    "bad core count",
+    "restrictedcorespergpu",
+    "reported active features",
+    "could not unpack gres",
+    "duplicate jobid",
+    "kill task failed",
+    "prolog ",
+    "epilog ",
+    "batch job complete failure",
+    "reboot ",  # ASAP, requested, issued, complete, timed out
+    "resumetimeout reached",
+)
+
+
+def slurms_own(reason: str) -> bool:
+    """Nobody but Slurm itself has given a node this reason: no person, no script, no tool."""
+    return not reason or reason.lower().startswith(_SLURMS_OWN)
 
 
 class SlurmError(UserError):

@@ -11,6 +11,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.requests import LOST
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense.members import given_up, taken_away
@@ -33,8 +34,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
-    text = f"{isolation.REASON}: lost heartbeat of {state.job}_{element}"
-    isolation.set_down(view, state, element, agent.node, number, text, out)
+    text = f"{LOST}: lost heartbeat of {state.job}_{element}"
+    isolation.take_out(view, state, element, agent.node, number, text, out)
     return out
 
 

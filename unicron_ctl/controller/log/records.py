@@ -575,6 +575,30 @@ class HeardAgain(Record, frozen=True, tag="heard_again"):
     seconds: float
 
 
+class MostSilent(Record, frozen=True, tag="most_silent"):
+    """More than half of all agents fell silent together: the controller suspects itself, and takes nothing."""
+
+    silent: int
+    agents: int
+
+
+class MostHeard(Record, frozen=True, tag="most_heard"):
+    """... and that is over; seconds: how long it lasted."""
+
+    seconds: float
+
+
+class TakeDeferred(Record, frozen=True, tag="take_deferred"):
+    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end;
+    element, failure and text are what it would have been taken for."""
+
+    node: str
+    element: int = -1
+    failure: int = 0
+    text: str = ""
+    over: bool = False
+
+
 class NodeLost(Record, frozen=True, tag="node_lost"):
     node: str
     element: int

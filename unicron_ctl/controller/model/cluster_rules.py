@@ -8,7 +8,7 @@ from detector.severity import Severity
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import asked
-from unicron_ctl.controller.model.cluster import ClusterState, Mark, PlanReport
+from unicron_ctl.controller.model.cluster import ClusterState, Deferred, Mark, PlanReport
 from unicron_ctl.controller.model.job import JobState
 
 ENDED_KEPT = 100  # jobs
@@ -37,6 +37,13 @@ def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed)
 def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
     state.isolated[record.node] = Mark(event.time, event.job)
     state.withheld.pop(record.node, None)
+
+
+def take_deferred(state: ClusterState, event: Event, record: records.TakeDeferred) -> None:
+    if record.over:
+        state.deferred.pop(record.node, None)
+    else:
+        state.deferred[record.node] = Deferred(event.job, record.element, record.failure, record.text)
 
 
 def isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:

@@ -89,6 +89,16 @@ class Inquiries:
     alone_since: float | None = None
     """Since when nobody at all is heard: the trouble is this controller's own."""
 
+    judged: dict[Key, Inquiry] = field(default_factory=dict)
+    """Those that were given up because they were silent, and that have not been heard or shown dead since."""
+    doubt: str = ""
+    """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
+    most_since: float | None = None
+    """Since when more than half of all agents are silent together; `most_at`: when they were last counted so."""
+    most_at: float = 0.0
+    counted_at: float = 0.0
+    """When they are counted next."""
+
     def close(self, key: Key) -> None:
         """The agent was heard of, or is judged."""
         if (inquiry := self.open.pop(key, None)) is not None:

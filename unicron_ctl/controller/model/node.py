@@ -9,6 +9,7 @@ import msgspec
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model.requests import LOST
 
 NODE_EVENTS_KEPT = 20
 MARKS_KEPT = 200
@@ -51,7 +52,7 @@ class NodeState:
     reason: str = ""
     downed_at: float = 0.0
     drained: bool = False
-    """It lives and was drained; else it was dead and set down."""
+    """It was drained: it is proven bad, or lost while other jobs ran there. Else it was dead and set down."""
     going_down: bool = False
     """Asked of Slurm, which has not done it yet."""
     out_at: float = 0.0
@@ -67,6 +68,11 @@ class NodeState:
     """It came back without passing checks."""
     suspicion: str = ""
     suspected_at: float = 0.0
+
+    @property
+    def proven_bad(self) -> bool:
+        """Its checks speak against it; all else that is taken out of service was lost."""
+        return self.drained and not self.reason.startswith(LOST)
 
     def event(self, number: int) -> SeenEvent | None:
         """What it said under that number of the log, while it is remembered."""

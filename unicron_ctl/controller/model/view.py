@@ -70,6 +70,15 @@ class Listing:
         found = [e for e in self.elements if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
         return sorted(found, key=lambda e: (-e.priority, e.job, e.element))
 
+    @cached_property
+    def by_node(self) -> dict[str, list[ElementInfo]]:
+        """The elements that have each node, by its name; those that are over included while Slurm shows their nodes."""
+        found: dict[str, list[ElementInfo]] = {}
+        for element in self.elements:
+            for name in self.nodes_of(element) if element.node else ():
+                found.setdefault(name, []).append(element)
+        return found
+
     def of(self, job: str) -> dict[int, ElementInfo]:
         """The job's elements by number."""
         return self.by_job.get(job, {})

@@ -130,7 +130,7 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
 def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | None:
     """Whether a node that we took may come back; None while it is not there."""
     known = view.state.node(node.name)
-    if known.drained:
+    if known.proven_bad:
         return _mended(known)
     if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and node.slurmd_start > known.lost_at > 0:
         return _ask(view, gate, node.name, node.slurmd_start, out)
@@ -181,7 +181,8 @@ def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, h
         view.now - since,
     )
     if not found.admit and gate.said.get(node) != found.reason:
-        out.record(None, records.AdmissionWaits(node=node, reason=f"{node} stays down: {found.reason}"))
+        stays = "drained" if view.state.node(node).drained else "down"
+        out.record(None, records.AdmissionWaits(node=node, reason=f"{node} stays {stays}: {found.reason}"))
     gate.said[node] = "" if found.admit else found.reason
     return found
 
@@ -204,8 +205,8 @@ def shown(view: View, gate: Gate, node: str) -> dict[str, Any]:
 def suspect(view: View, node: str) -> str:
     """Why the node should be tested, empty when nothing speaks against it. A passed paired test clears it."""
     known, history = view.state.node(node), view.state.history
-    if known.downed and known.drained:
-        return ""  # proven bad
+    if known.downed and known.proven_bad:
+        return ""
     cleared = known.paired.at if known.paired and known.paired.verdict == "good" else 0.0
     if known.suspected_at > cleared and view.now - known.suspected_at < SUSPECT_SECONDS:
         return known.suspicion

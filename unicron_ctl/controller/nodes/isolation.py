@@ -2,7 +2,8 @@
 
 - What a user's process, file or agent says moves that job off the node (`move`), and makes the node a suspect where it
   may be at fault. The node stays in service: other jobs on it are not ours to end.
-- A node that was shown dead is set down (`set_down`): nothing runs there any more.
+- A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
+  which would be ended, it is drained: it may be cut off for seconds only.
 - A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
 
 All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and given back by
@@ -19,13 +20,12 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
-from unicron_ctl.controller.model.requests import OURS, Action, Run
+from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.errors import one_line
 
-REASON = f"{OURS}[node_problem]"
 HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
 DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
@@ -107,37 +107,81 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
 
 
 # ---------------------------------------------------------------- dead nodes
-def set_down(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
-    """Asks Slurm to set a node down that was shown dead, unless it is out of service already or a limit forbids it."""
+def take_out(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
+    """Asks Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
+    service already or a limit forbids it. What was drained is set down once none of them is left."""
     info = view.shown_node(job, element)
     if info is None:
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
-    if "DOWN" in info.states or "DRAIN" in info.states:
+    if doubt := view.inquiries.doubt:
+        said = f"{node} is not taken out of service now: {doubt}"
+        out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+        return
+    others, known = _others(view, node, (job.job, element)), view.state.node(node)
+    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not others
+    if info.states & {"DOWN", "DRAIN"} and not again:
         why = info.reason or "no reason given"
         already = f"{node} is out of service already ({why}): left as it is"
         out.record(job, records.FailureAction(failure=failure, text=already))
         return
-    if view.unfit(node):
+    if view.unfit(node) and not again:
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
         return
-    action = Action("down", job.job, element, node, "a dead node must get no work", text)
+    why = "a dead node must get no work"
+    if others:
+        shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})"
+        why = f"{why}; {shared}: drained, Slurm itself sets it down"
+        text = f"{text}; other jobs run there: drained, Slurm itself sets it down"[:REASON_LENGTH]
+    action = Action("drain" if others else "down", job.job, element, node, why, text)
+    state, not_done = ("DRAIN", "drained") if others else ("DOWN", "set down")
     if barred := permission.refusal(view, action):
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {barred}"))
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
         out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
         return
-    why = _too_many(view, node, "DOWN", out)
+    why = _too_many(view, node, state, out)
     if why:
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {why}"))
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {why}"))
         said = f"{node} stays in service although it is dead: {why}"
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
         out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
         return
-    done = f"set {node} down in Slurm: {text}; once it is back, `{admission.pair_test_command(node)}` tests it"
+    verb = f"drain {node}" if others else f"set {node} down"
+    done = f"{verb} in Slurm: {text}; once it is back, `{admission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
+
+
+def deferred(view: View) -> Outcome:
+    """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
+    After a start nobody knows who is until all had the time to come back."""
+    out, settled = Outcome(), view.config.restart_grace + view.config.lease
+    if view.inquiries.doubt or view.alone or view.now - view.started_at <= settled:
+        return out
+    for node, owed in sorted(view.state.deferred.items()):
+        job = view.state.jobs.get(owed.job)
+        agent = job.agents.get(owed.element) if job is not None and not job.over else None
+        lost = agent is not None and agent.node == node and bool(agent.gone)
+        said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
+        out.record(job, records.TakeDeferred(node=node, over=True, reason=said))
+        if lost and job is not None:
+            take_out(view, job, owed.element, node, owed.failure, owed.text, out)
+    return out
+
+
+def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[str]:
+    """Elements that Slurm shows on the node, and that are not lost there themselves: DOWN would end them, and their
+    node may be cut off from here for seconds only. but: the one that is being judged."""
+    found = []
+    for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen else ():
+        state = view.state.jobs.get(e.job)
+        agent = state.agents.get(e.element) if state is not None else None
+        lost = agent is not None and agent.node == node and bool(agent.gone)
+        if e.state in OCCUPIES and (e.job, e.element) != but and not lost:
+            found.append(f"{e.job}_{e.element}")
+    return sorted(found)
 
 
 def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
@@ -231,7 +275,8 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
         if known.going_down and info is not None and info.healthy and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
-            action = Action(_action(known.drained), known.refused_for, -1, name, why, known.reason or REASON)
+            drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or LOST)
             if barred := permission.refusal(view, action):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.requests import OURS
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol.wire import Plan
-from unicron_ctl.slurm.client import NodeInfo
+from unicron_ctl.slurm.client import NodeInfo, slurms_own
 
 HERE = frozenset(
     "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split()
@@ -21,7 +22,6 @@ HERE = frozenset(
 GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
 BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # while some are in an earlier generation
 PACE = 5e-5  # seconds per member between two looks at all of them
-BY_ITSELF = "not responding"  # how the reason begins that Slurm gives a node that it sets down by itself
 
 
 def away(view: View, job: JobState) -> list[int]:
@@ -151,7 +151,7 @@ def _dead(view: View, job: JobState, element: int, agent: str) -> bool:
     # Another agent has come in its place. Slurm starts an element elsewhere also when it only lost sight of the node.
     node = job.superseded.get(agent, record.node)
     info = view.slurm.node(node)
-    return node == record.node or info is None or not hears_nothing(view, node) or bool(_taken_down(view, info))
+    return node == record.node or info is None or not hears_nothing(view, node) or bool(_taken_down(info))
 
 
 def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> str:
@@ -164,7 +164,7 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
     if record is None or seen is None or info is None or not record.confirmed or seen.asked_at <= since:
         return ""
     if hears_nothing(view, info.name):
-        return _taken_down(view, info)
+        return _taken_down(info)
     shown = seen.of(job.job).get(element)
     if shown is None or (shown.state in HERE and shown.node == record.node):
         return ""
@@ -178,9 +178,19 @@ def hears_nothing(view: View, node: str) -> bool:
     return info is not None and bool(info.states & (GONE | {"POWERED_DOWN"}))
 
 
-def _taken_down(view: View, info: NodeInfo) -> str:
-    """A person, or the power control, has the node down: not Slurm because it heard nothing, nor this controller."""
+def _taken_down(info: NodeInfo) -> str:
+    """A person, or the power control, has the node down. Not Slurm for reasons of its own, and no controller, be it one
+    before this. Of a node that has a reason, to drain it perhaps, Slurm keeps that when it sets it down by itself, and
+    may add its own ("fan 2 : Not responding")."""
     if "POWERED_DOWN" in info.states:
         return f"{info.name} is POWERED_DOWN"
-    by_hand = "DOWN" in info.states and info.reason and not info.reason.lower().startswith(BY_ITSELF)
-    return f"{info.name} was set DOWN: {info.reason}" if by_hand and not view.unfit(info.name) else ""
+    by_hand = "DOWN" in info.states and "DRAIN" not in info.states and not info.reason.startswith(f"{OURS}[")
+    said = by_hand and not slurms_own(info.reason.rpartition(" : ")[2])
+    return f"{info.name} was set DOWN: {info.reason}" if said else ""
+
+
+def declare_dead(view: View, node: str) -> str:
+    """The command by which a person says that the node is dead."""
+    info = view.slurm.node(node)
+    first = f"`scontrol update NodeName={node} State=UNDRAIN`, then " if info and "DRAIN" in info.states else ""
+    return f"{first}`scontrol update NodeName={node} State=DOWN Reason=...`"

@@ -7,7 +7,8 @@ who cannot reach it, or Slurm. What goes wrong on the witness's side (names, des
 - Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died. Something on the way
   may refuse, too, so the node has to say it, or two.
 - Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
-- When nobody at all is heard, the trouble is this controller's own, and nobody is judged.
+- When nobody at all is heard, the trouble is this controller's own, and nobody is judged. When most fall silent
+  together, it may be, and no node is taken (`sense.together`).
 - Those that cannot be heard may go on without this controller once they are a majority (docs/design/agreement.md):
   it never leaves out more than half of a generation but for those that are shown dead (`sense.elsewhere`).
 
@@ -29,7 +30,7 @@ from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense import elsewhere
+from unicron_ctl.controller.sense import elsewhere, together
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach, door_at, is_address
 
@@ -38,6 +39,7 @@ WITNESSES = 2  # agents that are asked, and that must agree, where there are so 
 ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
 ROUND_SECONDS = 2.0  # between two rounds of questions about the same agent
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
+BY_LEASE = "lease and "  # how it is said that silence, and what else, showed the end
 MOST_ASKED = 8  # in one round, this controller among them: strangers' words that differ lead to more questions
 
 
@@ -60,8 +62,11 @@ def look(view: View) -> Outcome:
         if finding is not None:
             out.findings.append(finding)
             inquiries.close(key)
+            if finding.by.startswith(BY_LEASE) and not finding.dead:
+                inquiries.judged[key] = inquiry
         else:
             _say(view, sight, inquiry, out)
+    together.look(view, _ask_after(view), out)
     return out
 
 
@@ -303,13 +308,13 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     job, words = view.state.jobs[inquiry.job], list(inquiry.words.values())
     if shown := elsewhere.shown_dead(view, job, inquiry.element, inquiry.since):
         what = What.NODE_LOST if elsewhere.hears_nothing(view, inquiry.node) else What.AGENT_DIED
-        return _finding(view, inquiry, what, Source.SLURM, f"lease and Slurm ({shown})", words, dead=True)
+        return _finding(view, inquiry, what, Source.SLURM, f"{BY_LEASE}Slurm ({shown})", words, dead=True)
     slurm = _slurm_says(view, sight, inquiry.node)
     if lives(view, inquiry, bool(slurm)) or (not words and view.now - inquiry.begun < ANSWER_SECONDS):
         return None
     free, either = sight.may_go_on(inquiry.job)
     if slurm and either:
-        return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"lease and Slurm ({slurm})", words)
+        return _finding(view, inquiry, What.NODE_LOST, Source.SLURM, f"{BY_LEASE}Slurm ({slurm})", words)
     witnessed = [word for word in inquiry.witnessed() if word.door is not Reach.REACHED]
     if free and witnessed and len(witnessed) >= _needed(view, sight, inquiry):
         if all(word.unreachable for word in witnessed) and not _slurmd_is(inquiry):
@@ -319,9 +324,9 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
             # Witnesses may lie, be it about their own job's agent: a node is taken only where it is silent here, too.
             spare = own is None or own.slurmd is not Reach.SILENT
             said = witnessed if own is None else [*witnessed, own]
-            return _finding(view, inquiry, What.NODE_LOST, Source.PEER, "lease and witnesses", said, spare=spare)
+            return _finding(view, inquiry, What.NODE_LOST, Source.PEER, f"{BY_LEASE}witnesses", said, spare=spare)
         if all(word.door is Reach.SILENT for word in witnessed):
-            return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "lease and witnesses", witnessed)
+            return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, f"{BY_LEASE}witnesses", witnessed)
     given_up = silent > view.config.state_wait_seconds and not view.alone
     if given_up and (free or (either and not view.slurm.used)):  # of the only node, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words, spare=True)
@@ -373,9 +378,9 @@ def _needed(view: View, sight: Sight, inquiry: Inquiry) -> int:
 
 def _slurm_says(view: View, sight: Sight, node: str) -> str:
     """Slurm itself holds the node for dead, and not only because this host's network is out of order: it hears
-    others."""
+    others. What was set down here it shows so because of that; of a node that was only drained it is its own word."""
     info = view.slurm.node(node)
-    if info is None or view.unfit(node):
+    if info is None or (view.unfit(node) and not view.state.node(node).drained):
         return ""
     bad = info.states & elsewhere.GONE
     return "+".join(sorted(bad)) if bad and any(name != node for name in sight.in_service) else ""
@@ -410,7 +415,7 @@ def _say(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if not said and (witnessed or slurm) and not sight.may_go_on(inquiry.job)[0]:
         said = (
             "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
-            f"`scontrol update NodeName={inquiry.node} State=DOWN Reason=...`"
+            + elsewhere.declare_dead(view, inquiry.node)
         )
     if said and said != inquiry.said:
         inquiry.said = said

@@ -183,12 +183,12 @@ def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listin
     world, slurm = on_slurm(4, 3)
     world.now += 0.01
     world.core.now = world.now
-    world.core.append("1", 1, records.SlurmAction(action="down", element=1, node="n2", slurm_reason="unicron[x]: y"))
+    world.core.append("1", 1, records.SlurmAction(action="down", element=1, node="n4", slurm_reason="unicron[x]: y"))
     world.core.on_listing(slurm.nodes(), slurm.elements())
     world.deliver()
-    assert ("down", "", -1, "n2") not in slurm.calls
+    assert ("down", "", -1, "n4") not in slurm.calls
     world.run(2)
-    assert slurm.calls.count(("down", "", -1, "n2")) == 1 and slurm.reasons["n2"] == "unicron[x]: y"
+    assert slurm.calls.count(("down", "", -1, "n4")) == 1 and slurm.reasons["n4"] == "unicron[x]: y"
 
 
 # ---------------------------------------------------------------- many at once

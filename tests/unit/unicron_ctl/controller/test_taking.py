@@ -16,7 +16,9 @@ from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
 
 
 def taken(slurm: FakeSlurm) -> list[str]:
@@ -148,6 +150,129 @@ def test_what_a_pair_test_proved_bad_stays_drained_until_a_pair_test_passes():
     tell(world, "n4", "good", source="pair-test")
     world.run(10)
     assert slurm.node_states["n4"] == {"IDLE"}
+
+
+# ---------------------------------------------------------------- others on the node
+def beside(slurm: FakeSlurm, node: str, state: str = "RUNNING") -> dict[str, Any]:
+    """Somebody else's element on that node."""
+    slurm.queue["9", 0] = {**slurm.queue["1", 1], "node": node, "state": state}
+    return slurm.queue["9", 0]
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "COMPLETING"])
+def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str):
+    """Defect: a node that was cut off for seconds was set DOWN, and Slurm ended all that ran there."""
+    world, slurm = on_slurm(4, 3)
+    other = beside(slurm, "n2", state)
+    world.run(2)
+    power_off(world, "n2")
+    world.run(60)
+    assert asked(slurm, "down") == [] and asked(slurm, "drain") == ["n2"] and other["state"] == state
+    assert slurm.reasons["n2"] == (
+        "unicron[node_problem]: lost heartbeat of 1_1; other jobs run there: drained, Slurm itself sets it down"
+    )
+    (failure,) = world.job().failures
+    assert any("drain n2 in Slurm" in text and "other jobs run there" in text for text in failure.actions)
+    assert any(e.kind == "slurm_action" and "9_0" in e.record.reason for e in world.log), "it says whose"
+    assert sorted(world.job().members) == [0, 2] and not asked(slurm, "requeue") + asked(slurm, "requeue_hold")
+    assert world.core.state.isolated.keys() == {"n2"}, "it counts against the limit"
+    slurm.down("n2", slurm.reasons["n2"])  # SlurmdTimeout is over
+    slurm.node_states["n2"] = {"DOWN", "DRAIN", "NOT_RESPONDING"}
+    world.run(5)
+    for agent in follow(world, "1", 3):
+        agent.ready()
+    world.run(1)
+    for agent in world.agents:
+        agent.take_offer()
+    assert sorted(world.job().members) == [0, 1, 2] and slurm.queue["1", 1]["node"] == "n4"
+    world.check_replay()
+
+
+def test_a_drained_node_that_was_only_cut_off_is_a_candidate_again_by_itself():
+    world, slurm = on_slurm(4, 3)
+    other = beside(slurm, "n2")
+    world.run(2)
+    cut = next(agent for agent in world.agents if agent.node == "n2")
+    power_off(world, "n2")
+    world.run(4)
+    assert asked(slurm, "drain") == ["n2"] and sorted(world.job().members) == [0, 2]
+    world.dead_nodes.clear()
+    cut.silent = False
+    world.run(5)
+    assert "DRAIN" in slurm.node_states["n2"], "not at its first word"
+    world.run(12)
+    assert slurm.node_states["n2"] == {"IDLE"} and asked(slurm, "resume") == ["n2"]
+    assert world.core.state.nodes["n2"].unverified and not world.core.state.out_of_service
+    assert other["state"] == "RUNNING" and not asked(slurm, "down")
+    cut.ready()
+    world.run(1)
+    for agent in world.agents:
+        agent.take_offer()
+    assert sorted(world.job().members) == [0, 1, 2]
+    world.check_replay()
+
+
+def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
+    """Two jobs share it: the first that is found lost has it drained for the other's sake."""
+    world, slurm = on_slurm(5, 3)
+    slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n4"}
+    slurm.queue["2", 1] = {**slurm.queue["1", 1], "node": "n2"}
+    for agent in follow(world, "2", 2):
+        agent.ready()
+    world.run(3)
+    power_off(world, "n2")
+    world.run(3)
+    assert asked(slurm, "drain") == ["n2"] and asked(slurm, "down") == ["n2"]
+    assert slurm.node_states["n2"] == {"DOWN"} and [len(world.job(name).failures) for name in "12"] == [1, 1]
+    world.dead_nodes.clear()
+    world.run(20)
+    assert slurm.node_states["n2"] == {"IDLE"}
+    world.check_replay()
+
+
+def test_what_began_on_a_node_that_slurm_did_not_set_down_is_not_ended_later():
+    world, slurm = on_slurm(4, 3)
+    slurm.refuse_down = "slurm_update error: Communication connection failure"
+    power_off(world, "n2")
+    world.run(4)
+    slurm.queue["1", 1].update(state="PENDING", node=None, reason="BeginTime")
+    other = beside(slurm, "n2")
+    other.update(state="RUNNING", reason="")
+    slurm.refuse_down, refused = "", len(asked(slurm, "down"))
+    world.run(10)
+    assert len(asked(slurm, "down")) == refused and "DRAIN" in slurm.node_states["n2"] and other["state"] == "RUNNING"
+    world.check_replay()
+
+
+@pytest.mark.parametrize("mode", ["observe", "act"])
+def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str):
+    rules = PartitionConfig(mode=mode, actions=["down"], max_weight=100.0)
+    world, slurm = on_slurm(4, 3, partitions={"default": rules})
+    beside(slurm, "n2")
+    world.run(2)
+    power_off(world, "n2")
+    world.run(10)
+    assert not taken(slurm) and sorted(world.job().members) == [0, 2]
+    (said,) = [e.record for e in world.log if e.kind == "observed" and e.record.node == "n2"]
+    assert said.would == "drain n2" and "other jobs run there (9_0)" in said.reason
+    assert any("n2 is not drained" in text for text in world.job().failures[-1].actions)
+
+
+def test_slurms_word_on_a_node_that_was_only_drained_is_its_own():
+    """Another job has a single node there, so nobody else can say that it is lost."""
+    world, slurm = on_slurm(4, 3)
+    slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n2"}
+    for agent in follow(world, "2", 1):
+        agent.ready()
+    world.run(3)
+    answer = world.answer
+    world.answer = lambda witness, target: Reach.UNKNOWN if target == "n2:2-0-n2-3" else answer(witness, target)
+    power_off(world, "n2")
+    world.run(5)
+    assert asked(slurm, "drain") == ["n2"] and not world.job("2").failures
+    slurm.node_states["n2"] |= {"NOT_RESPONDING"}
+    world.run(5)
+    assert [failure.kind for failure in world.job("2").failures] == ["node"]
 
 
 # ---------------------------------------------------------------- giving back

@@ -221,6 +221,52 @@ def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
     world.check_replay()
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "unicron[node_problem]: lost heartbeat of 1_0",
+        "Low RealMemory (reported:1 < 100.00% of configured:2)",
+        "gres/gpu count reported lower than configured (0 < 8)",
+        "Node unexpectedly rebooted",
+        "Kill task failed",
+        "Prolog error",
+        "Reboot timed out",
+        "fan 2, seen to : Not responding",
+    ],
+)
+def test_neither_slurms_own_reasons_nor_an_earlier_controllers_are_a_persons_word(reason: str):
+    """Defect: with an emptied or older log nothing was known of what the controller before it had set down."""
+    world = on_slurm(8, 5)
+    cut_off(world, world.agents[:3])
+    unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason=reason)
+    world.run(20.0)
+    assert not world.job().failures and plans(world) == 1
+    unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
+    world.run(3.0)
+    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+
+
+def test_a_reason_to_drain_a_node_does_not_say_that_it_is_dead():
+    """Slurm sets a drained node DOWN when it hears nothing of it, and keeps the reason for which it was drained."""
+    world = on_slurm(8, 5)
+    unheard(world, world.agents[:3], "IDLE", "DRAIN", reason="fans at the next maintenance")
+    cut_off(world, world.agents[:3])
+    unheard(world, world.agents[:3], "DOWN", "DRAIN", "NOT_RESPONDING", reason="fans at the next maintenance")
+    world.run(20.0)
+    assert not world.job().failures and plans(world) == 1
+    assert any("State=UNDRAIN`, then" in event.record.reason for event in world.log if event.kind == "silence")
+
+
+def test_a_person_says_it_also_of_a_node_that_was_taken_out_of_service_here():
+    """Its reason has replaced that of the controller."""
+    world = on_slurm(8, 5)
+    world.core.state.out_of_service |= {"n1", "n2", "n3"}
+    cut_off(world, world.agents[:3])
+    unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
+    world.run(5.0)
+    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger(dies: bool):
     """The collectives of the smaller half break, or one of its ranks dies. Nobody of the larger one stops in time, for

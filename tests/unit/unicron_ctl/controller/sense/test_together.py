@@ -1,0 +1,223 @@
+"""Many that fall silent together: the controller suspects itself although somebody is heard."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.unit.unicron_ctl.controller.test_reconcile import follow
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.sense import together
+from unicron_ctl.partitions import PartitionConfig
+
+JOBS = 5
+
+
+def many(nodes: int = 16, jobs: int = JOBS, **settings) -> World:
+    """Jobs of three nodes each, and a spare."""
+    world = World(FakeSlurm(nodes), **{"max_isolated_nodes": 100, **settings})
+    for job in range(1, jobs + 1):
+        world.slurm.submit(str(job), 3)
+    for job in range(1, jobs + 1):
+        for agent in follow(world, str(job), 3):
+            agent.ready()
+    world.run(3.0)
+    assert all(len(world.job(str(job)).members) == 3 for job in range(1, jobs + 1))
+    return world
+
+
+def cut(world: World, agents: list[FakeAgent]) -> None:
+    """Nobody on the controller's side reaches them; they live, and reach each other."""
+    apart = {agent.node for agent in agents}
+    others = {"", *(agent.node for agent in world.agents)} - apart
+    for agent in agents:
+        agent.silent = agent.cut = True
+        world.cuts |= {frozenset((agent.node, other)) for other in others}
+
+
+def heal(world: World) -> None:
+    world.cuts.clear()
+    for agent in world.agents:
+        agent.silent = agent.cut = False
+
+
+def stopped(world: World) -> list[tuple]:
+    return [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold")]
+
+
+def kinds(world: World) -> list[str]:
+    return [event.kind for event in world.log if event.kind in ("most_silent", "most_heard", "alone")]
+
+
+def foot(world: World) -> str:
+    return str(tables.status(answers.status(world.core, None, {}, EVERYBODY))[-1])
+
+
+def one_of_each(world: World) -> list[FakeAgent]:
+    """One element of each job, so that the others of its job are a majority and witnesses."""
+    return [agent for agent in world.agents if agent.element == 0]
+
+
+@pytest.mark.parametrize("slurm_too", [False, True])
+def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
+    """Defect: the head and one rack were cut from the others, and all whom a witness of that rack missed were set
+    DOWN, while all the others suspected the head."""
+    world = many()
+    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
+    far = [agent for agent in world.agents if agent not in here]
+    cut(world, far)
+    if slurm_too:
+        for agent in far:
+            world.slurm.node_states[agent.node].add("NOT_RESPONDING")
+    world.run(30.0)
+    assert not stopped(world) and kinds(world) == ["most_silent"] and not world.core.view.alone
+    (said,) = [event.record for event in world.log if event.kind == "most_silent"]
+    assert (said.silent, said.agents) == (13, 15)
+    assert "most agents fell silent together" in foot(world)
+    assert sorted(world.job("1").members) == [1, 2], "a job is healed within what it has"
+    for states in world.slurm.node_states.values():
+        states.discard("NOT_RESPONDING")
+    heal(world)
+    world.run(10.0)
+    assert kinds(world) == ["most_silent", "most_heard"] and "fell silent" not in foot(world)
+    assert not stopped(world) and not world.core.state.deferred
+    world.check_replay()
+
+
+def test_a_node_that_is_dead_all_the_same_is_taken_once_silence_is_to_be_believed_again():
+    world = many()
+    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
+    far = [agent for agent in world.agents if agent not in here]
+    cut(world, far)
+    world.run(20.0)
+    assert world.core.state.deferred and not stopped(world)
+    dead = next(agent for agent in far if agent.job == "1")
+    heal(world)
+    dead.silent = True
+    world.dead_nodes.add(dead.node)
+    world.run(10.0)
+    assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)]
+    assert world.slurm.queue["1", 0]["node"] == "n16" and not world.core.state.deferred
+    world.check_replay()
+
+
+def test_fewer_than_half_that_fall_silent_are_lost_as_one_alone_is():
+    world = many()
+    lost = one_of_each(world)
+    for agent in lost:
+        agent.silent = True
+        world.dead_nodes.add(agent.node)
+    world.run(5.0)
+    assert sorted(call[3] for call in stopped(world)) == sorted(agent.node for agent in lost) and not kinds(world)
+
+
+def test_nodes_that_die_one_after_the_other_are_no_crowd():
+    world = many(24)
+    for agent in [agent for agent in world.agents if agent.element < 2]:
+        agent.silent = True
+        world.dead_nodes.add(agent.node)
+        for _ in range(2):
+            world.run(5.0)
+            for job in range(1, JOBS + 1):
+                for fresh in follow(world, str(job), 3):
+                    fresh.ready()
+    assert not kinds(world) and len({call[3] for call in stopped(world)}) >= 8
+
+
+def test_three_nodes_are_no_crowd():
+    world = many(4, 1)
+    lost = world.agents[0]
+    others = many(5, 1)
+    for one, agents in ((world, [lost]), (others, others.agents[:2])):
+        for agent in agents:
+            agent.silent = True
+            one.dead_nodes.add(agent.node)
+            one.slurm.node_states[agent.node] = {"IDLE", "NOT_RESPONDING"}
+        one.run(8.0)
+        assert not kinds(one)
+    assert [call[3] for call in stopped(world)] == [lost.node]
+
+
+@pytest.mark.parametrize("ends", ["a person says it", "the jobs end", "time"])
+def test_it_does_not_last_for_ever(ends: str):
+    world = many(state_wait_seconds=60.0)
+    here = [agent for agent in world.agents if agent.job == "1"]
+    far = [agent for agent in world.agents if agent not in here]
+    cut(world, far)
+    world.run(20.0)
+    assert kinds(world) == ["most_silent"]
+    if ends == "a person says it":
+        for agent in far:
+            world.slurm.node_states[agent.node] = {"DOWN", "NOT_RESPONDING"}
+            world.slurm.reasons[agent.node] = "racks 2 to 5 have burnt"
+    elif ends == "the jobs end":
+        for job in range(2, JOBS + 1):
+            world.slurm.cancel(str(job))
+    world.run(20.0 if ends != "time" else 60.0)
+    assert kinds(world) == ["most_silent", "most_heard"]
+    world.check_replay()
+
+
+def test_nothing_is_taken_before_it_is_known_whether_others_fell_silent_too():
+    """One agent's last word is older than the others': its lease is over before they are late."""
+    world = many()
+    first = world.agents[0]
+    first.silent = True
+    world.dead_nodes.add(first.node)
+    world.run(0.75)
+    cut(world, [agent for agent in world.agents if not (agent.job == "1" and agent.element)])
+    world.run(20.0)
+    assert not stopped(world) and kinds(world) == ["most_silent"]
+    world.check_replay()
+
+
+def test_an_element_whose_agent_nobody_hears_is_not_requeued_meanwhile():
+    """Its node's slurmd is reached, so it counts as dead, and is started again once silence is to be believed."""
+    world = many()
+    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
+    far = [agent for agent in world.agents if agent not in here]
+    cut(world, far)
+    answer = world.answer
+    world.answer = lambda witness, target: answer("n1", target) if target == "n1:slurmd" else answer(witness, target)
+    world.run(20.0)
+    assert world.job("1").agents[0].gone == "agent died" and not stopped(world)
+    for agent in far:
+        if (agent.job, agent.element) != ("1", 0):
+            agent.silent = agent.cut = False
+    world.cuts.clear()
+    world.run(5.0)
+    assert [call[:3] for call in stopped(world)] == [("requeue", "1", 0)]
+    world.check_replay()
+
+
+def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back():
+    world = many()
+    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
+    cut(world, [agent for agent in world.agents if agent not in here])
+    world.run(20.0)
+    assert world.core.state.deferred
+    world.restart()
+    world.run(30.0)
+    assert not stopped(world) and kinds(world) == ["most_silent", "most_silent"]
+    heal(world)
+    world.run(10.0)
+    assert not stopped(world) and not world.core.state.deferred
+    world.check_replay()
+
+
+def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_done():
+    world = many(partitions={"default": PartitionConfig(mode="observe", max_weight=100.0)})
+    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
+    cut(world, [agent for agent in world.agents if agent not in here])
+    world.run(20.0)
+    observed = [e.record for e in world.log if isinstance(e.record, records.Observed)]
+    assert not [record for record in observed if record.action in ("down", "drain", "requeue")]
+
+
+def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPatch):
+    world = many()
+    monkeypatch.setattr(together, "_silent", lambda *_: pytest.fail("all are heard"))
+    world.run(10.0)
