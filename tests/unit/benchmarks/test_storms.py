@@ -27,8 +27,9 @@ class Sites:
         self.closed += 1
 
 
-def step(at: float, slot: int, iteration: int, generation: int) -> dict[str, Any]:
-    return {"time": at, "slot": slot, "iteration": iteration, "generation": generation}
+def step(at: float, slot: int, iteration: int, generation: int, size: int = 3) -> dict[str, Any]:
+    place = {"slot": slot, "iteration": iteration, "generation": generation, "world_size": size}
+    return {"time": at, **place}
 
 
 def storm(*steps: dict[str, Any]) -> Storm:
@@ -78,6 +79,13 @@ def test_an_older_generation_that_goes_on_is_seen() -> None:
     two = storm(step(1, 0, 1, 2), step(2, 0, 2, 3), step(4, 1, 2, 2))
     two.no_two_halves()
     assert two.wrong == ["never two generations that both go on (1 steps of an older one)"]
+
+
+def test_two_halves_that_give_their_generations_the_same_number_are_seen() -> None:
+    for apart in ([step(1, 0, 1, 2, 1), step(1, 1, 1, 2, 2)], [step(1, 0, 1, 2, 1), step(1, 1, 1, 2, 1)]):
+        one = storm(*apart)
+        one.no_two_halves()
+        assert one.wrong == ["never two generations of one number ([2])"]
 
 
 def test_whole_again_is_when_all_have_stepped_in_one_younger_generation() -> None:
