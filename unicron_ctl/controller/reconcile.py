@@ -19,7 +19,7 @@ from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
 from unicron_ctl.controller.plan.ahead import Aheads
-from unicron_ctl.controller.plan.inputs import came_to_nothing, dead_elements, inputs, key_of, plan_for, reaches
+from unicron_ctl.controller.plan.inputs import came_to_nothing, dead_elements, ending, inputs, key_of, plan_for, reaches
 from unicron_ctl.controller.plan.placement import OCCUPIES, WORKS, Need, Placement, held_by_others, place
 from unicron_ctl.controller.plan.pools import pools
 from unicron_ctl.controller.throttle import Throttle
@@ -99,7 +99,9 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
         waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
         return [Action("cancel", e.job, e.element, "", why) for e in waiting]
     here = any(agent.alive for agent in view.job(job).agents.values())
-    coming = any(e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) for e in elements)
+    coming = any(
+        e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements
+    )
     if coming or (here and job.submitted):
         desk.missing_since.pop(job.job, None)
     elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
@@ -135,6 +137,7 @@ def _place(
             members=frozenset(job.elements({**job.members, **job.joining})),
             dead=dead_elements(job),
             ended=frozenset(e.element for e in listing.of(job.job).values() if came_to_nothing(job, e)),
+            ending=frozenset(e.element for e in listing.of(job.job).values() if ending(job, e)),
             leaving=tuple(job.leaving),
             home={element: agent.node for element, agent in job.agents.items()},
             requeued=job.requeued,

@@ -149,12 +149,19 @@ def dead_elements(job: JobState) -> frozenset[int]:
 
 
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
-    """Slurm had started the element again after its loss, and it ended before its agent came: by what still lived on
-    the node that was lost, for one. An element that Slurm may not requeue has not been started again."""
+    """The element is to be started again, and Slurm shows that it has ended. After the loss of its node Slurm starts it
+    again by itself; then it ended before its agent came, by what still lived on the lost node, for one. An element that
+    Slurm may not requeue has not been started again."""
     agent = job.agents.get(e.element)
     if agent is None or e.state not in ENDED_BADLY:
         return False
     return agent.gone == "agent died" or (agent.gone in ("dead", "silent") and e.restarts > 0)
+
+
+def ending(job: JobState, e: ElementInfo) -> bool:
+    """Slurm shows that the element has ended, and its agent's end has not been judged: that says what becomes of it."""
+    agent = job.agents.get(e.element)
+    return agent is not None and not agent.gone and e.state in ENDED_BADLY
 
 
 def weight(view: View, job: JobState) -> float:
@@ -174,6 +181,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         if e.state in OCCUPIES
         or (e.state == "PENDING" and not held_by_others(e, view.state.held))
         or came_to_nothing(job, e)
+        or ending(job, e)
     )
     alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in within.nodes)
     here = {e.node for e in elements if e.state in OCCUPIES}

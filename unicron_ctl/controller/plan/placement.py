@@ -27,15 +27,17 @@ PIN_SECONDS = 30.0  # then another node is tried
 @dataclass(frozen=True)
 class Need:
     """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
-    ended: those that ended before their agent came again. leaving: chosen before to leave. home: the node that an
-    element ran on last. requeued: when Slurm was asked to start an element again whose agent has not come yet. avoid:
-    nodes where none is to start. reach: the nodes that its elements may be given; None for all."""
+    ended: those that ended before their agent came again. ending: those that Slurm shows ended, of which nothing is
+    decided yet. leaving: chosen before to leave. home: the node that an element ran on last. requeued: when Slurm was
+    asked to start an element again whose agent has not come yet. avoid: nodes where none is to start. reach: the nodes
+    that its elements may be given; None for all."""
 
     job: str
     desired: int
     members: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
+    ending: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
     home: Mapping[int, str] = field(default_factory=dict)
     requeued: Mapping[int, float] = field(default_factory=dict)
@@ -106,6 +108,8 @@ class _Place:
                         else "it ended before its agent came"
                     )
                     self.act("requeue", e, e.node or "", f"{why}: start the element again")
+                groups["limbo"].append(number)
+            elif number in need.ending:
                 groups["limbo"].append(number)
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)

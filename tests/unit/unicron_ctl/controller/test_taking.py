@@ -389,6 +389,21 @@ def test_a_replacement_that_ends_before_its_agent_came_is_started_again():
     world.check_replay()
 
 
+def test_an_element_that_is_no_member_and_ends_is_started_again():
+    """Defect: Slurm showed its end before that was judged, so the plan went on without it, it counted as taken away, and
+    nobody started it again. The same where agents had gone on without it while the controller was away."""
+    world, slurm = on_slurm(4, 3)
+    die_alone(world, 1)
+    world.run(4)
+    (again,) = follow(world, "1", 3)
+    world.run(30)
+    again.silent = True
+    slurm.queue["1", 1].update(state="FAILED", node=None)
+    world.run(40)
+    assert len(asked(slurm, "requeue")) == 2 and slurm.queue["1", 1]["state"] == "RUNNING"
+    world.check_replay()
+
+
 def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
     """As a submission with --no-requeue says."""
     world, slurm = on_slurm(4, 3)
