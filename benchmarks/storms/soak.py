@@ -12,6 +12,7 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks.storms.stage import ELEMENTS, HEAL_LIMIT, Storm, stopped
+from tests.support.processes import wait_for
 
 
 def soak(storm: Storm, seconds: float, seed: int) -> None:
@@ -24,8 +25,8 @@ def soak(storm: Storm, seconds: float, seed: int) -> None:
         deed(storm, chance)
         done[deed.__name__] += 1
         over = time.time()
-        try:
-            storm.job.whole(ELEMENTS, HEAL_LIMIT)
+        try:  # what still seems to be whole is not: a second deed then could take the last copy of the state
+            wait_for(lambda since=over + 1.0: _all_step(storm, since), "all ranks step together", HEAL_LIMIT)
         except AssertionError:
             history = " ".join(f"{name} {count}" for name, count in done.items())
             storm.wrong.append(f"whole within {HEAL_LIMIT:g} s of {deed.__name__} (seed {seed}; {history})")
@@ -116,6 +117,13 @@ def controller_stopped(storm: Storm, chance: random.Random) -> None:
     storm.site.controller.freeze()
     time.sleep(chance.uniform(0.5, 10.0))
     storm.site.controller.thaw()
+
+
+def _all_step(storm: Storm, since: float) -> bool:
+    """All ranks have stepped since then, in one generation."""
+    late = [step for step in storm.job.steps() if step["time"] > since]
+    newest = max((step["generation"] for step in late), default=0)
+    return len({step["slot"] for step in late if step["generation"] == newest}) == ELEMENTS
 
 
 def _some_node(storm: Storm, chance: random.Random) -> str:

@@ -390,7 +390,7 @@ def test_a_replacement_that_ends_before_its_agent_came_is_started_again():
 
 
 def test_an_element_that_is_no_member_and_ends_is_started_again():
-    """Defect: Slurm showed its end before that was judged, so the plan went on without it, it counted as taken away, and
+    """Defect: Slurm showed its end before that was judged, so the plan went on without it and it counted as taken away:
     nobody started it again. The same where agents had gone on without it while the controller was away."""
     world, slurm = on_slurm(4, 3)
     die_alone(world, 1)
