@@ -60,7 +60,8 @@ def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> st
     others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere.
 
     The nodes of a large job check themselves at the same moment and see none drained yet. So each looks again after its
-    own drain, and goes back where there are too many: the last of them to drain sees all others."""
+    own drain, and goes back where there are too many; all of them may. Their reports tell the controller, which drains
+    one after the other."""
     nodes = client.nodes()
     node = next((node for node in nodes if node.name == name), None)
     reason, not_done = drain_text(node, why)
@@ -68,10 +69,12 @@ def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> st
         return f"{name} is left as it is: {not_done}"
     _leave_room(nodes, name, most)
     client.drain(name, reason)
+    nodes = client.nodes()
     try:
-        _leave_room(client.nodes(), name, most)
+        _leave_room(nodes, name, most)
     except TooMany:
-        if node is not None and "DOWN" not in node.states:
+        mine = next((node for node in nodes if node.name == name), None)
+        if mine is not None and "DOWN" not in mine.states and mine.reason == reason:  # not an admin's by now
             client.resume(name)
         raise
     return f"{name} is drained: {reason}"
@@ -87,7 +90,7 @@ def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
 
 def drained_by_check(node: NodeInfo) -> bool:
     """It is out of service for what its own check said."""
-    return bool(node.states & _DRAINED) and node.reason.startswith(LEADER)
+    return bool(node.states & _DRAINED) and LEADER in node.reason
 
 
 def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:

@@ -72,6 +72,8 @@ def avoided(job: JobState, event: Event, record: records.Avoided) -> None:
 def of_element(job: JobState, event: Event, record: records.SlurmAction) -> None:
     if record.action in REQUEUES:
         job.requeued[record.element] = event.time
+        if (agent := job.agents.get(record.element)) is not None:
+            agent.tries += 1
 
 
 def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) -> None:
@@ -79,5 +81,7 @@ def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) 
         return
     job.requeued.pop(record.element, None)
     agent = job.agents.get(record.element)
+    if agent is not None:
+        agent.tries -= 1
     if agent is not None and job.moves(record.element):  # it stays where it is, and may work
         job.avoid[agent.node] = replace(job.avoid[agent.node], agent="")

@@ -74,6 +74,8 @@ class AgentRecord:
     """By it the others know it: its key, also where nothing is encrypted."""
     confirmed: bool = True
     """Slurm has shown the element at work on this node."""
+    tries: int = 0
+    """How often Slurm was asked to start its element again."""
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen else ():
         state = view.state.jobs.get(e.job)
         agent = state.agents.get(e.element) if state is not None else None
-        lost = agent is not None and agent.node == node and bool(agent.gone)
+        lost = agent is not None and agent.node == node and agent.gone in ("dead", "silent")
         if e.state in OCCUPIES and (e.job, e.element) != but and not lost:
             found.append(f"{e.job}_{e.element}")
     return sorted(found)

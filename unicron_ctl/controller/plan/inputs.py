@@ -22,6 +22,8 @@ from unicron_ctl.controller.plan.reach import Ground, Reach
 from unicron_ctl.partitions import ACT
 from unicron_ctl.slurm.client import ElementInfo
 
+MOST_TRIES = 4  # of starting an element again of which no agent comes: its script may fail at once everywhere
+
 
 def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     """A new plan when what it depends on has changed: the nodes that are there, the jobs, what they can take."""
@@ -151,9 +153,9 @@ def dead_elements(job: JobState) -> frozenset[int]:
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     """The element is to be started again, and Slurm shows that it has ended. After the loss of its node Slurm starts it
     again by itself; then it ended before its agent came, by what still lived on the lost node, for one. An element that
-    Slurm may not requeue has not been started again."""
+    Slurm may not requeue has not been started again, and one that never comes to have an agent is given up."""
     agent = job.agents.get(e.element)
-    if agent is None or e.state not in ENDED_BADLY:
+    if agent is None or e.state not in ENDED_BADLY or agent.tries >= MOST_TRIES:
         return False
     return agent.gone == "agent died" or (agent.gone in ("dead", "silent") and e.restarts > 0)
 

@@ -404,6 +404,19 @@ def test_an_element_that_is_no_member_and_ends_is_started_again():
     world.check_replay()
 
 
+def test_an_element_whose_agent_never_comes_is_given_up():
+    """A script that fails at once everywhere."""
+    world, slurm = on_slurm(2, 1, max_requeues_per_job=100)
+    power_off(world, "n1")
+    for _ in range(10):
+        world.run(40)
+        if slurm.queue["1", 0]["state"] == "RUNNING":
+            slurm.queue["1", 0].update(state="FAILED", node=None)
+    assert len(asked(slurm, "requeue")) == 4
+    assert world.core.state.jobs["1"].ended, "nothing of it is to come any more"
+    world.check_replay()
+
+
 def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
     """As a submission with --no-requeue says."""
     world, slurm = on_slurm(4, 3)

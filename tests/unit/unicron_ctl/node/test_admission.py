@@ -167,6 +167,24 @@ def test_nodes_that_drain_at_the_same_moment_are_no_more_than_the_limit_either()
         assert cluster.asked == done
 
 
+def test_an_admins_drain_of_the_same_moment_stays() -> None:
+    class Taken(Cluster):
+        def nodes(self) -> list[NodeInfo]:
+            said = "fan; do not resume" if self.asked else ""
+            return [
+                replace(self.listed[0], states=frozenset({"IDLE", "DRAIN"} if said else {"IDLE"}), reason=said),
+                *(
+                    replace(n, states=frozenset({"IDLE", "DRAIN"}), reason="x; unicron[health]: y") if said else n
+                    for n in self.listed[1:]
+                ),
+            ]
+
+    cluster = Taken(5, 0, "")
+    with pytest.raises(admission.TooMany):
+        admission.drain(cluster, "n1", "memory", 2)
+    assert cluster.asked == ["n1"]
+
+
 def test_a_node_that_slurm_has_down_stays_down_where_there_are_too_many() -> None:
     """Nobody takes it: no more is taken by its drain, and a resume would give it back."""
 
