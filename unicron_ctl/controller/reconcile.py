@@ -140,6 +140,7 @@ def _place(
             ending=frozenset(e.element for e in listing.of(job.job).values() if ending(job, e)),
             leaving=tuple(job.leaving),
             home={element: agent.node for element, agent in job.agents.items()},
+            lives={element: agent.node for element, agent in view.job(job).agents.items() if agent.alive},
             requeued=job.requeued,
             avoid=view.avoided(job),
             why=reasons.get(job.job, ""),

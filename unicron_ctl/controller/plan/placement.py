@@ -28,9 +28,10 @@ PIN_SECONDS = 30.0  # then another node is tried
 class Need:
     """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
     ended: those that ended before their agent came again. ending: those that Slurm shows ended, of which nothing is
-    decided yet. leaving: chosen before to leave. home: the node that an element ran on last. requeued: when Slurm was
-    asked to start an element again whose agent has not come yet. avoid: nodes where none is to start. reach: the nodes
-    that its elements may be given; None for all."""
+    decided yet. leaving: chosen before to leave. home: the node that an element ran on last. lives: where an element's
+    agent is heard; also one that Slurm counts as ended and has not reached yet, so that it would launch no second copy
+    there, and drain the node. requeued: when Slurm was asked to start an element again whose agent has not come yet.
+    avoid: nodes where none is to start. reach: the nodes that its elements may be given; None for all."""
 
     job: str
     desired: int
@@ -40,6 +41,7 @@ class Need:
     ending: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
     home: Mapping[int, str] = field(default_factory=dict)
+    lives: Mapping[int, str] = field(default_factory=dict)
     requeued: Mapping[int, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
     why: str = ""
@@ -234,9 +236,11 @@ def _give_free_nodes(
     free = sorted(work.good - work.taken)
     for need in needs:
         for e in _candidates(work, need, groups[need.job], ()):
-            fit = [node for node in free if need.may_have(node)]
-            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0 or not fit:
+            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0:
                 break
+            fit = [node for node in free if need.may_have(node) and node != need.lives.get(e.element)]
+            if not fit:
+                continue
             home = need.home.get(e.element, "")
             # First what the fewest others can use: they may have no choice.
             node = home if home in fit else min(fit, key=lambda name: sum(one.may_have(name) for one in needs))

@@ -77,6 +77,7 @@ def test_slurm_does_not_start_a_moved_element_on_the_node_that_it_left():
     world.run(2)
     entry = slurm.queue["1", 1]
     assert entry["state"] == "PENDING" and "held" in entry["reason"] and "n2" in slurm.free()
+    follow(world, "1", 3)  # what Slurm has ended is gone
     tell(world, "n2", "good", source="pair-test")
     world.run(3)
     assert slurm.queue["1", 1]["node"] == "n2" and not attention(world.core.view), "the pair test has cleared it"
