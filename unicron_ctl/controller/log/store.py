@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import sqlite3
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # at once: some 20 ms
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
+TAIL_ROWS = 20_000  # that are looked at for one answer: some 20 ms
 
 LASTING = (
     records.JobRegistered,
@@ -51,10 +51,10 @@ class StoreError(UserError):
 
 
 class Tail(NamedTuple):
-    """A piece of the log. cut: there was more than TAIL_BYTES of it."""
+    """A piece of the log. cut: there is more than one answer takes; id and time of the event up to which it was read."""
 
     events: list[Event]
-    cut: bool
+    cut: tuple[int, float] | None
 
 
 class Store:
@@ -162,31 +162,36 @@ class Store:
     ) -> Tail:
         """The events with an id above `after`, oldest first, of these jobs if some are named, those of the kinds in
         `without` left out; with more than `limit` of them, or more than TAIL_BYTES, and after = 0 the newest ones.
+        No more than TAIL_ROWS are looked at: where it is cut there may be none of those that are asked for.
 
         A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
         """
-        chosen, cut, size = list[tuple[int, int]](), False, 0
-        with contextlib.closing(self._sizes(after, jobs, without)) as found:
-            for number, length in itertools.islice(found, limit):
-                size += length if length <= TAIL_BYTES else 0
-                if cut := size > TAIL_BYTES:
+        chosen, size = list[tuple[int, int]](), 0
+        read, cut = (after, 0.0), False
+        with contextlib.closing(self._sizes(after, jobs)) as found:
+            for rows, (number, time, kind, length) in enumerate(found):
+                wanted = kind not in without
+                size += length if wanted and length <= TAIL_BYTES else 0
+                if cut := rows >= TAIL_ROWS or size > TAIL_BYTES:
                     break
-                chosen.append((number, length))
+                read = number, time
+                if wanted:
+                    chosen.append((number, length))
+                if len(chosen) >= limit:
+                    break
         events = [self._event(number, length) for number, length in (chosen if after else reversed(chosen))]
-        return Tail(events, cut)
+        return Tail(events, read if cut else None)
 
-    def _sizes(
-        self, after: int, jobs: Collection[str] | None, without: Sequence[str]
-    ) -> Generator[tuple[int, int], None, None]:
-        """(id, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked for."""
-        what = "SELECT id, length(payload) FROM event WHERE id > ?"
-        what += f" AND kind NOT IN ({', '.join('?' * len(without))})" if without else ""
+    def _sizes(self, after: int, jobs: Collection[str] | None) -> Generator[tuple[int, float, str, int], None, None]:
+        """(id, time, kind, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked
+        for."""
+        what = "SELECT id, time, kind, length(payload) FROM event WHERE id > ?"
         what += " AND job = ?" if jobs is not None else ""
         what += f" ORDER BY id {'ASC' if after else 'DESC'}"
         cursors = list[sqlite3.Cursor]()
         try:
             for job in [()] if jobs is None else [(job,) for job in jobs]:
-                cursors.append(self._db.execute(what, (after, *without, *job)))
+                cursors.append(self._db.execute(what, (after, *job)))
             yield from heapq.merge(*cursors, reverse=not after)
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
