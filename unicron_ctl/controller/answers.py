@@ -300,7 +300,8 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
     told = [event.as_dict() for event in found.events]
     if found.cut:
         reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
-        cut = dict(zip(("id", "time"), found.cut)) | {"job": "", "generation": 0, "kind": CUT, "reason": reason}
+        number, time = found.cut
+        cut = {"id": number, "time": time, "job": "", "generation": 0, "kind": CUT, "reason": reason}
         told.insert(len(told) if after else 0, cut)
     return told
 
