@@ -86,6 +86,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "AGAIN_SECONDS", 1.0, "before the next try, when munge could not make one"),
     Limit("controller", "SNAPSHOT_SECONDS", 600.0, "between two snapshots of the state in the event log"),
     Limit("controller", "ENDED_SECONDS", 1209600.0, "after its end most of a job's records go, 100 jobs' excepted"),
+    Limit("controller", "FORGET_FIRST_SECONDS", 300.0, "after a start no records go yet"),
     Limit("controller", "FORGET_SECONDS", 1.0, "between two pieces of the log that go"),
     Limit("controller", "FORGET_AGAIN_SECONDS", 86400.0, "between two looks for records that may go"),
     Limit("controller", "PROGRESS_SECONDS", 0.2, "between two statuses of an agent that tell of mere progress"),

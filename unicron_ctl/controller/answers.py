@@ -281,7 +281,8 @@ def node_event(known: NodeState | None) -> dict[str, Any] | None:
 
 def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
     """The log after an id: args after, limit, job, without (kinds that do not count, a space between them). Where it
-    is too much for one answer an item of the kind CUT stands for the rest, with the id of the event beside it."""
+    is too much for one answer an item of the kind CUT stands for the rest, with the id of the event up to which
+    the log was read."""
     after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
     without = args.get("without", "")
     if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
@@ -298,9 +299,9 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
     found = store.tail(after, limit, of_jobs, unwanted)
     told = [event.as_dict() for event in found.events]
     if found.cut:
-        reason = f"{'later' if after else 'earlier'} events are left out: they are too large for one answer"
-        beside = told[-1 if after else 0]
-        cut = {key: beside[key] for key in ("id", "time")} | {"job": "", "generation": 0, "kind": CUT, "reason": reason}
+        reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
+        number, time = found.cut
+        cut = {"id": number, "time": time, "job": "", "generation": 0, "kind": CUT, "reason": reason}
         told.insert(len(told) if after else 0, cut)
     return told
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -71,6 +71,7 @@ TRIES = 5  # to find a port that is free for TCP and for UDP
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
+FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do
 FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 86400.0  # between two pieces of what is old; between two looks for it
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
 Route = tuple[bytes, ...]
@@ -107,7 +108,8 @@ class Server:
         store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
         state = read_state(store)
         self._thinned = state.last_event
-        self._forget_at = 0.0
+        self._forgetting: Iterator[int] | None = None
+        self._forget_at = self.now() + FORGET_FIRST_SECONDS
         self._snapshot_at = self.now()
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = answers.WeeklySum(self.core, store)
@@ -412,8 +414,15 @@ class Server:
         if (now := self.now()) - self._snapshot_at >= SNAPSHOT_SECONDS:
             self.save_snapshot()
         if now >= self._forget_at:
-            more = self.store.forget(core.state.jobs, now - ENDED_SECONDS)
-            self._forget_at = now + (FORGET_SECONDS if more else FORGET_AGAIN_SECONDS)
+            self._forget(now - ENDED_SECONDS)
+
+    def _forget(self, before: float) -> None:
+        """One piece of what the log can do without since that time."""
+        state = self.core.state
+        self._forgetting = self._forgetting or self.store.forget(state.jobs, state.remembers, before)
+        if next(self._forgetting, None) is None:
+            self._forgetting = None
+        self._forget_at = self.now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)
 
     def save_snapshot(self) -> None:
         """A start after this replays only what comes later."""

@@ -6,20 +6,21 @@ import contextlib
 import heapq
 import itertools
 import sqlite3
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import OF_THE_ENDED, redundant
+from unicron_ctl.controller.log.thinning import OF_NODES, OF_THE_ENDED, redundant
 from unicron_ctl.errors import UserError
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
-FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # at once: some 20 ms
+FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
+TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
 
 LASTING = (
     records.JobRegistered,
@@ -51,10 +52,10 @@ class StoreError(UserError):
 
 
 class Tail(NamedTuple):
-    """A piece of the log. cut: there was more than TAIL_BYTES of it."""
+    """A piece of the log. cut: there is more than one answer takes; id and time of the event up to which it is read."""
 
     events: list[Event]
-    cut: bool
+    cut: tuple[int, float] | None
 
 
 class Store:
@@ -62,6 +63,7 @@ class Store:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._forgotten = 0  # id of a job's end: of all that ended up to then nothing is left that may go
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
@@ -106,31 +108,65 @@ class Store:
                 self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
         return len(doomed)
 
-    def forget(self, known: Collection[str], before: float) -> bool:
+    def forget(
+        self, known: Collection[str], remembered: Callable[[Event], bool], before: float
+    ) -> Generator[int, None, None]:
         """Deletes what nobody needs any more of jobs that ended before that time (seconds since the epoch) and are not
-        among the `known`, as much at once as keeps nobody waiting. Whether there may be more."""
-        doomed, size = list[tuple[int]](), 0
-        kinds = [str(kind.__struct_config__.tag) for kind in OF_THE_ENDED]
-        marks = ", ".join("?" * len(kinds))
-        ended = "SELECT DISTINCT job FROM event WHERE kind = ? AND time < ?"
-        theirs = f"SELECT id, length(payload) FROM event WHERE job = ? AND time < ? AND kind IN ({marks})"
+        among the `known`, and what agents said of nodes before it unless it is `remembered`. At each step as much as
+        keeps nobody waiting: yields how many records went."""
+        doomed, size, looked = list[tuple[int]](), 0, 0
         try:
-            jobs = self._db.execute(ended, (str(records.JobEnded.__struct_config__.tag), before)).fetchall()
-            for job in (job for (job,) in jobs if job not in known):
-                for number, length in self._db.execute(theirs, (job, before, *kinds)).fetchmany(FORGET_RECORDS):
-                    doomed.append((number,))
-                    size += length
-                    if size > FORGET_BYTES or len(doomed) >= FORGET_RECORDS:
-                        break
-                else:
-                    continue
-                break
+            for found in itertools.chain(self._of_the_ended(known, before), self._of_nodes(remembered, before)):
+                looked += 1
+                if found is not None:
+                    doomed.append((found[0],))
+                    size += found[1]
+                if looked >= FORGET_RECORDS or size > FORGET_BYTES:
+                    self._delete(doomed)
+                    yield len(doomed)
+                    doomed, size, looked = [], 0, 0
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
+        self._delete(doomed)
+        if doomed:
+            yield len(doomed)
+
+    def _of_the_ended(self, known: Collection[str], before: float) -> Iterator[tuple[int, int] | None]:
+        """(id, bytes) of what goes, None for a job that was looked at. Of jobs that were emptied once none is."""
+        kinds = [_tag(kind) for kind in OF_THE_ENDED]
+        theirs = f"job = ? AND time < ? AND +kind IN ({', '.join('?' * len(kinds))})"
+        done, waits = self._forgotten, False
+        for number, job, time in self._pages("job, time", "kind = ?", (_tag(records.JobEnded),), done):
+            yield None
+            if time >= before or job in known:
+                waits = True  # the next time begins with it
+            else:
+                yield from self._pages("length(payload)", theirs, (job, before, *kinds))
+            done = done if waits else number
+        self._forgotten = done
+
+    def _of_nodes(self, remembered: Callable[[Event], bool], before: float) -> Iterator[tuple[int, int] | None]:
+        """(id, bytes) of what goes, None for a record that stays."""
+        for kind in map(_tag, OF_NODES):
+            for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
+                if time >= before:
+                    break
+                event = Event(number, time, "", 0, records.decode(kind, payload))
+                yield None if remembered(event) else (number, len(payload))
+
+    def _pages(self, what: str, where: str, values: tuple[Any, ...], after: int = 0) -> Iterator[tuple[Any, ...]]:
+        """(id, what) of the records above the id `after`, oldest first; they may be deleted meanwhile."""
+        query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
+        while rows := self._db.execute(query, (*values, after)).fetchall():
+            yield from rows
+            if len(rows) < FORGET_RECORDS:
+                return
+            after = rows[-1][0]
+
+    def _delete(self, doomed: Sequence[tuple[int]]) -> None:
         if doomed:
             with self._transaction():
                 self._db.executemany("DELETE FROM event WHERE id = ?", doomed)
-        return bool(doomed)
 
     def replay(self, after: int = 0) -> Iterator[Event]:
         """All events with an id above `after`, oldest first."""
@@ -138,7 +174,7 @@ class Store:
 
     def of_kinds(self, kinds: Iterable[type[Record]], after: int = 0) -> Iterator[Event]:
         """The events of these kinds with an id above `after`, oldest first."""
-        names = tuple(str(kind.__struct_config__.tag) for kind in kinds)
+        names = tuple(_tag(kind) for kind in kinds)
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
 
@@ -162,31 +198,36 @@ class Store:
     ) -> Tail:
         """The events with an id above `after`, oldest first, of these jobs if some are named, those of the kinds in
         `without` left out; with more than `limit` of them, or more than TAIL_BYTES, and after = 0 the newest ones.
+        No more than TAIL_ROWS are looked at: where it is cut there may be none of those that are asked for.
 
         A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
         """
-        chosen, cut, size = list[tuple[int, int]](), False, 0
-        with contextlib.closing(self._sizes(after, jobs, without)) as found:
-            for number, length in itertools.islice(found, limit):
-                size += length if length <= TAIL_BYTES else 0
-                if cut := size > TAIL_BYTES:
+        chosen, size = list[tuple[int, int]](), 0
+        read, cut = (after, 0.0), False
+        with contextlib.closing(self._sizes(after, jobs)) as found:
+            for rows, (number, time, kind, length) in enumerate(found):
+                wanted = kind not in without
+                size += length if wanted and length <= TAIL_BYTES else 0
+                if cut := rows >= TAIL_ROWS or size > TAIL_BYTES:
                     break
-                chosen.append((number, length))
+                read = number, time
+                if wanted:
+                    chosen.append((number, length))
+                if len(chosen) >= limit:
+                    break
         events = [self._event(number, length) for number, length in (chosen if after else reversed(chosen))]
-        return Tail(events, cut)
+        return Tail(events, read if cut else None)
 
-    def _sizes(
-        self, after: int, jobs: Collection[str] | None, without: Sequence[str]
-    ) -> Generator[tuple[int, int], None, None]:
-        """(id, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked for."""
-        what = "SELECT id, length(payload) FROM event WHERE id > ?"
-        what += f" AND kind NOT IN ({', '.join('?' * len(without))})" if without else ""
+    def _sizes(self, after: int, jobs: Collection[str] | None) -> Generator[tuple[int, float, str, int], None, None]:
+        """(id, time, kind, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked
+        for."""
+        what = "SELECT id, time, kind, length(payload) FROM event WHERE id > ?"
         what += " AND job = ?" if jobs is not None else ""
         what += f" ORDER BY id {'ASC' if after else 'DESC'}"
         cursors = list[sqlite3.Cursor]()
         try:
             for job in [()] if jobs is None else [(job,) for job in jobs]:
-                cursors.append(self._db.execute(what, (after, *without, *job)))
+                cursors.append(self._db.execute(what, (after, *job)))
             yield from heapq.merge(*cursors, reverse=not after)
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
@@ -230,6 +271,11 @@ class Store:
                 yield Event(id_, time, job, generation, records.decode(kind, payload))
         except (sqlite3.Error, ValueError) as error:
             raise _explained(self.path, error) from None
+
+
+def _tag(kind: type[Record]) -> str:
+    """The name of its kind in the log."""
+    return str(kind.__struct_config__.tag)
 
 
 def _explained(path: Path, error: Exception) -> StoreError:

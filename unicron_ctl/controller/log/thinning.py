@@ -4,7 +4,8 @@ Of an uninterrupted run of one job's steps the state keeps only what the first o
 works again, where it stands, and how fast it was (`model.fold`). The log without the others folds to the same state.
 
 Of a job that ended long ago and that the state has forgotten only what was asked of Slurm, decided about nodes, or
-is summed up counts any more. The rest (`OF_THE_ENDED`) goes.
+is summed up counts any more. The rest (`OF_THE_ENDED`) goes. Of what agents said of nodes (`OF_NODES`) that long ago
+only what the state still holds of each node counts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ OF_THE_ENDED: tuple[type[Record], ...] = (
     *(records.Anomaly, records.AnomalyOver, records.JobSetAside),
 )
 """Kinds by which nothing but their own job is decided; of faults what nodes are judged by is a day old at most."""
+OF_NODES: tuple[type[Record], ...] = (records.NodeEvent, records.NodeVerdict, records.NodeEventsDropped)
+"""Kinds of no job, which any user's agents can have written."""
 KEPT_FIRST = 2
 KEPT_LAST = RECENT_STEPS + 1
 _STEP = str(Step.__struct_config__.tag)

@@ -15,7 +15,13 @@ from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.server import TICK_SECONDS, Server
+from unicron_ctl.controller.server import (
+    FORGET_AGAIN_SECONDS,
+    FORGET_FIRST_SECONDS,
+    FORGET_SECONDS,
+    TICK_SECONDS,
+    Server,
+)
 from unicron_ctl.controller.throttle import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.protocol import wire
 
@@ -69,3 +75,30 @@ def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monk
     spent = clock[0] - began
     assert spent < OF_A_USER[1] * SECONDS_OF_ONE / (1 - OF_A_USER[0] * SECONDS_OF_ONE) + 0.05 and asked > 10
     assert server._quotas.may_ask(1001, "10.0.0.1", clock[0])
+
+
+def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: a piece that took longer than the time between two made every turn of the loop take one."""
+    clock, begun = [server.now()], list[float]()
+
+    def pieces(*what: Any) -> Iterator[int]:
+        begun.append(clock[0])
+        for _ in range(2):
+            clock[0] += 2.5 * FORGET_SECONDS
+            yield 0
+
+    monkeypatch.setattr(server, "now", lambda: clock[0])
+    monkeypatch.setattr(server.store, "forget", pieces)
+    server.flush()
+    assert not begun
+    clock[0] = start = clock[0] + FORGET_FIRST_SECONDS
+    server.flush()
+    assert begun == [start] and server._forget_at == clock[0] + FORGET_SECONDS
+    server.flush()
+    assert clock[0] == start + 2.5 * FORGET_SECONDS, "the next piece has its pause before it"
+    for _ in range(2):
+        clock[0] += FORGET_SECONDS
+        server.flush()
+    assert begun == [start] and server._forget_at == clock[0] + FORGET_AGAIN_SECONDS

@@ -9,7 +9,7 @@ import pytest
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.store import TAIL_BYTES, Store, StoreError
+from unicron_ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 
 STEP = records.Step(
@@ -117,8 +117,25 @@ def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
     assert [e.id for e in found.events] == [38, 39, 40] and found.cut
     later = store.tail(after=10, limit=5000, jobs=["0", "1"])
     assert [e.id for e in later.events] == [12, 13, 15] and later.cut
-    assert store.tail(after=38) == ([event(39, large, "0"), event(40, large, "1")], False)
-    assert store.tail(jobs=[]) == ([], False)
+    assert store.tail(after=38) == ([event(39, large, "0"), event(40, large, "1")], None)
+    assert store.tail(jobs=[]) == ([], None)
     store.append([event(41, records.Steady(reason="x" * TAIL_BYTES))])
     (huge,) = store.tail(limit=1).events
     assert isinstance(huge.record, records.Unreadable) and "2.1 MB is too large" in huge.record.reason
+
+
+@pytest.mark.parametrize("jobs", [None, ["1"]])
+def test_what_one_answer_looks_at_is_bounded(tmp_path: Path, jobs: list[str] | None) -> None:
+    """Defect: what was left out was not counted, and one question went through a user's whole log."""
+    store, work = Store(tmp_path / "events.sqlite"), list[int]()
+    last = 3 * TAIL_ROWS
+    store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])
+    store._db.set_progress_handler(lambda: work.append(1), TAIL_ROWS)  # called once for so many steps of SQLite
+    newest = store.tail(jobs=jobs, without=["step"])
+    assert [e.id for e in newest.events] == [last] and newest.cut == (last - TAIL_ROWS + 1, 1000.0 + newest.cut[0])
+    assert len(work) < 20
+    after = 1
+    while (piece := store.tail(after, jobs=jobs, without=["step"])).cut:
+        assert not piece.events and piece.cut[0] == after + TAIL_ROWS
+        after = piece.cut[0]
+    assert [e.id for e in piece.events] == [last]
