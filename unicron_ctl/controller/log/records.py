@@ -576,10 +576,10 @@ class HeardAgain(Record, frozen=True, tag="heard_again"):
 
 
 class MostSilent(Record, frozen=True, tag="most_silent"):
-    """More than half of all agents fell silent together: the controller suspects itself, and takes nothing."""
+    """The agents on more than half of all nodes fell silent together: the controller suspects itself, and takes nothing."""
 
     silent: int
-    agents: int
+    nodes: int
 
 
 class MostHeard(Record, frozen=True, tag="most_heard"):

@@ -60,6 +60,8 @@ class Inquiry:
     """The number of its first round."""
     probing: int = 0
     """Tries of this controller's own that have not ended."""
+    reached: bool | None = None
+    """This controller's own sockets got through to its door or to its node's slurmd; None while not all have tried."""
     said: str = ""
     """What was last put on record of it."""
 
@@ -94,7 +96,7 @@ class Inquiries:
     doubt: str = ""
     """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
     most_since: float | None = None
-    """Since when more than half of all agents are silent together; `most_at`: when they were last counted so."""
+    """Since when the agents on more than half of all nodes are silent together; `most_at`: when they were last counted so."""
     most_at: float = 0.0
     counted_at: float = 0.0
     """When they are counted next."""

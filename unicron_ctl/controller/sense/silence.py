@@ -282,12 +282,18 @@ def answered(inquiries: Inquiries, agent: AgentView, message: wire.Reached) -> N
 
 def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None) -> None:
     """What this controller's own sockets say of one of the addresses; None: the try itself failed."""
-    inquiry = inquiries.open.get((probe.job, probe.element))
+    key = probe.job, probe.element
+    inquiry = inquiries.open.get(key) or inquiries.judged.get(key)
     if inquiry is not None and probe.number >= inquiry.first:  # of this silence, and tried just now
         inquiry.probing -= 1
         known = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
         answer = answer or Reach.UNKNOWN
-        inquiry.words[OWN] = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
+        word = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
+        inquiry.words[OWN] = word
+        if Reach.REACHED in (word.door, word.slurmd):
+            inquiry.reached = True
+        elif not inquiry.probing:
+            inquiry.reached = False
 
 
 def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None:

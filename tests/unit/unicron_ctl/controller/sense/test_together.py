@@ -75,7 +75,7 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
     world.run(30.0)
     assert not stopped(world) and kinds(world) == ["most_silent"] and not world.core.view.alone
     (said,) = [event.record for event in world.log if event.kind == "most_silent"]
-    assert (said.silent, said.agents) == (13, 15)
+    assert (said.silent, said.nodes) == (13, 15)
     assert "most agents fell silent together" in foot(world)
     assert sorted(world.job("1").members) == [1, 2], "a job is healed within what it has"
     for states in world.slurm.node_states.values():
@@ -221,3 +221,46 @@ def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPa
     world = many()
     monkeypatch.setattr(together, "_silent", lambda *_: pytest.fail("all are heard"))
     world.run(10.0)
+
+
+def one_and_a_crowd(elements: int, of_the_other: list[str]) -> tuple[World, FakeAgent, list[FakeAgent]]:
+    """A job of three nodes, and a job of one element on each of those named; the first job's first agent."""
+    world = World(FakeSlurm(12), max_isolated_nodes=100)
+    for job, count in (("1", 3), ("2", elements)):
+        world.slurm.submit(job, count)
+    for element, node in enumerate(of_the_other):
+        world.slurm.queue["2", element].update(state="RUNNING", node=node, reason="")
+    for job, count in (("1", 3), ("2", elements)):
+        for agent in follow(world, job, count):
+            agent.ready()
+    world.run(4.0)
+    first, *_ = (agent for agent in world.agents if agent.job == "1")
+    return world, first, [agent for agent in world.agents if agent.job == "2"]
+
+
+@pytest.mark.parametrize("again_and_again", [False, True])
+def test_agents_that_their_user_has_stopped_keep_nobody_from_a_dead_node(again_and_again: bool):
+    """Defect: 8 stopped agents of one job, whose doors and slurmds the controller itself reached, were most."""
+    world, dead, crowd = one_and_a_crowd(8, [f"n{n}" for n in range(4, 12)])
+    for agent in crowd:
+        agent.silent = agent.cut = True  # stopped: the kernel takes connections all the same
+    world.run(4.0)
+    world.dead_nodes.add(dead.node)
+    dead.silent = True
+    for _ in range(8 if again_and_again else 2):
+        for agent in crowd:
+            agent.silent = agent.cut = not (again_and_again and agent.silent)
+        world.run(1.5 if again_and_again else 5.0)
+    assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)] and not kinds(world)
+    world.check_replay()
+
+
+def test_nodes_are_counted_and_not_agents():
+    """An array of small elements on a few nodes is no majority of the cluster."""
+    world, dead, crowd = one_and_a_crowd(8, ["n4", "n5"] * 4)
+    cut(world, crowd)
+    world.run(6.0)
+    world.dead_nodes.add(dead.node)
+    dead.silent = True
+    world.run(6.0)
+    assert ("down", dead.node) in [call[:1] + call[3:] for call in stopped(world)]
