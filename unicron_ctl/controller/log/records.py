@@ -576,7 +576,7 @@ class HeardAgain(Record, frozen=True, tag="heard_again"):
 
 
 class MostSilent(Record, frozen=True, tag="most_silent"):
-    """The agents on more than half of all nodes fell silent together: the controller suspects itself, and takes nothing."""
+    """The agents on more than half of all nodes fell silent together: the controller suspects itself."""
 
     silent: int
     nodes: int

@@ -93,10 +93,12 @@ class Inquiries:
 
     judged: dict[Key, Inquiry] = field(default_factory=dict)
     """Those that were given up because they were silent, and that have not been heard or shown dead since."""
+    recalled: bool = False
+    """Those whom the controller before this one had given up are among them."""
     doubt: str = ""
     """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
     most_since: float | None = None
-    """Since when the agents on more than half of all nodes are silent together; `most_at`: when they were last counted so."""
+    """Since when the agents on most nodes are silent together; `most_at`: when they were last counted so."""
     most_at: float = 0.0
     counted_at: float = 0.0
     """When they are counted next."""

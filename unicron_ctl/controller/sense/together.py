@@ -24,7 +24,7 @@ WINDOW_LEASES = 2.0  # within which the last words of nodes that fell silent tog
 TOGETHER_SECONDS = 0.5  # between two counts of silent nodes, unless a node is about to be taken
 UNSURE_PERIODS = 0.6  # heartbeat periods after which an agent's next word may be late already
 UNSEEN = ("", "silent", "agent died")  # how an agent is gone of which nobody has seen the end; "": not judged yet
-MOST = "the agents on more than half of all nodes fell silent together, so this controller's own network may be the cause"
+MOST = "the agents on most nodes fell silent together, so this controller's own network may be the cause"
 UNSURE = "whether most others fell silent with it is not known yet"
 
 
@@ -118,7 +118,9 @@ def _unheard(view: View) -> Iterator[Inquiry]:
 def _tried(view: View, silent: Collection[str]) -> bool:
     """Nobody is believed to be out of reach whom this controller's own sockets have not tried: a user who stops his
     agents for a moment, again and again, would keep everybody's nodes from being taken."""
-    waiting = {one.node for one in view.inquiries.open.values() if one.reached is None and any(one.targets)}
+    inquiries = view.inquiries
+    waiting = {one.node for one in inquiries.open.values() if one.reached is None and any(one.targets)}
+    waiting |= {one.node for one in inquiries.judged.values() if one.reached is None and one.probing}
     return not any(node in waiting for node in silent)
 
 

@@ -264,3 +264,29 @@ def test_nodes_are_counted_and_not_agents():
     dead.silent = True
     world.run(6.0)
     assert ("down", dead.node) in [call[:1] + call[3:] for call in stopped(world)]
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bool):
+    """Defect: the new controller knew of no other silent agent, and set ten nodes DOWN at once. reached: it is the
+    agents that are silent now, and not their nodes."""
+    world = World(FakeSlurm(12), max_isolated_nodes=100)
+    for job in range(1, 13):
+        world.slurm.submit(str(job), 1)
+    for job in range(1, 13):
+        for agent in follow(world, str(job), 1):
+            agent.ready()
+    world.run(4.0)
+    far = world.agents[:10]
+    cut(world, far)
+    for agent in far:
+        world.slurm.node_states[agent.node].add("NOT_RESPONDING")
+    world.run(20.0)
+    assert len(world.core.state.deferred) == 10 and not stopped(world)
+    world.restart()
+    if reached:
+        world.cuts.clear()
+    world.run(20.0)
+    assert kinds(world) == ["most_silent"] * (1 if reached else 2)
+    assert reached or not stopped(world)
+    world.check_replay()
