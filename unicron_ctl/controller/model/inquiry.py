@@ -97,6 +97,8 @@ class Inquiries:
     """Those whom the controller before this one had given up are among them."""
     doubt: str = ""
     """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
+    unsure: str = ""
+    """Why that may be so in a moment: until then no node is taken. Agents that report in step are late all at once."""
     most_since: float | None = None
     """Since when the agents on most nodes are silent together; `most_at`: when they were last counted so."""
     most_at: float = 0.0

@@ -115,7 +115,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
-    if doubt := view.inquiries.doubt:
+    if doubt := view.inquiries.doubt or view.inquiries.unsure:
         said = f"{node} is not taken out of service now: {doubt}"
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
         return
@@ -158,7 +158,7 @@ def deferred(view: View) -> Outcome:
     """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
     After a start nobody knows who is until all had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
-    if view.inquiries.doubt or view.alone or view.now - view.started_at <= settled:
+    if view.inquiries.doubt or view.inquiries.unsure or view.alone or view.now - view.started_at <= settled:
         return out
     for node, owed in sorted(view.state.deferred.items()):
         job = view.state.jobs.get(owed.job)

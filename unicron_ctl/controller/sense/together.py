@@ -32,7 +32,8 @@ def look(view: View, after: float, out: Outcome) -> None:
     """Says whether silence is to be believed now, before what was found at this tick is judged. after: seconds of
     silence after which an agent is late. Only `sense.silence` calls it; it changes `view.inquiries`."""
     inquiries, now = view.inquiries, view.now
-    due = now >= inquiries.counted_at and bool(inquiries.open or inquiries.judged or inquiries.doubt)
+    some = inquiries.open or inquiries.judged or inquiries.doubt or inquiries.unsure
+    due = now >= inquiries.counted_at and bool(some)
     urgent = inquiries.most_since is None and bool(out.findings or view.state.deferred)
     if view.alone or not (due or urgent):
         return
@@ -54,10 +55,9 @@ def look(view: View, after: float, out: Outcome) -> None:
         seconds, inquiries.most_since = now - inquiries.most_since, None
         reason = f"most nodes are silent together no more, after {seconds:.1f} s"
         out.record(None, records.MostHeard(seconds=seconds, reason=reason))
-    if most or inquiries.most_since is not None:
-        inquiries.doubt = MOST
-    else:
-        inquiries.doubt = UNSURE if _most(view, *_silent(view, UNSURE_PERIODS * view.config.heartbeat_period)) else ""
+    inquiries.doubt = MOST if most or inquiries.most_since is not None else ""
+    soon = not inquiries.doubt and _most(view, *_silent(view, UNSURE_PERIODS * view.config.heartbeat_period))
+    inquiries.unsure = UNSURE if soon else ""
 
 
 def _counts(view: View, inquiry: Inquiry) -> bool:

@@ -7,9 +7,11 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
+from unicron_ctl.controller import answers, reconcile
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.sense import together
 from unicron_ctl.partitions import PartitionConfig
 
@@ -290,3 +292,17 @@ def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bo
     assert kinds(world) == ["most_silent"] * (1 if reached else 2)
     assert reached or not stopped(world)
     world.check_replay()
+
+
+def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
+    """Defect: between two heartbeats most might have fallen silent, as far as was known, and nothing was requeued."""
+    world = many()
+    stopped_one = world.agents[0]
+    stopped_one.silent = stopped_one.cut = True
+    world.run(3.0)
+    for agent in world.agents:
+        agent.status()
+    world.run(1.2, heartbeats=False)
+    out = Outcome()
+    reconcile._ask(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
+    assert world.core.view.inquiries.unsure and out.requests
