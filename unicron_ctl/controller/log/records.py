@@ -589,11 +589,11 @@ class MostHeard(Record, frozen=True, tag="most_heard"):
 
 
 class TakeDeferred(Record, frozen=True, tag="take_deferred"):
-    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end;
-    element, failure and text are what it would have been taken for."""
+    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end,
+    for this element's loss; failure and text are what it would have been taken for."""
 
     node: str
-    element: int = -1
+    element: int
     failure: int = 0
     text: str = ""
     over: bool = False

@@ -160,14 +160,17 @@ def deferred(view: View) -> Outcome:
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
     if view.inquiries.doubt or view.inquiries.unsure or view.alone or view.now - view.started_at <= settled:
         return out
-    for node, owed in sorted(view.state.deferred.items()):
-        job = view.state.jobs.get(owed.job)
-        agent = job.agents.get(owed.element) if job is not None and not job.over else None
+    taken = set()
+    for (node, name, element), owed in sorted(view.state.deferred.items()):
+        job = view.state.jobs.get(name)
+        agent = job.agents.get(element) if job is not None and not job.over else None
         lost = agent is not None and agent.node == node and bool(agent.gone)
         said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
-        out.record(job, records.TakeDeferred(node=node, over=True, reason=said))
-        if lost and job is not None:
-            take_out(view, job, owed.element, node, owed.failure, owed.text, out)
+        record = records.TakeDeferred(node=node, element=element, over=True, reason=said)
+        out.records.append((name, job.generation if job is not None else 0, record))
+        if lost and job is not None and node not in taken:
+            taken.add(node)
+            take_out(view, job, element, node, owed.failure, owed.text, out)
     return out
 
 

@@ -268,23 +268,32 @@ def test_nodes_are_counted_and_not_agents():
     assert ("down", dead.node) in [call[:1] + call[3:] for call in stopped(world)]
 
 
-@pytest.mark.parametrize("reached", [False, True])
-def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bool):
-    """Defect: the new controller knew of no other silent agent, and set ten nodes DOWN at once. reached: it is the
-    agents that are silent now, and not their nodes."""
+def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
+    """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too."""
     world = World(FakeSlurm(12), max_isolated_nodes=100)
-    for job in range(1, 13):
+    for job in range(1, jobs + 1):
         world.slurm.submit(str(job), 1)
-    for job in range(1, 13):
+    if jobs > 12:
+        world.slurm.queue["13", 0].update(state="RUNNING", node="n1", reason="")
+    for job in range(1, jobs + 1):
         for agent in follow(world, str(job), 1):
             agent.ready()
     world.run(4.0)
-    far = world.agents[:10]
+    far = [agent for agent in world.agents if agent.node not in ("n11", "n12")]
     cut(world, far)
     for agent in far:
         world.slurm.node_states[agent.node].add("NOT_RESPONDING")
     world.run(20.0)
-    assert len(world.core.state.deferred) == 10 and not stopped(world)
+    assert not stopped(world)
+    return world, far
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bool):
+    """Defect: the new controller knew of no other silent agent, and set ten nodes DOWN at once. reached: it is the
+    agents that are silent now, and not their nodes."""
+    world, _ = small_jobs_without_their_nodes(12)
+    assert len(world.core.state.deferred) == 10
     world.restart()
     if reached:
         world.cuts.clear()
@@ -306,3 +315,23 @@ def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
     out = Outcome()
     reconcile._ask(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
     assert world.core.view.inquiries.unsure and out.requests
+
+
+@pytest.mark.parametrize("ends", ["1", "13"])
+def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(ends: str):
+    """Defect: the second loss took the place of the first, and went with its job."""
+    world, far = small_jobs_without_their_nodes(13)
+    dead = world.agents[0].node
+    assert len([key for key in world.core.state.deferred if key[0] == dead]) == 2
+    world.slurm.cancel(ends)
+    world.dead_nodes.add(dead)
+    world.run(12.0)
+    for node, states in world.slurm.node_states.items():
+        if node != dead:
+            states.discard("NOT_RESPONDING")
+    world.cuts.clear()
+    for agent in far:
+        agent.silent = agent.cut = agent.node == dead
+    world.run(12.0)
+    assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
+    world.check_replay()
