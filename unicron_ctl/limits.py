@@ -111,7 +111,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
     Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
-    Limit("controller", "TOGETHER_SECONDS", 0.5, "between two counts of the agents that fell silent together"),
+    Limit("controller", "TOGETHER_SECONDS", 0.5, "between two counts of the nodes that fell silent together"),
     Limit("controller", "UNSURE_PERIODS", 0.6, "heartbeat periods after which others may have fallen silent, too"),
     Limit("controller", "SAY_SECONDS", 1.0, "of a Break, before it is said that the job waits for its last state"),
     Limit("controller", "SURVEY_SECONDS", 1.5, "for a job's agents to say whether they reach each other"),

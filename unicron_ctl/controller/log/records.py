@@ -576,10 +576,10 @@ class HeardAgain(Record, frozen=True, tag="heard_again"):
 
 
 class MostSilent(Record, frozen=True, tag="most_silent"):
-    """More than half of all agents fell silent together: the controller suspects itself, and takes nothing."""
+    """The agents on more than half of all nodes fell silent together: the controller suspects itself."""
 
     silent: int
-    agents: int
+    nodes: int
 
 
 class MostHeard(Record, frozen=True, tag="most_heard"):
@@ -589,11 +589,11 @@ class MostHeard(Record, frozen=True, tag="most_heard"):
 
 
 class TakeDeferred(Record, frozen=True, tag="take_deferred"):
-    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end;
-    element, failure and text are what it would have been taken for."""
+    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end,
+    for this element's loss; failure and text are what it would have been taken for."""
 
     node: str
-    element: int = -1
+    element: int
     failure: int = 0
     text: str = ""
     over: bool = False

@@ -56,11 +56,8 @@ class Intent:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A lost node that is not taken out of service yet: for which element and failure of which job, and the reason that
-    Slurm would be given."""
+    """A lost node that is not taken out of service yet: for which failure, and the reason that Slurm would be given."""
 
-    job: str
-    element: int
     failure: int
     text: str
 
@@ -92,8 +89,9 @@ class ClusterState:
     """The same that a limit kept from being asked, by action and job; `Mark.reason` says which."""
     intents: dict[tuple[str, str, int, str], Intent] = field(default_factory=dict)
     """What was asked of Slurm and is not known to be done, by (action, job, element, node)."""
-    deferred: dict[str, Deferred] = field(default_factory=dict)
-    """Lost nodes that are taken, by their names, once silence is to be believed again."""
+    deferred: dict[tuple[str, str, int], Deferred] = field(default_factory=dict)
+    """Lost nodes that are taken once silence is to be believed again, by (node, job, element): each that was lost there
+    speaks for it."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
     held: set[tuple[str, int]] = field(default_factory=set)
     """(job, element) that were held here and not released since: nobody else's hold is touched."""

@@ -40,10 +40,11 @@ def isolated(state: ClusterState, event: Event, record: records.Isolated) -> Non
 
 
 def take_deferred(state: ClusterState, event: Event, record: records.TakeDeferred) -> None:
+    key = record.node, event.job, record.element
     if record.over:
-        state.deferred.pop(record.node, None)
+        state.deferred.pop(key, None)
     else:
-        state.deferred[record.node] = Deferred(event.job, record.element, record.failure, record.text)
+        state.deferred[key] = Deferred(record.failure, record.text)
 
 
 def isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:

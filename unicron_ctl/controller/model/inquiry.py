@@ -60,6 +60,8 @@ class Inquiry:
     """The number of its first round."""
     probing: int = 0
     """Tries of this controller's own that have not ended."""
+    reached: bool | None = None
+    """This controller's own sockets got through to its door or to its node's slurmd; None while not all have tried."""
     said: str = ""
     """What was last put on record of it."""
 
@@ -91,10 +93,14 @@ class Inquiries:
 
     judged: dict[Key, Inquiry] = field(default_factory=dict)
     """Those that were given up because they were silent, and that have not been heard or shown dead since."""
+    recalled: bool = False
+    """Those whom the controller before this one had given up are among them."""
     doubt: str = ""
     """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
+    unsure: str = ""
+    """Why that may be so in a moment: until then no node is taken. Agents that report in step are late all at once."""
     most_since: float | None = None
-    """Since when more than half of all agents are silent together; `most_at`: when they were last counted so."""
+    """Since when the agents on most nodes are silent together; `most_at`: when they were last counted so."""
     most_at: float = 0.0
     counted_at: float = 0.0
     """When they are counted next."""

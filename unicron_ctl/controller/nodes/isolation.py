@@ -115,7 +115,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
-    if doubt := view.inquiries.doubt:
+    if doubt := view.inquiries.doubt or view.inquiries.unsure:
         said = f"{node} is not taken out of service now: {doubt}"
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
         return
@@ -158,16 +158,19 @@ def deferred(view: View) -> Outcome:
     """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
     After a start nobody knows who is until all had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
-    if view.inquiries.doubt or view.alone or view.now - view.started_at <= settled:
+    if view.inquiries.doubt or view.inquiries.unsure or view.alone or view.now - view.started_at <= settled:
         return out
-    for node, owed in sorted(view.state.deferred.items()):
-        job = view.state.jobs.get(owed.job)
-        agent = job.agents.get(owed.element) if job is not None and not job.over else None
+    taken = set()
+    for (node, name, element), owed in sorted(view.state.deferred.items()):
+        job = view.state.jobs.get(name)
+        agent = job.agents.get(element) if job is not None and not job.over else None
         lost = agent is not None and agent.node == node and bool(agent.gone)
         said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
-        out.record(job, records.TakeDeferred(node=node, over=True, reason=said))
-        if lost and job is not None:
-            take_out(view, job, owed.element, node, owed.failure, owed.text, out)
+        record = records.TakeDeferred(node=node, element=element, over=True, reason=said)
+        out.records.append((name, job.generation if job is not None else 0, record))
+        if lost and job is not None and node not in taken:
+            taken.add(node)
+            take_out(view, job, element, node, owed.failure, owed.text, out)
     return out
 
 

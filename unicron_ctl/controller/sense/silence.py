@@ -48,6 +48,9 @@ def look(view: View) -> Outcome:
     out, sight = Outcome(), Sight(view)
     inquiries = view.inquiries
     _alone(view, out)
+    if not inquiries.recalled and view.now - view.started_at > view.config.restart_grace:
+        inquiries.recalled = True
+        _recall(view, out)
     for key, inquiry in list(_silent(view)):
         inquiries.open[key] = inquiry
     for key, inquiry in list(inquiries.open.items()):
@@ -103,6 +106,21 @@ def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
             continue
         targets = _targets(view, record.node, record.door)
         yield key, Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
+
+
+def _recall(view: View, out: Outcome) -> None:
+    """Those whom the controller before this one gave up because they were silent, and that have not come back: they
+    are counted for `together` as if they had been heard at this one's start. Nodes that were taken are settled."""
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            if record.gone != "silent" or view.unfit(record.node) or element in view.job(job).agents:
+                continue
+            targets = _targets(view, record.node, record.door)
+            inquiry = Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
+            inquiry.probing = sum(map(bool, targets))
+            view.inquiries.judged[job.job, element] = inquiry
+            if inquiry.probing:
+                out.requests.append(Probe(job.job, element, record.node, targets, inquiry.number))
 
 
 def _needed_again(job: JobState, record: AgentRecord) -> bool:
@@ -282,12 +300,18 @@ def answered(inquiries: Inquiries, agent: AgentView, message: wire.Reached) -> N
 
 def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None) -> None:
     """What this controller's own sockets say of one of the addresses; None: the try itself failed."""
-    inquiry = inquiries.open.get((probe.job, probe.element))
+    key = probe.job, probe.element
+    inquiry = inquiries.open.get(key) or inquiries.judged.get(key)
     if inquiry is not None and probe.number >= inquiry.first:  # of this silence, and tried just now
         inquiry.probing -= 1
         known = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
         answer = answer or Reach.UNKNOWN
-        inquiry.words[OWN] = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
+        word = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
+        inquiry.words[OWN] = word
+        if Reach.REACHED in (word.door, word.slurmd):
+            inquiry.reached = True
+        elif not inquiry.probing:
+            inquiry.reached = False
 
 
 def _of_round(inquiries: Inquiries, number: int, witness: Key) -> Inquiry | None:

@@ -7,9 +7,11 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
+from unicron_ctl.controller import answers, reconcile
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.sense import together
 from unicron_ctl.partitions import PartitionConfig
 
@@ -75,7 +77,7 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
     world.run(30.0)
     assert not stopped(world) and kinds(world) == ["most_silent"] and not world.core.view.alone
     (said,) = [event.record for event in world.log if event.kind == "most_silent"]
-    assert (said.silent, said.agents) == (13, 15)
+    assert (said.silent, said.nodes) == (13, 15)
     assert "most agents fell silent together" in foot(world)
     assert sorted(world.job("1").members) == [1, 2], "a job is healed within what it has"
     for states in world.slurm.node_states.values():
@@ -221,3 +223,115 @@ def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPa
     world = many()
     monkeypatch.setattr(together, "_silent", lambda *_: pytest.fail("all are heard"))
     world.run(10.0)
+
+
+def one_and_a_crowd(elements: int, of_the_other: list[str]) -> tuple[World, FakeAgent, list[FakeAgent]]:
+    """A job of three nodes, and a job of one element on each of those named; the first job's first agent."""
+    world = World(FakeSlurm(12), max_isolated_nodes=100)
+    for job, count in (("1", 3), ("2", elements)):
+        world.slurm.submit(job, count)
+    for element, node in enumerate(of_the_other):
+        world.slurm.queue["2", element].update(state="RUNNING", node=node, reason="")
+    for job, count in (("1", 3), ("2", elements)):
+        for agent in follow(world, job, count):
+            agent.ready()
+    world.run(4.0)
+    first, *_ = (agent for agent in world.agents if agent.job == "1")
+    return world, first, [agent for agent in world.agents if agent.job == "2"]
+
+
+@pytest.mark.parametrize("again_and_again", [False, True])
+def test_agents_that_their_user_has_stopped_keep_nobody_from_a_dead_node(again_and_again: bool):
+    """Defect: 8 stopped agents of one job, whose doors and slurmds the controller itself reached, were most."""
+    world, dead, crowd = one_and_a_crowd(8, [f"n{n}" for n in range(4, 12)])
+    for agent in crowd:
+        agent.silent = agent.cut = True  # stopped: the kernel takes connections all the same
+    world.run(4.0)
+    world.dead_nodes.add(dead.node)
+    dead.silent = True
+    for _ in range(8 if again_and_again else 2):
+        for agent in crowd:
+            agent.silent = agent.cut = not (again_and_again and agent.silent)
+        world.run(1.5 if again_and_again else 5.0)
+    assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)] and not kinds(world)
+    world.check_replay()
+
+
+def test_nodes_are_counted_and_not_agents():
+    """An array of small elements on a few nodes is no majority of the cluster."""
+    world, dead, crowd = one_and_a_crowd(8, ["n4", "n5"] * 4)
+    cut(world, crowd)
+    world.run(6.0)
+    world.dead_nodes.add(dead.node)
+    dead.silent = True
+    world.run(6.0)
+    assert ("down", dead.node) in [call[:1] + call[3:] for call in stopped(world)]
+
+
+def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
+    """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too."""
+    world = World(FakeSlurm(12), max_isolated_nodes=100)
+    for job in range(1, jobs + 1):
+        world.slurm.submit(str(job), 1)
+    if jobs > 12:
+        world.slurm.queue["13", 0].update(state="RUNNING", node="n1", reason="")
+    for job in range(1, jobs + 1):
+        for agent in follow(world, str(job), 1):
+            agent.ready()
+    world.run(4.0)
+    far = [agent for agent in world.agents if agent.node not in ("n11", "n12")]
+    cut(world, far)
+    for agent in far:
+        world.slurm.node_states[agent.node].add("NOT_RESPONDING")
+    world.run(20.0)
+    assert not stopped(world)
+    return world, far
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bool):
+    """Defect: the new controller knew of no other silent agent, and set ten nodes DOWN at once. reached: it is the
+    agents that are silent now, and not their nodes."""
+    world, _ = small_jobs_without_their_nodes(12)
+    assert len(world.core.state.deferred) == 10
+    world.restart()
+    if reached:
+        world.cuts.clear()
+    world.run(20.0)
+    assert kinds(world) == ["most_silent"] * (1 if reached else 2)
+    assert reached or not stopped(world)
+    world.check_replay()
+
+
+def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
+    """Defect: between two heartbeats most might have fallen silent, as far as was known, and nothing was requeued."""
+    world = many()
+    stopped_one = world.agents[0]
+    stopped_one.silent = stopped_one.cut = True
+    world.run(3.0)
+    for agent in world.agents:
+        agent.status()
+    world.run(1.2, heartbeats=False)
+    out = Outcome()
+    reconcile._ask(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
+    assert world.core.view.inquiries.unsure and out.requests
+
+
+@pytest.mark.parametrize("ends", ["1", "13"])
+def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(ends: str):
+    """Defect: the second loss took the place of the first, and went with its job."""
+    world, far = small_jobs_without_their_nodes(13)
+    dead = world.agents[0].node
+    assert len([key for key in world.core.state.deferred if key[0] == dead]) == 2
+    world.slurm.cancel(ends)
+    world.dead_nodes.add(dead)
+    world.run(12.0)
+    for node, states in world.slurm.node_states.items():
+        if node != dead:
+            states.discard("NOT_RESPONDING")
+    world.cuts.clear()
+    for agent in far:
+        agent.silent = agent.cut = agent.node == dead
+    world.run(12.0)
+    assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
+    world.check_replay()
