@@ -63,7 +63,10 @@ MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # connections that wait to be accepted at once
 UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
 UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
-UNREAD = 100  # messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back
+# Messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back. No agent comes to so
+# many before it takes a silent controller's connection for dead: libzmq 4.3.5 aborts where that happens to a peer that is
+# held back, and a PING of it is behind what was read (libzmq#4767; it failed with 100 here when unicrond was stopped 10 s).
+UNREAD = 1000
 MAX_SOCKETS = 16384
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
