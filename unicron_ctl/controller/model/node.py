@@ -91,7 +91,7 @@ def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> 
 
 
 def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
-    if record.action in OUT:
+    if record.action == ("drain" if node.drained else "down"):  # what was asked for last, not what came before it
         node.going_down, node.refused, node.out_at = False, "", event.time
 
 

@@ -20,11 +20,13 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import AgentView
+from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.errors import one_line
+from unicron_ctl.slurm.client import NodeInfo
 
 HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
@@ -263,7 +265,8 @@ def gone_down(view: View, out: Outcome) -> None:
     """Nodes that were to be taken out of service and that Slurm shows so, whoever did it: no more is asked for them."""
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
-        if info is not None and info.states & {"DOWN", "DRAIN"} and (known.going_down or known.refused):
+        out_of_it = info is not None and info.states & {"DOWN", "DRAIN"} and not _only_drained(known, info)
+        if info is not None and out_of_it and (known.going_down or known.refused):
             said = f"{name} is out of service ({info.reason or 'no reason given'})"
             out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))
 
@@ -276,7 +279,8 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         known, info = view.state.node(name), view.slurm.node(name)
         seen = view.slurm.seen
         late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
-        if known.going_down and info is not None and info.healthy and not late and name not in waited_for:
+        owed = info is not None and (info.healthy or _only_drained(known, info))
+        if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
             action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or LOST)
@@ -287,6 +291,12 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
             else:
                 found.append(action)
     return found
+
+
+def _only_drained(known: NodeState, info: NodeInfo) -> bool:
+    """It was drained from here before, and is to be set down since nothing else runs there any more."""
+    ours = "DRAIN" in info.states and info.reason.startswith(f"{OURS}[")
+    return ours and not known.drained and "DOWN" not in info.states
 
 
 def _action(drained: bool) -> str:

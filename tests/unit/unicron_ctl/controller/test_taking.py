@@ -19,6 +19,7 @@ from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Reach
+from unicron_ctl.slurm.client import SlurmError
 
 
 def taken(slurm: FakeSlurm) -> list[str]:
@@ -154,6 +155,10 @@ def test_what_a_pair_test_proved_bad_stays_drained_until_a_pair_test_passes():
 
 
 # ---------------------------------------------------------------- others on the node
+def refuse(node: str, reason: str) -> None:
+    raise SlurmError("slurm_update error: Invalid user id")
+
+
 def beside(slurm: FakeSlurm, node: str, state: str = "RUNNING") -> dict[str, Any]:
     """Somebody else's element on that node."""
     slurm.queue["9", 0] = {**slurm.queue["1", 1], "node": node, "state": state}
@@ -228,6 +233,25 @@ def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
     world.dead_nodes.clear()
     world.run(20)
     assert slurm.node_states["n2"] == {"IDLE"}
+    world.check_replay()
+
+
+def test_a_drained_node_of_which_slurm_refuses_the_down_is_not_done_with(monkeypatch: pytest.MonkeyPatch):
+    """Defect: that it was drained counted as its being down."""
+    world, slurm = on_slurm(5, 3)
+    slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n4"}
+    slurm.queue["2", 1] = {**slurm.queue["1", 1], "node": "n2"}
+    for agent in follow(world, "2", 2):
+        agent.ready()
+    world.run(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(slurm, "down", refuse)
+        power_off(world, "n2")
+        world.run(10)
+    assert slurm.node_states["n2"] == {"IDLE", "DRAIN"} and world.core.state.nodes["n2"].going_down
+    assert attention(world.core.view)[0].node == "n2"
+    world.run(10)
+    assert slurm.node_states["n2"] == {"DOWN"} and not attention(world.core.view)
     world.check_replay()
 
 
