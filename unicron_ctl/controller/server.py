@@ -63,9 +63,9 @@ MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # connections that wait to be accepted at once
 UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
 UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
-# Messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back. No agent comes to so
-# many before it takes a silent controller's connection for dead: libzmq 4.3.5 aborts where that happens to a peer that is
-# held back, and a PING of it is behind what was read (libzmq#4767; it failed with 100 here when unicrond was stopped 10 s).
+# Messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back. No agent comes to
+# so many before it takes a silent controller's connection for dead. libzmq 4.3.5 aborts where a peer that is held back
+# closes with a PING unread (libzmq#4767): seen with 100 here, after unicrond had been stopped for 10 s.
 UNREAD = 1000
 MAX_SOCKETS = 16384
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
