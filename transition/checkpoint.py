@@ -139,11 +139,12 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 status = path.stat()
                 found = status.st_mtime_ns, status.st_size
-                if status.st_mtime < long_ago and path not in grew:
+                seen = grew.get(path)
+                if seen is None and status.st_mtime < long_ago:
                     continue
-                if path not in grew or grew[path][0] != found:
-                    grew[path] = found, now
-                written = written or now - grew[path][1] < RESCUE_SECONDS
+                if seen is None or seen[0] != found:
+                    seen = grew[path] = found, now
+                written = written or now - seen[1] < RESCUE_SECONDS
         return written
 
     def _write(self, data: dict[str, Any], iteration: int) -> None:

@@ -19,7 +19,8 @@ from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.server import SNAPSHOT_SECONDS, freeze, read_state
+from unicron_ctl.controller.server import SNAPSHOT_SECONDS
+from unicron_ctl.controller.snapshot import freeze, read_state
 from unicron_ctl.protocol.wire import Plan
 
 DAYS = 30

@@ -6,20 +6,17 @@ import contextlib
 import gc
 import logging
 import os
-import pickle
 import signal
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from detector.classify import Classifier
-from detector.escalation import Fault, History, Policy
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
@@ -29,19 +26,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.log.thinning import ENDED_SECONDS
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron_ctl.controller.model.cluster import ClusterState, Deferred, Intent, Mark, Pin, PlanReport, Take
-from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import (
-    AgentRecord,
-    Avoided,
-    Decided,
-    Ending,
-    Failure,
-    Identity,
-    JobState,
-    SlotState,
-)
-from unicron_ctl.controller.model.node import HealthReport, NodeState, SeenEvent
+from unicron_ctl.controller.snapshot import freeze, read_state
 from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
@@ -52,12 +37,6 @@ from unicron_ctl.reach import door_at
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
-SAVED = (  # what a snapshot holds
-    *(ClusterState, Mark, Pin, Take, Intent, Deferred, PlanReport),
-    *(JobState, Avoided, Failure, SlotState, AgentRecord, Decided, Ending),
-    *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
-    *(Identity, wire.Plan, wire.Settings, records.NodeEvent, records.ObservedWeek),
-)
 TICK_SECONDS = 0.05
 MESSAGES_PER_TURN = 1000
 QUEUE = 20000  # connections that wait to be accepted at once
@@ -78,17 +57,6 @@ FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to d
 FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 86400.0  # between two pieces of what is old; between two looks for it
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
 Route = tuple[bytes, ...]
-
-
-def _fields(kind: type) -> list[str]:
-    """The names of a dataclass's, a struct's or a named tuple's fields, in their order: pickles go by it."""
-    if is_dataclass(kind):
-        return [field.name for field in fields(kind)]
-    return list(getattr(kind, "__struct_fields__", None) or kind._fields)  # type: ignore[attr-defined]
-
-
-# A snapshot of other fields is not read; of other limits of the escalation neither, for they are part of the state.
-STATE_FORMAT = {kind.__name__: _fields(kind) for kind in SAVED} | {"limits": [repr(Policy())]}
 
 
 class Server:
@@ -489,21 +457,3 @@ class Server:
                 "with [controller] listen"
             ) from None
         return hints
-
-
-def freeze(state: ClusterState) -> bytes:
-    """The state as a snapshot, which only this release reads: its file is the controller's own."""
-    return pickle.dumps((STATE_FORMAT, state), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def read_state(store: Store) -> ClusterState:
-    """The state after all that the log holds: from the last snapshot if there is a good one, else from the start."""
-    saved = store.snapshot()
-    if saved is not None:
-        try:
-            form, state = pickle.loads(saved[1])
-            if form == STATE_FORMAT and isinstance(state, ClusterState) and state.last_event == saved[0]:
-                return replay(store.replay(after=saved[0]), state)
-        except Exception as error:  # of another release, or damaged: the log holds everything
-            log.warning("the snapshot of the state cannot be used, the whole log is read: %r", error)
-    return replay(store.replay())

@@ -55,7 +55,7 @@ class TooMany(UserError):
     """So many nodes are drained already that one more is an admin's matter."""
 
 
-def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> str:
+def drain(client: SlurmClient, name: str, why: str, most: int | None = None) -> str:
     """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError, and TooMany where `most`
     others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere.
 
@@ -63,21 +63,31 @@ def drain(client: SlurmClient, name: str, why: str, most: int = 1_000_000) -> st
     own drain, and goes back where there are too many; all of them may. Their reports tell the controller, which drains
     one after the other."""
     nodes = client.nodes()
-    node = next((node for node in nodes if node.name == name), None)
-    reason, not_done = drain_text(node, why)
+    reason, not_done = drain_text(_named(nodes, name), why)
     if not reason:
         return f"{name} is left as it is: {not_done}"
-    _leave_room(nodes, name, most)
+    if most is not None:
+        _leave_room(nodes, name, most)
     client.drain(name, reason)
+    if most is not None:
+        _look_again(client, name, reason, most)
+    return f"{name} is drained: {reason}"
+
+
+def _look_again(client: SlurmClient, name: str, reason: str, most: int) -> None:
+    """Gives the node back and raises TooMany where others were drained at the same moment."""
     nodes = client.nodes()
     try:
         _leave_room(nodes, name, most)
     except TooMany:
-        mine = next((node for node in nodes if node.name == name), None)
+        mine = _named(nodes, name)
         if mine is not None and "DOWN" not in mine.states and mine.reason == reason:  # not an admin's by now
             client.resume(name)
         raise
-    return f"{name} is drained: {reason}"
+
+
+def _named(nodes: Sequence[NodeInfo], name: str) -> NodeInfo | None:
+    return next((node for node in nodes if node.name == name), None)
 
 
 def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:

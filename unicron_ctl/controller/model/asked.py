@@ -81,7 +81,8 @@ def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) 
         return
     job.requeued.pop(record.element, None)
     agent = job.agents.get(record.element)
-    if agent is not None:
-        agent.tries -= 1
-    if agent is not None and job.moves(record.element):  # it stays where it is, and may work
+    if agent is None:
+        return
+    agent.tries -= 1
+    if job.moves(record.element):  # it stays where it is, and may work
         job.avoid[agent.node] = replace(job.avoid[agent.node], agent="")

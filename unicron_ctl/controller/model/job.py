@@ -77,6 +77,11 @@ class AgentRecord:
     tries: int = 0
     """How often Slurm was asked to start its element again."""
 
+    @property
+    def lost(self) -> bool:
+        """With its node: it fell silent, whether its end was shown or not. One that died on a living node is not."""
+        return self.gone in ("dead", "silent")
+
 
 @dataclass(frozen=True)
 class Avoided:

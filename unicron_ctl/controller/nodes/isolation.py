@@ -166,7 +166,7 @@ def deferred(view: View) -> Outcome:
     for (node, name, element), owed in sorted(view.state.deferred.items()):
         job = view.state.jobs.get(name)
         agent = job.agents.get(element) if job is not None and not job.over else None
-        lost = agent is not None and agent.node == node and bool(agent.gone)
+        lost = agent is not None and agent.node == node and agent.lost
         said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
         record = records.TakeDeferred(node=node, element=element, over=True, reason=said)
         out.records.append((name, job.generation if job is not None else 0, record))
@@ -183,7 +183,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen else ():
         state = view.state.jobs.get(e.job)
         agent = state.agents.get(e.element) if state is not None else None
-        lost = agent is not None and agent.node == node and agent.gone in ("dead", "silent")
+        lost = agent is not None and agent.node == node and agent.lost
         if e.state in OCCUPIES and (e.job, e.element) != but and not lost:
             found.append(f"{e.job}_{e.element}")
     return sorted(found)

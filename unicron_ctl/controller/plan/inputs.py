@@ -157,7 +157,7 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     agent = job.agents.get(e.element)
     if agent is None or e.state not in ENDED_BADLY or agent.tries >= MOST_TRIES:
         return False
-    return agent.gone == "agent died" or (agent.gone in ("dead", "silent") and e.restarts > 0)
+    return agent.gone == "agent died" or (agent.lost and e.restarts > 0)
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:

@@ -24,7 +24,7 @@ from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.finding import What
 from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.server import SAVED, STATE_FORMAT, freeze, read_state
+from unicron_ctl.controller.snapshot import SAVED, STATE_FORMAT, freeze, read_state
 from unicron_ctl.protocol import wire
 
 BROKEN = "this decider is broken"

@@ -218,14 +218,20 @@ def test_a_drained_node_that_was_only_cut_off_is_a_candidate_again_by_itself():
     world.check_replay()
 
 
-def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
-    """Two jobs share it: the first that is found lost has it drained for the other's sake."""
+def shared_node() -> tuple[World, FakeSlurm]:
+    """Elements of two managed jobs are on n2."""
     world, slurm = on_slurm(5, 3)
     slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n4"}
     slurm.queue["2", 1] = {**slurm.queue["1", 1], "node": "n2"}
     for agent in follow(world, "2", 2):
         agent.ready()
     world.run(3)
+    return world, slurm
+
+
+def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
+    """Two jobs share it: the first that is found lost has it drained for the other's sake."""
+    world, slurm = shared_node()
     power_off(world, "n2")
     world.run(3)
     assert asked(slurm, "drain") == ["n2"] and asked(slurm, "down") == ["n2"]
@@ -238,12 +244,7 @@ def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
 
 def test_a_drained_node_of_which_slurm_refuses_the_down_is_not_done_with(monkeypatch: pytest.MonkeyPatch):
     """Defect: that it was drained counted as its being down."""
-    world, slurm = on_slurm(5, 3)
-    slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n4"}
-    slurm.queue["2", 1] = {**slurm.queue["1", 1], "node": "n2"}
-    for agent in follow(world, "2", 2):
-        agent.ready()
-    world.run(3)
+    world, slurm = shared_node()
     with monkeypatch.context() as patched:
         patched.setattr(slurm, "down", refuse)
         power_off(world, "n2")

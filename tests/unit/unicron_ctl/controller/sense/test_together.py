@@ -40,6 +40,13 @@ def cut(world: World, agents: list[FakeAgent]) -> None:
         world.cuts |= {frozenset((agent.node, other)) for other in others}
 
 
+def cut_off_with_a_rack(world: World) -> list[FakeAgent]:
+    """The controller hears two elements of job 1 only; returns all others."""
+    far = [agent for agent in world.agents if agent.job != "1" or not agent.element]
+    cut(world, far)
+    return far
+
+
 def heal(world: World) -> None:
     world.cuts.clear()
     for agent in world.agents:
@@ -68,9 +75,7 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
     """Defect: the head and one rack were cut from the others, and all whom a witness of that rack missed were set
     DOWN, while all the others suspected the head."""
     world = many()
-    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
-    far = [agent for agent in world.agents if agent not in here]
-    cut(world, far)
+    far = cut_off_with_a_rack(world)
     if slurm_too:
         for agent in far:
             world.slurm.node_states[agent.node].add("NOT_RESPONDING")
@@ -91,9 +96,7 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
 
 def test_a_node_that_is_dead_all_the_same_is_taken_once_silence_is_to_be_believed_again():
     world = many()
-    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
-    far = [agent for agent in world.agents if agent not in here]
-    cut(world, far)
+    far = cut_off_with_a_rack(world)
     world.run(20.0)
     assert world.core.state.deferred and not stopped(world)
     dead = next(agent for agent in far if agent.job == "1")
@@ -103,6 +106,26 @@ def test_a_node_that_is_dead_all_the_same_is_taken_once_silence_is_to_be_believe
     world.run(10.0)
     assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)]
     assert world.slurm.queue["1", 0]["node"] == "n16" and not world.core.state.deferred
+    world.check_replay()
+
+
+def test_a_node_whose_agent_came_back_and_died_there_is_not_taken_for_its_silence_before():
+    """Defect: that the agent was gone, however it went, counted as its node's being lost still."""
+    world = many()
+    far = cut_off_with_a_rack(world)
+    world.run(20.0)
+    back = next(agent for agent in far if agent.job == "1")
+    assert (back.node, "1", 0) in world.core.state.deferred
+    back.silent = back.cut = False
+    world.cuts = {pair for pair in world.cuts if back.node not in pair}
+    world.run(3.0)
+    back.silent = True
+    world.run(5.0)
+    assert world.job("1").agents[0].gone == "agent died" and kinds(world) == ["most_silent"]
+    heal(world)
+    back.silent = True
+    world.run(10.0)
+    assert not world.core.state.deferred and not [call for call in stopped(world) if call[0] in ("down", "drain")]
     world.check_replay()
 
 
@@ -179,9 +202,7 @@ def test_nothing_is_taken_before_it_is_known_whether_others_fell_silent_too():
 def test_an_element_whose_agent_nobody_hears_is_not_requeued_meanwhile():
     """Its node's slurmd is reached, so it counts as dead, and is started again once silence is to be believed."""
     world = many()
-    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
-    far = [agent for agent in world.agents if agent not in here]
-    cut(world, far)
+    far = cut_off_with_a_rack(world)
     answer = world.answer
     world.answer = lambda witness, target: answer("n1", target) if target == "n1:slurmd" else answer(witness, target)
     world.run(20.0)
@@ -197,8 +218,7 @@ def test_an_element_whose_agent_nobody_hears_is_not_requeued_meanwhile():
 
 def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back():
     world = many()
-    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
-    cut(world, [agent for agent in world.agents if agent not in here])
+    cut_off_with_a_rack(world)
     world.run(20.0)
     assert world.core.state.deferred
     world.restart()
@@ -212,8 +232,7 @@ def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back()
 
 def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_done():
     world = many(partitions={"default": PartitionConfig(mode="observe", max_weight=100.0)})
-    here = [agent for agent in world.agents if agent.job == "1" and agent.element]
-    cut(world, [agent for agent in world.agents if agent not in here])
+    cut_off_with_a_rack(world)
     world.run(20.0)
     observed = [e.record for e in world.log if isinstance(e.record, records.Observed)]
     assert not [record for record in observed if record.action in ("down", "drain", "requeue")]
