@@ -9,7 +9,7 @@ its *head*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -116,6 +116,6 @@ def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]
     return complete + mixed, sorted(chain.from_iterable(place[count:] for place in places))
 
 
-def arranged(found: Collection[Sequence[int]]) -> list[int]:
+def arranged(found: Iterable[list[int]]) -> list[int]:
     """The members of a generation with these replicas: in the order of their heads."""
     return list(chain.from_iterable(sorted(found)))
