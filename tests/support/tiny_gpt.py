@@ -256,8 +256,8 @@ def install_points(model, optimizer) -> None:
         return outcome
 
     dist.all_reduce = all_reduce
-    around(groups, "rebuild", "enter", "entered")
-    around(parallel_state, "initialize_model_parallel", "world")
+    around(groups.Groups, "build", "enter", "entered")
+    around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
 
 

@@ -167,6 +167,7 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
             "UNICRON_AGENT": endpoint,
             "UNICRON_STACKS": stacks_file(endpoint, slot),
             "UNICRON_SLOT": str(slot),
+            "UNICRON_MAX_RANKS": str(place.settings.max_nodes * place.settings.ranks_per_node),
             "UNICRON_INCARNATION": str(incarnation),
             "RANK": "0",
             "WORLD_SIZE": "1",
