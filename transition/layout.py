@@ -3,8 +3,8 @@ where it is in it (docs/design/generations.md). Pure, and without torch: the con
 
 A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is
 `slot // size`, but after losses a replica may be composed of slots of different homes. A generation's members are
-replica-major: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the member
-with place 0 is its *head*.
+replica-major: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
+member with place 0 is its *head*.
 """
 
 from __future__ import annotations

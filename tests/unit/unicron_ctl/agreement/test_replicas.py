@@ -1,4 +1,4 @@
-"""The decision after a Break where several ranks make a replica: only complete ones go on, and nobody is thrown away."""
+"""The decision after a Break where several ranks make a replica: complete ones go on, and nobody is thrown away."""
 
 from __future__ import annotations
 
