@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -114,7 +116,7 @@ class Groups:
                 self._roles[name] = self._role(name, dist.get_process_group_ranks(value), kind)
             elif name.endswith(("_RANKS", "_RANKS_WITH_CP")) and value:
                 self._lists[name] = self._role(name, value)
-        self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots) -> group inside the present replica
+        self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots, own) -> group inside the present replica
         self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
@@ -157,18 +159,23 @@ class Groups:
                 setattr(parallel_state, name, made[key])
         for name, role in self._lists.items():
             setattr(parallel_state, name, role.ranks(self.layout, replica, count))
+        pipeline = self._roles.get("_PIPELINE_MODEL_PARALLEL_GROUP")
+        if pipeline is not None and len(pipeline.places) == 2:
+            ranks = pipeline.ranks(self.layout, replica, count)
+            send_back_over(self._inside("way back", backend, ranks, me, members, own="way back"))
         for container, key, name in self._pointers:
             container[key] = roles[name]
 
-    def _inside(self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int]) -> Any:
-        """A group inside the replica, kept from the last generation or new."""
+    def _inside(self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = "") -> Any:
+        """A group inside the replica, kept from the last generation or new; `own` where equal ones are not to share
+        it."""
         size = self.layout.size
         found = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
         slots = tuple(members[replica * size + place] for replica, place in found)
-        if (kind, slots) not in self._kept:
+        if (kind, slots, own) not in self._kept:
             with self._unblocker.inside():
-                self._kept[kind, slots] = connect(name, kind, ranks, me)
-        return self._kept[kind, slots]
+                self._kept[kind, slots, own] = connect(name, kind, ranks, me)
+        return self._kept[kind, slots, own]
 
     def _remember_kept(self, members: Sequence[int], replica: int, count: int) -> None:
         """torch's registry forgot all groups with the world: those that live on have other ranks now."""
@@ -177,7 +184,7 @@ class Groups:
             slot: self.layout.megatron_rank(replica, place, count)
             for place, slot in enumerate(members[replica * size : (replica + 1) * size])
         }
-        for (kind, slots), group in self._kept.items():
+        for (kind, slots, _), group in self._kept.items():
             _register(group, kind, {by_slot[slot]: number for number, slot in enumerate(slots)})
 
     def tear_down(self, keep: bool = False) -> None:
@@ -255,6 +262,27 @@ def _register(group: Any, backend: str, numbers: dict[int, int]) -> None:
     _world.pg_names[group] = distributed_c10d.GroupName(f"kept.{id(group)}")
     _world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(backend)))
     _world.pg_group_ranks[group] = dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def send_back_over(way: Any) -> None:
+    """With two stages Megatron sends one direction of the pipeline over the world (`p2p_communication._p2p_ops`), whose
+    connections the loss of any member breaks. It is to take this group instead."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    class Distributed:
+        """`torch.distributed` with another world."""
+
+        group = SimpleNamespace(WORLD=way)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+    original = getattr(p2p_communication._p2p_ops, "unicron_original", p2p_communication._p2p_ops)
+    scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=Distributed(), Tensor=torch.Tensor)}
+    patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
+    patched.__kwdefaults__ = original.__kwdefaults__
+    patched.unicron_original = original
+    p2p_communication._p2p_ops = patched
 
 
 def be_patient() -> None:

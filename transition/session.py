@@ -385,9 +385,9 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
-        if plan.joiners and plan.source is not None:
-            if not plan.boundary:
-                self._tie_embeddings()
+        if plan.source is not None and not plan.boundary:
+            self._tie_embeddings()
+        if plan.source is not None and plan.joiners:
             self._migrate(plan, plan.source, newcomer)
         if newcomer:
             self._next_assignment = self._member.assigned(plan)

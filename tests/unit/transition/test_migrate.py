@@ -95,6 +95,7 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False, mov
                 me in newcomers,
                 torch.device("cpu"),
                 holders,
+                None,
                 lambda *what: notes.append((me, *what)),
                 moved,
             )
