@@ -184,7 +184,7 @@ class FakeAgent:
             case wire.Withdraw():
                 self.offers = {s: plan for s, plan in self.offers.items() if plan.generation > message.generation}
                 for slot, rank in self.ranks.items():
-                    joins = self.replica > 1 or not rank.generation
+                    joins = slot in self.rested if self.replica > 1 else not rank.generation
                     if rank.state == "entering" and rank.entering <= message.generation and joins:
                         self.set(slot, state=self.rested.get(slot, "waiting"), broken=rank.entering, entering=0)
             case wire.Plan():

@@ -346,8 +346,8 @@ def _say_incomplete(view: View, job: JobView) -> Outcome:
     missing = missing_places(slots, job.replica)
     if kept and missing:
         reason = (
-            f"slots {kept[:20]} have kept their training state, and no rank is there for place{'s' * (len(missing) > 1)} "
-            f"{missing[:20]} of a replica of {job.replica}: the job waits for the replacement"
+            f"slots {kept[:20]} have kept their training state, and of the {job.replica} ranks of a replica those for "
+            f"the places {missing[:20]} are missing: the job waits for them"
         )
         _wait(state, kept, reason, out)
     return out

@@ -214,7 +214,7 @@ def test_an_element_that_leaves_takes_its_replicas_with_it():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ledger_takes_the_heads_word_for_their_replicas(size):
-    world, agents = started(nodes=4, ranks=1, replica=size)
+    world, _ = started(nodes=4, ranks=1, replica=size)
     for iteration in range(3):
         world.iterate("1", iteration)
     steps = [event for event in world.log if event.kind == "step"]
