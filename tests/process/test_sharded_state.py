@@ -1,0 +1,65 @@
+"""The state of Megatron's distributed optimizer: the data-parallel size changes in place, and shards come from copies.
+
+Real ranks with gloo, Megatron-core on CPU. Every change of size is compared, bit by bit, with plain Megatron that was
+built for that size and given the same state.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.processes import ROOT, outside_slurm
+from tests.support.sharded_states import merged
+from tests.support.zygote import Script
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+SCRIPT = ROOT / "tests" / "support" / "sharded_gpt.py"
+PHASES = [[[0, 1, 2, 3], 3], [[0, 1, 2], 2], [[3, 0, 1, 2], 2]]
+
+
+def run(folder, expected=None, **settings):
+    """All ranks to their end; `expected` exit codes by rank, 0 unless given."""
+    folder.mkdir(exist_ok=True)
+    ranks = sorted({rank for members, _ in settings["phases"] for rank in members})
+    environment = outside_slurm() | {"OMP_NUM_THREADS": "1"}
+    scripts = {rank: Script(SCRIPT, rank, folder, json.dumps(settings), environment=environment) for rank in ranks}
+    ends = {rank: script.wait() for rank, script in scripts.items()}
+    wrong = {rank: end.stderr[-3000:] for rank, end in ends.items() if end.returncode != (expected or {}).get(rank, 0)}
+    assert not wrong, "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+
+
+def assert_same(one, other):
+    """Two results of `merged`: all places, all states, all parameters, bit by bit."""
+    assert set(one) == set(other)
+    for place, (full, parameters, step) in one.items():
+        wanted, their_parameters, their_step = other[place]
+        assert step == their_step and set(full) == set(wanted)
+        for name in full:
+            assert torch.equal(parameters[name], their_parameters[name]), name
+            for key in full[name]:
+                assert torch.equal(full[name][key], wanted[name][key]), (name, key)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bf16": True},
+        {"overlap": True, "bf16": True},
+        {"overlap": True, "gather": True},
+        {"tokens": True, "undo": True},
+    ],
+    ids=lambda settings: "-".join(settings) or "fp32",
+)
+def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, settings):
+    """4 replicas, 3 without the last, 4 again with it as a newcomer, and as the first."""
+    layout = {"phases": PHASES, "most": 4, **settings}
+    run(tmp_path / "elastic", **layout)
+    run(tmp_path / "fresh", **{**layout, "fresh": True, "undo": False})
+    for number, (members, _) in enumerate(PHASES):
+        elastic, fresh = (merged(tmp_path / kind, str(number), members) for kind in ("elastic", "fresh"))
+        assert_same(elastic, fresh)
