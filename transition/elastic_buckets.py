@@ -209,7 +209,7 @@ def _resize_buffer(buffer: Any) -> None:
     for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
         end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
         if end > room:
-            raise groups.UnsupportedLayout(f"the job's buffers have no room for {size} replicas: they were built for fewer")
+            raise groups.UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
         buffer.bucket_indices[number] = (bucket.offset, end)
         bucket.grad_data = buffer.grad_data[bucket.offset : end]
         if buffer.param_data is not None:

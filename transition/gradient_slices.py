@@ -1,9 +1,10 @@
 """Gradients with a distributed optimizer: what a reduce overwrites, and how it is undone.
 
 A reduce-scatter in place writes this rank's own part of each bucket and nothing else, whether it succeeds or fails
-(seen with gloo; NCCL's interface has the buffer it sends from as constant). The rest of the buffer stays this rank's unreduced sum
-until it is zeroed, so a copy of the own part, one data-parallel size'th of a gradient, undoes the reduce. What Megatron
-does to gradients after the reduce is kept to the own part as well: the rest has no meaning to the optimizer.
+(seen with gloo; NCCL's interface has the buffer that it sends from as constant). The rest of the buffer stays this
+rank's unreduced sum until it is zeroed, so a copy of the own part, one data-parallel size'th of a gradient, undoes the
+reduce. What Megatron does to gradients after the reduce is kept to the own part as well: the rest has no meaning to the
+optimizer.
 """
 
 from __future__ import annotations

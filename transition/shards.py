@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import torch
@@ -32,15 +32,6 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 class CopyFailed(RuntimeError):
     """A part of the state did not reach another rank."""
-
-
-class Held(NamedTuple):
-    """What a rank holds of one set: which shards, of how many."""
-
-    base: int
-    version: int
-    count: int
-    shards: list[int]
 
 
 @dataclass
@@ -128,9 +119,9 @@ class Shards:
         self._confirmed = (self.base, version)
         self._keep_only({self._confirmed})
 
-    def held(self) -> list[Held]:
-        """What this rank could give, the newest last."""
-        return [Held(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
+    def held(self) -> list[tuple[int, int, int, list[int]]]:
+        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last."""
+        return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
     # ------------------------------------------------------------ adopting
     @torch.no_grad()

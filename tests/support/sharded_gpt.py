@@ -3,8 +3,8 @@ tests.
 
     sharded_gpt.py RANK FOLDER SETTINGS
 
-SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `size` of a replica by `tp` and `pp`; `most` replicas;
-`bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone once),
+SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp` and `pp`, which make a replica; `most` replicas; `bf16`,
+`overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone once),
 `copies`; `fresh`: plain Megatron, built anew for each phase, which takes its state from the files of the phase before;
 `kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each phase, and after a recovery.
 """
