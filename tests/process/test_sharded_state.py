@@ -63,3 +63,23 @@ def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, setti
     for number, (members, _) in enumerate(PHASES):
         elastic, fresh = (merged(tmp_path / kind, str(number), members) for kind in ("elastic", "fresh"))
         assert_same(elastic, fresh)
+
+
+@pytest.mark.parametrize(
+    ("settings", "phases"),
+    [
+        ({"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]]),
+        ({"pp": 2, "bf16": True, "undo": True, "tokens": True}, [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]]),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_sizes_of_model_parallel_jobs(tmp_path, settings, phases):
+    """The sums over tensor-parallel ranks and over the stages of a shared embedding are undone like the reduce.
+
+    The second pipeline is composed of stages of both.
+    """
+    layout = {"phases": phases, "most": 2, **settings}
+    run(tmp_path / "elastic", **layout)
+    run(tmp_path / "fresh", **{**layout, "fresh": True, "undo": False})
+    for number, (members, _) in enumerate(phases):
+        assert_same(*(merged(tmp_path / kind, str(number), members) for kind in ("elastic", "fresh")))

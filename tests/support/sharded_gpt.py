@@ -70,7 +70,10 @@ class Training:
         self.model_parallel()
 
     def model_parallel(self) -> None:
-        parallel_state.initialize_model_parallel(self.tp, self.pp, create_gloo_process_groups=False)
+        """Groups of consecutive ranks for each replica."""
+        parallel_state.initialize_model_parallel(
+            self.tp, self.pp, create_gloo_process_groups=False, order="tp-cp-ep-pp-dp"
+        )
 
     def world(self, members: list[int]) -> None:
         """The generation of `members`."""
@@ -398,7 +401,6 @@ class Training:
         groups.tear_down()
         self.world(members)
         self.build()
-        self.tie_embeddings()
         if number:
             self.take_up(number - 1, before)
             self.iteration = sum(count for _, count in self.settings["phases"][:number])
