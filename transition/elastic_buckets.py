@@ -12,6 +12,7 @@ parameters, which is Megatron's default. With `pad_buckets_for_high_nccl_busbw` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -177,6 +178,22 @@ def bucket_sizes(optimizer: Any) -> Buckets:
     found = list(optimizer_buckets(optimizer))
     unit = quantum(found[0][2].ddp_config) if found else QUANTUM
     return Buckets(tuple(bucket.numel_unpadded for *_, bucket in found), unit)
+
+
+def drain(model: Sequence[Any]) -> None:
+    """Wait for reduces and parameter gathers that are under way in a generation that is over, and forget them.
+
+    One that ended later would write into what is restored by then. Their connections must be broken: an error is how
+    they end. They are waited for, not asked: gloo's sharded collectives copy their result, and say that they are
+    complete, only when they are waited for.
+    """
+    for chunk in model:
+        for group in groups.bucket_groups(chunk):
+            for handle in (group.grad_reduce_handle, group.param_gather_handle):
+                for work in getattr(handle, "works", ()):
+                    with contextlib.suppress(RuntimeError):
+                        work.wait()
+            group.grad_reduce_handle = group.param_gather_handle = None
 
 
 # ---------------------------------------------------------------- changing

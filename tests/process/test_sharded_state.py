@@ -6,6 +6,7 @@ built for that size and given the same state.
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -83,3 +84,72 @@ def test_sizes_of_model_parallel_jobs(tmp_path, settings, phases):
     run(tmp_path / "fresh", **{**layout, "fresh": True, "undo": False})
     for number, (members, _) in enumerate(phases):
         assert_same(*(merged(tmp_path / kind, str(number), members) for kind in ("elastic", "fresh")))
+
+
+GRADIENTS = 1e-6  # relative to a parameter's largest; one of twelve micro-batches missing would be 0.1
+ITERATIONS = 4
+FAILED = 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """settings -> the states of a run of 4 replicas in which nothing fails, by version."""
+
+    @functools.cache
+    def go(overlap, bf16):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        run(folder, phases=[[[0, 1, 2, 3], ITERATIONS]], most=4, record=True, overlap=overlap, bf16=bf16)
+        return {version: merged(folder, f"v{version}", [0, 1, 2, 3]) for version in range(1, ITERATIONS + 1)}
+
+    return go
+
+
+OVERLAP = {"overlap": True, "gather": True}
+
+
+@pytest.mark.parametrize(
+    ("at", "version", "settings"),
+    [
+        ("forward:1", FAILED, {}),
+        ("reduce", FAILED, {"bf16": True}),
+        ("reduce:1", FAILED, {**OVERLAP, "bf16": True}),
+        ("committed", FAILED, {}),
+        ("gather", FAILED, {"bf16": True}),
+        ("gather:1", FAILED, OVERLAP),
+        ("copy", FAILED, {}),
+        ("copy", FAILED, OVERLAP),
+        ("ack", FAILED + 1, {}),
+        ("ack", FAILED + 1, {**OVERLAP, "bf16": True}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
+    """Its shard comes from its heir, bit by bit; what it had computed is computed again, and nothing else."""
+    heal(tmp_path, undisturbed, [2], at, version, settings)
+
+
+@pytest.mark.parametrize(("at", "version"), [("reduce", FAILED), ("copy", FAILED), ("ack", FAILED + 1)])
+def test_two_copies_bear_a_rank_and_its_heir(tmp_path, undisturbed, at, version):
+    """Both die at once."""
+    heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
+
+
+def heal(folder, undisturbed, ranks, at, version, settings):
+    states = undisturbed(settings.get("overlap", False), settings.get("bf16", False))
+    kill = {"ranks": ranks, "iteration": FAILED, "at": at}
+    ends = {rank: -9 for rank in ranks}
+    run(folder, ends, phases=[[[0, 1, 2, 3], ITERATIONS]], most=4, record=True, kill=kill, **settings)
+    left = [rank for rank in range(4) if rank not in ranks]
+    assert_same(merged(folder, "recovered", left), states[version])
+    for later in range(version + 1, FAILED + 2):
+        assert_same_gradients(merged(folder, f"v{later}", left), states[later])
+
+
+def assert_same_gradients(one, other):
+    """Adam's mean of the gradients tells whether each micro-batch is in them once; the order of their sum differs."""
+    for place, (full, _, step) in one.items():
+        wanted, _, their_step = other[place]
+        assert step == their_step
+        for name, state in full.items():
+            difference = (state["exp_avg"] - wanted[name]["exp_avg"]).abs().max()
+            assert difference <= GRADIENTS * wanted[name]["exp_avg"].abs().max(), name

@@ -192,6 +192,9 @@ class Training:
             (self.folder / f"lost.{self.rank}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def over(self) -> bool:
+        return self.lost.is_set() and self.generation == 1
+
     def watch(self) -> None:
         """Ends what the training thread waits for, once the dead ranks are known to be dead."""
         ranks = self.settings["kill"]["ranks"]
@@ -285,7 +288,9 @@ class Training:
         self.phase = "stepped"
         if not self.settings.get("fresh"):
             self.save_copies(self.iteration + 1)
-        self.iteration += 1
+        self.iteration, self.done = self.iteration + 1, []
+        if self.settings.get("record") and ("kill" not in self.settings or self.generation > 1):
+            self.record(f"v{self.iteration}")
 
     def save_copies(self, version: int) -> None:
         self.shards.export(version, extra=str(version).encode())
@@ -315,6 +320,7 @@ class Training:
         wait_for(*paths)
         reports = [json.loads(path.read_text()) for path in paths]
         base, version = newest(reports)
+        elastic_buckets.drain([self.model])
         self.slices.restore()
         self.enter(members)
         assert self.shards.adopt(base, version) == str(version).encode()
@@ -322,17 +328,21 @@ class Training:
         (self.folder / f"moved.{self.rank}").write_text(json.dumps([base, version, [r["done"] for r in reports]]))
         self.save_copies(version)
         if version > self.iteration:
-            self.iteration = version
+            self.iteration, self.done = version, []
             return
         kept = {index for report in reports for index in report["done"]}
         left = [index for index in range(MICRO_BATCHES) if index not in kept]
         self.broken = None
+        if not self.done:
+            self.model.zero_grad_buffer()
         self.compute(left[self.replica() :: self.replicas()], again=True)
         self.reduce(explicit=True)
         self.finish()
 
     # ------------------------------------------------------------ what it holds
     def record(self, name: str, version: int | None = None) -> None:
+        if self.settings.get("gather"):
+            self.model.start_param_sync(force_sync=True)
         names = {p: n.removeprefix("module.") for n, p in self.model.module.named_parameters()}
         pieces = []
         for optimizer in elastic_buckets.distributed(self.optimizer):
@@ -370,7 +380,7 @@ class Training:
             elastic_buckets.prepare()
             self.fake_world()
             self.build()
-            self.shards = shards.Shards([self.model], self.optimizer, self.lost.is_set)
+            self.shards = shards.Shards([self.model], self.optimizer, self.over)
             if self.settings.get("kill"):
                 threading.Thread(target=self.watch, daemon=True).start()
         state: tuple[int, int] | None = None
@@ -390,8 +400,6 @@ class Training:
                 self.save_copies(self.iteration)
             if self.rank in members:
                 self.train(iterations)
-                if self.settings.get("gather"):
-                    self.model.start_param_sync(force_sync=True)
                 self.record(str(number))
             state = (self.generation, sum(count for _, count in self.settings["phases"][: number + 1]))
             before = members
