@@ -152,6 +152,7 @@ class Shards:
         self._exchange(outgoing, incoming)
         extra = self._apply(flat, step, header)
         elastic_buckets.rebuild_parameters(self.model, self.optimizer)
+        self._check_alive()
         if base == self.base:
             self._drop((base, version))
         self._sets[self.base, version] = _Set(self.count, step, header, {self.index: flat})
@@ -234,7 +235,9 @@ class Shards:
 
     def _room(self) -> torch.Tensor:
         """Memory for one shard of the present generation."""
-        return self._spare.pop() if self._spare else torch.zeros(self._elements, device=self.memory)
+        return (
+            self._spare.pop() if self._spare else torch.zeros(self._elements, dtype=torch.float32, device=self.memory)
+        )
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:
@@ -268,7 +271,7 @@ class Shards:
             for rank, kind, pieces in filter(None, messages):
                 wire = pieces[0]
                 if len(pieces) > 1 or wire.device.type != self.wire.type:
-                    wire = torch.empty(sum(map(torch.numel, pieces)), device=self.wire)
+                    wire = torch.empty(sum(map(torch.numel, pieces)), dtype=torch.float32, device=self.wire)
                     parts = list(wire.split([piece.numel() for piece in pieces]))
                     if kind is dist.isend:
                         _copy(parts, pieces)
@@ -280,8 +283,6 @@ class Shards:
                 _copy(pieces, parts)
 
     def _run(self, operations: list[dist.P2POp]) -> None:
-        if self._lost():
-            raise CopyFailed("a member was lost before the state was sent")
         works = dist.batch_isend_irecv(operations) if operations else []
         with self._lock:
             self._pending = works
@@ -293,6 +294,14 @@ class Shards:
         finally:
             with self._lock:
                 self._pending = []
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing."""
+        if self.wire.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._lost():
+            raise CopyFailed("a member was lost while the state was sent")
 
 
 def _messages(

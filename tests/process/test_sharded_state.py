@@ -49,8 +49,8 @@ def assert_same(one, other):
     "settings",
     [
         {},
-        {"bf16": True},
-        {"overlap": True, "bf16": True},
+        {"bf16": True, "piece": 1000},
+        {"overlap": True, "bf16": True, "copies": 2},
         {"overlap": True, "gather": True},
         {"tokens": True, "undo": True},
     ],

@@ -5,8 +5,9 @@ tests.
 
 SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp` and `pp`, which make a replica; `most` replicas; `bf16`,
 `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone once),
-`copies`; `fresh`: plain Megatron, built anew for each phase, which takes its state from the files of the phase before;
-`kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each phase, and after a recovery.
+`copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state from the
+files of the phase before; `kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each phase, and
+after a recovery.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Training:
         self.rank, self.folder, self.settings = rank, folder, settings
         self.tp, self.pp = settings.get("tp", 1), settings.get("pp", 1)
         self.size = self.tp * self.pp
-        self.iteration, self.generation, self.phase = 0, 0, "new"
+        self.iteration, self.generation = 0, 0
         self.members: list[int] = []
         self.unblocker = unblock.Unblocker()
         self.slices = GradientSlices()
@@ -266,7 +267,7 @@ class Training:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.slices.forget()
-        self.phase, self.done, self.broken = "computing", [], None
+        self.done, self.broken = [], None
         self.compute(self.mine())
         if self.settings.get("undo"):
             self.undo_once()
@@ -285,12 +286,21 @@ class Training:
     def finish(self) -> None:
         self.commit("committed")
         self.optimizer.step()
-        self.phase = "stepped"
+        self.schedule(self.iteration + 1)
         if not self.settings.get("fresh"):
             self.save_copies(self.iteration + 1)
         self.iteration, self.done = self.iteration + 1, []
         if self.settings.get("record") and ("kill" not in self.settings or self.generation > 1):
             self.record(f"v{self.iteration}")
+
+    def schedule(self, version: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(version)
+
+    def adopt(self, base: int, version: int) -> None:
+        """Everything that belongs to the state comes with it."""
+        assert self.shards.adopt(base, version) == str(version).encode()
+        assert {group["lr"] for group in self.optimizer.param_groups} == {rate(version)}
 
     def save_copies(self, version: int) -> None:
         self.shards.export(version, extra=str(version).encode())
@@ -298,6 +308,9 @@ class Training:
         self.shards.send_copies(version, sharding.heirs([str(r) for r in range(self.replicas())], self.copies()))
         self.commit("ack")
         self.shards.confirm(version)
+        kept = [flat for found in self.shards._sets.values() for flat in found.shards.values()]
+        assert len(kept) == 1 + min(self.copies(), self.replicas() - 1)
+        assert len(kept + self.shards._spare) <= 2 * (1 + self.copies())  # memory is used again
 
     def copies(self) -> int:
         return self.settings.get("copies", 1)
@@ -323,7 +336,7 @@ class Training:
         elastic_buckets.drain([self.model])
         self.slices.restore()
         self.enter(members)
-        assert self.shards.adopt(base, version) == str(version).encode()
+        self.adopt(base, version)
         self.record("recovered", version)
         (self.folder / f"moved.{self.rank}").write_text(json.dumps([base, version, [r["done"] for r in reports]]))
         self.save_copies(version)
@@ -376,6 +389,7 @@ class Training:
     # ------------------------------------------------------------ phases
     def run(self) -> None:
         fresh = self.settings.get("fresh", False)
+        shards.PIECE = self.settings.get("piece", shards.PIECE)
         if not fresh:
             elastic_buckets.prepare()
             self.fake_world()
@@ -395,7 +409,7 @@ class Training:
                 if state is None:
                     self.tie_embeddings()
                 else:
-                    assert self.shards.adopt(*state) == str(state[1]).encode()
+                    self.adopt(*state)
                     self.iteration = state[1]
                 self.save_copies(self.iteration)
             if self.rank in members:
@@ -411,6 +425,7 @@ class Training:
         self.build()
         if number:
             self.take_up(number - 1, before)
+            self.schedule(sum(count for _, count in self.settings["phases"][:number]))
             self.iteration = sum(count for _, count in self.settings["phases"][:number])
 
     def train(self, iterations: int) -> None:
@@ -444,6 +459,11 @@ def wait_for(*paths: Path) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {missing}")
         time.sleep(0.005)
+
+
+def rate(version: int) -> float:
+    """The learning rate of the step that follows a version."""
+    return 3e-3 * 0.9**version
 
 
 def newest(reports: list[dict]) -> tuple[int, int]:
