@@ -141,3 +141,75 @@ def test_a_micro_batch_has_one_gradient_in_whatever_order_and_however_often(data
     differences = train(dataset, 1, *DROPOUT, *more, script=script)
     for index, found in zip((3, 3, 1, 0, 2), differences, strict=True):
         assert [difference == 0.0 for difference in found] == [other == index for other in range(4)]
+
+
+# ------------------------------------------------------------ checkpoints
+def follows(found: dict, reference: dict, first: int) -> None:
+    """The iterations from `first` on are those of the undisturbed run."""
+    count = len(found["losses"])
+    assert count
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(reference[what][first : first + count], rel=TOLERANCE)
+
+
+def test_a_checkpoint_of_any_layout_is_gone_on_with_in_any_other(dataset, reference, tmp_path):
+    """Tied embeddings, with and without the distributed optimizer; one iteration in each."""
+    layouts = ((2, ""), (2, TP + SHARDED), (2, PP), (4, PP + SHARDED), (4, TP + PP), (4, INTERLEAVED + SHARDED))
+    for iteration, (ranks, options) in enumerate(layouts):
+        saves = ["--save", tmp_path / "saves"]
+        follows(
+            train(dataset, ranks, *options.split(), *saves, PLAIN_LAST=str(iteration + 1)), reference, first=iteration
+        )
+    kept = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert kept == ["iteration-00000005", "iteration-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, SHARDED + "--bf16"),
+        (2, PP + "--untie-embeddings-and-output-weights --attention-dropout 0.1 --hidden-dropout 0.1"),
+    ],
+)
+def test_in_the_same_layout_it_goes_on_bit_for_bit(dataset, tmp_path, ranks, options):
+    whole = train(dataset, ranks, *options.split())
+    saves = [*options.split(), "--save", tmp_path / "saves"]
+    halves = [train(dataset, ranks, *saves, PLAIN_LAST=last) for last in ("3", str(ITERATIONS))]
+    for what in whole:
+        assert whole[what] == halves[0][what] + halves[1][what]
+
+
+ALONE = """
+import runpy, sys
+sys.argv[0] = {plain!r}
+runpy.run_path({plain!r})
+import os
+import gpt_model, gpt_options, train_gpt
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transition.checkpoint import Checkpoints, Writer
+from transition.layout import Layout
+from transition.migrate import TrainingState
+place, replicas, layout = int(os.environ["PLACE"]), 3, Layout(tensor=2, pipeline=2)
+options = gpt_options.parse(sys.argv[1:])
+device, _ = train_gpt.prepare(options)
+rank = layout.megatron_rank(1, place, replicas)
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.size * replicas)
+parallel_state.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
+chunks = gpt_model.build_model(options, device)
+state = TrainingState(chunks, *gpt_model.build_optimizer(options, chunks))
+assert Checkpoints(options.save).load(state) == 1
+Checkpoints(options.save + ".again").save_last(state, 1, Writer(place, layout.size))
+print("null")
+"""
+
+
+def test_a_rank_reads_its_part_alone_in_a_world_without_peers(dataset, reference, tmp_path):
+    saves, script = tmp_path / "saves", tmp_path / "alone.py"
+    train(dataset, 2, *SHARDED.split(), "--save", saves, PLAIN_LAST="1")
+    script.write_text(ALONE.format(plain=str(PLAIN)))
+    for place in range(4):
+        layout = [*(TP + PP).split(), "--save", saves]
+        train(dataset, 1, *layout, script=script, PLACE=str(place), WORLD_SIZE="4")
+    follows(train(dataset, 1, "--save", f"{saves}.again"), reference, first=1)
