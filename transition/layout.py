@@ -1,10 +1,10 @@
 """Where each rank is in the job's layout: a replica is the ranks that hold one copy of the model, and a rank's place is
 where it is in it (docs/design/generations.md). Pure, and without torch: the controller uses it too.
 
-A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is `slot // size`,
-but after losses a replica may be composed of slots of different homes. A generation's members are replica-major:
-`members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the member with place 0 is
-its *head*.
+A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is
+`slot // size`, but after losses a replica may be composed of slots of different homes. A generation's members are
+replica-major: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
+member with place 0 is its *head*.
 """
 
 from __future__ import annotations

@@ -395,8 +395,8 @@ class Plan(Message, tag="plan"):
     it.
 
     replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
-    (:mod:`transition.layout`). joiners: they get the source's replica's state, place by place. state: (base, version) of
-    the optimizer's shards from which all go on (:class:`Shards`).
+    (:mod:`transition.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
+    version) of the optimizer's shards from which all go on (:class:`Shards`).
     """
 
     generation: ranges.Count
@@ -425,7 +425,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class PlanShare(Message, tag="plan_share"):
     """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
-    micro-batches of the replicas that have slots of the agent's. peers: all agents of the generation, for its leaders only."""
+    micro-batches of the replicas in which it has a slot. peers: all agents of the generation, for its leaders only."""
 
     common: msgspec.Raw
     assignment: ranges.Assignment = {}
