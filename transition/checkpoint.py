@@ -5,8 +5,8 @@ A checkpoint is a folder of files that ranks write each for itself, without a wo
 of the layout, or a shard of it. A file's name tells of how many it is one, so the folder is whole when all are there;
 each is written beside the training, from a copy in the host's memory, under another name until it is whole. Its
 checksums (the zip archive's) are checked before it is used, and a checkpoint with a damaged file is passed over for the
-one before. Ranks of any layout read from it what they need (`transition/parts.py`). Nothing is unpickled but tensors and
-plain values.
+one before. Ranks of any layout read from it what they need (`transition/parts.py`). Nothing is unpickled but tensors
+and plain values.
 """
 
 from __future__ import annotations
@@ -188,9 +188,7 @@ class Checkpoints:
     def _saved(self, iteration: int, writer: Writer) -> bool:
         return self._path(iteration, writer).exists() or any(each.iteration > iteration for each in self.found())
 
-    def _being_written(
-        self, iteration: int, writer: Writer, grew: dict[Path, tuple[tuple[int, int], float]]
-    ) -> bool:
+    def _being_written(self, iteration: int, writer: Writer, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
         """Another process is at it: its file has changed within the time that one has. grew: what was seen so far of
         such files, and since when on this process's clock; the file server's may differ by minutes."""
         now, written = time.monotonic(), False

@@ -1,7 +1,7 @@
 """What a rank holds of the whole model and of its optimizer's state: by the name of each whole tensor, and where in it.
 
-Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of the
-layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
+Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of
+the layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
 ranks of any other layout find what they need in the parts that these have written (`transition/checkpoint.py`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,13 +35,16 @@ class Box(NamedTuple):
 class Part:
     """Elements [begin, end) of a box, in row-major order: the parameter's, and those of its optimizer state by key.
 
-    tensors: key -> flat tensor of end - begin elements; scalars: key -> 0-d tensor. duplicate: another rank of the same
-    replica holds the same, as the first stage does of a tied embedding.
+    parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
+    elements; scalars: key -> 0-d tensor. duplicate: another rank of the same replica holds the same, as the first stage
+    does of a tied embedding.
     """
 
     box: Box
     begin: int
     end: int
+    parameter: Any
+    first: int
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, torch.Tensor] = field(default_factory=dict)
     duplicate: bool = False
@@ -71,7 +74,7 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
     held = _held(optimizer)
     for parameter, boxes, duplicate in _places(model):
         own = held.get(id(parameter), _Held(parameter.detach(), 0, parameter.numel(), None))
-        if own.owner is None and parameter.requires_grad and _is_sharded(optimizer):
+        if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
             continue  # other ranks have it
         state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
         tensors = {PARAMETER: own.main.detach().reshape(-1)}
@@ -83,7 +86,7 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
             if begin < end:
                 cut = slice(begin - own.begin, end - own.begin)
                 mine = {key: tensor[cut] for key, tensor in tensors.items()}
-                yield Part(box, begin - first, end - first, mine, scalars, duplicate)
+                yield Part(box, begin - first, end - first, parameter, begin, mine, scalars, duplicate)
             first += box.numel
 
 
@@ -95,7 +98,8 @@ def _optimizers(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_sharded(optimizer: Any) -> bool:
+def is_sharded(optimizer: Any) -> bool:
+    """Whether data-parallel ranks have different parts of its state."""
     return any(hasattr(each, "model_param_gbuf_map") for each in _optimizers(optimizer))
 
 
@@ -178,7 +182,12 @@ class Source(NamedTuple):
     box: Box
     begin: int
     end: int
-    read: Any
+    read: Callable[[str], torch.Tensor]
+
+    @classmethod
+    def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
+        """One that is in memory, of a single kind."""
+        return cls(box, begin, end, lambda key: flat)
 
 
 def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:

@@ -1,15 +1,17 @@
-"""The template's model in Megatron's own loop: one seed gives one training in every layout, with dropout too."""
+"""The template's model in Megatron's own loop: one seed gives one training in every layout, with dropout too, and a
+checkpoint of one layout is gone on with in any other."""
 
 from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from sbatch_templates import build_dataset, gpt_options
-from tests.support.processes import outside_slurm
+from tests.support.processes import call, outside_slurm
 from tests.support.zygote import Script
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
@@ -91,6 +93,21 @@ def test_the_output_layer_of_its_own_is_the_same_in_every_layout_too(dataset, re
 
 
 UNTIED = ((1, []), (4, (TP + PP).split()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, ""), (4, TP + PP + SHARDED), (4, INTERLEAVED + SHARDED + OVERLAP), (2, PP + "--calculate-per-token-loss")],
+)
+def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, tmp_path, ranks, options):
+    """What the demo checks its recoveries with, for every layout."""
+    train(dataset, ranks, *options.split(), "--save-gradients", tmp_path, PLAIN_LAST="3")
+    assert len(list(tmp_path.glob("*.pt"))) == 2 * ranks
+    words = ["--data-path", dataset, *SMALL, *options.split()]
+    done = call(sys.executable, "-m", "unicron_ctl.demo.verify", tmp_path, *words)
+    assert done.returncode == 0, done
+    assert all(0 < difference < 2e-7 for difference in json.loads(done.stdout).values()), done.stdout
+    assert list(json.loads(done.stdout)) == ["1", "2"]
 
 
 # ------------------------------------------------------------ dropout
@@ -187,16 +204,16 @@ import os
 import gpt_model, gpt_options, train_gpt
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from transition import preparing
 from transition.checkpoint import Checkpoints, Writer
 from transition.layout import Layout
 from transition.migrate import TrainingState
-place, replicas, layout = int(os.environ["PLACE"]), 3, Layout(tensor=2, pipeline=2)
+place, layout = int(os.environ["PLACE"]), Layout(tensor=2, pipeline=2)
 options = gpt_options.parse(sys.argv[1:])
 device, _ = train_gpt.prepare(options)
-rank = layout.megatron_rank(1, place, replicas)
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.size * replicas)
-parallel_state.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
+os.environ["UNICRON_MAX_RANKS"] = "12"
+preparing.prepare(layout, 4 + place)
+parallel_state.initialize_model_parallel(2, 2)
 chunks = gpt_model.build_model(options, device)
 state = TrainingState(chunks, *gpt_model.build_optimizer(options, chunks))
 assert Checkpoints(options.save).load(state) == 1

@@ -2,7 +2,7 @@
 
 Started like a rank of torchrun, with train_gpt's options. Prints {"losses": [...], "norms": [...]} as JSON in rank 0.
 PLAIN_ORDER=reversed computes micro-batches the other way round. With --save it goes on from a checkpoint and writes one
-at the end, which is after PLAIN_LAST iterations where that is set.
+at the end, which is after PLAIN_LAST iterations where that is set. To --save-gradients each iteration is a generation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "sbatch_templates"
 sys.path[:0] = [str(TEMPLATES), str(TEMPLATES.parent)]
@@ -21,7 +22,6 @@ def main() -> None:
     """Train all iterations."""
     import gpt_model
     import gpt_options
-    import torch
     import torch.distributed as dist
     import train_gpt
     from megatron.core import parallel_state
@@ -41,7 +41,12 @@ def main() -> None:
     checkpoints = checkpoint.Checkpoints(options.save) if options.save else None
     first = (checkpoints.load(state) if checkpoints else None) or 0
     last = int(os.environ.get("PLAIN_LAST", options.train_iterations))
-    steps = [loop.iteration(number) for number in range(first, last)]
+    saver = train_gpt.GradientSaver(chunks, optimizer, options.save_gradients, dist.get_rank())
+    steps = []
+    for number in range(first, last):
+        steps.append(loop.iteration(number))
+        if options.save_gradients:
+            saver.after_step(SimpleNamespace(iteration=number, generation=number))
     writer = loop.writer(steps[-1][0])
     if checkpoints and (options.use_distributed_optimizer or loop.replica == 0):
         checkpoints.save_last(state, last, writer)

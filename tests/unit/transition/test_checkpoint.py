@@ -130,13 +130,13 @@ def test_a_damaged_one_is_passed_over_for_the_one_before_by_all(tmp_path, state,
 def test_where_none_can_be_read_nothing_is_begun_anew(tmp_path, state):
     written(tmp_path, state, 5, Writer())
     (tmp_path / "iteration-00000005" / Writer().name).write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="move .* away to start anew"):
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
         Checkpoints(tmp_path).load(state)
 
 
 def test_another_model_is_said_to_be_one(tmp_path, state):
     written(tmp_path, state, 5, Writer())
-    with pytest.raises(CheckpointError, match="of another model .*give the options that it was written with"):
+    with pytest.raises(CheckpointError, match=r"of another model .*give the options that it was written with"):
         Checkpoints(tmp_path).load(training(width=5))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ def cut(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Box]:
         boxes = [
             ((*offset, begin), (*extent, end - begin))
             for offset, extent in boxes
-            for begin, end in zip(edges, edges[1:], strict=False)
+            for begin, end in itertools.pairwise(edges)
         ]
     return [Box("weight", shape, *box) for box in boxes]
 
@@ -37,9 +38,9 @@ def sources(whole: torch.Tensor, boxes: list[Box], shards: int) -> list[Source]:
     for box in boxes:
         flat = block(whole, box).reshape(-1)
         edges = [box.numel * number // shards for number in range(shards + 1)]
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             if begin < end:
-                found.append(Source(box, begin, end, lambda key, part=flat[begin:end]: part))
+                found.append(Source.of(box, begin, end, flat[begin:end]))
     return found
 
 
@@ -75,7 +76,7 @@ def test_what_is_not_there_is_missed_and_never_made_up(found, data):
 
 
 def test_another_shape_is_missed_too():
-    wide = Source(Box("weight", (4, 2), (0, 0), (4, 2)), 0, 8, lambda key: torch.zeros(8))
+    wide = Source.of(Box("weight", (4, 2), (0, 0), (4, 2)), 0, 8, torch.zeros(8))
     with pytest.raises(Missing, match=r"weight is \[4, 2\] there and \[3, 2\] here"):
         assemble(Box("weight", (3, 2), (0, 0), (3, 2)), PARAMETER, [wide])
 
@@ -107,8 +108,7 @@ class Gated(torch.nn.Module):
 def held(model: Gated) -> list[Source]:
     optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
     return [
-        Source(part.box, part.begin, part.end, lambda key, part=part: part.tensors[key])
-        for part in parts.parts([model], optimizer)
+        Source.of(part.box, part.begin, part.end, part.tensors[PARAMETER]) for part in parts.parts([model], optimizer)
     ]
 
 
