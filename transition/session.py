@@ -362,6 +362,7 @@ class Session:
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)
             return True
+        self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         self._gradients.restore()
         assigned = member.assigned(plan)
         if assigned is None:
