@@ -1,5 +1,5 @@
-"""The model of train_gpt.py: one pipeline stage's part of a GPT in Megatron's DistributedDataParallel, its optimizer, and
-its forward step. The same seed gives the same model in every layout.
+"""The model of train_gpt.py: one pipeline stage's part of a GPT in Megatron's DistributedDataParallel, its optimizer,
+and its forward step. The same seed gives the same model in every layout.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) ->
 
 
 def padded_vocabulary(options: argparse.Namespace) -> int:
-    """Rows of the embedding: whole tiles, and the same number for each tensor rank. Megatron pads to 128 x TP; what does
-    not depend on the layout lets a checkpoint of one layout be loaded in another."""
+    """Rows of the embedding: whole tiles, and the same number for each tensor rank. Megatron pads to 128 x TP; what
+    does not depend on the layout lets a checkpoint of one layout be loaded in another."""
     tile = math.lcm(128, options.tensor_model_parallel_size)
     return -(-options.vocab_size // tile) * tile
 
@@ -177,8 +177,8 @@ def build_optimizer(options: argparse.Namespace, chunks: list[Any]) -> tuple[Any
 def make_forward_step(
     options: argparse.Namespace, device: Any, seconds: float = 0.0
 ) -> Callable[[Iterator[dict[str, Any]], Any], tuple[Any, Callable[..., Any]]]:
-    """Megatron's forward_step_func: (data_iterator, chunk) -> (output, loss_func). The output is the losses [micro-batch,
-    sequence] in the last chunk. Only the first and the last take a micro-batch from the iterator.
+    """Megatron's forward_step_func: (data_iterator, chunk) -> (output, loss_func). The output of the last chunk is the
+    losses [micro-batch, sequence]. Only the first and the last take a micro-batch from the iterator.
 
     A micro-batch takes `seconds` at least, over all stages. loss_func gives (loss, {...}), or with
     --calculate-per-token-loss (sum over tokens, number of tokens, {...}).

@@ -1,5 +1,5 @@
-"""The options of train_gpt.py, by Megatron's own names, and what is wrong with them: known in milliseconds, before torch
-or megatron is imported."""
+"""The options of train_gpt.py, by Megatron's own names, and what is wrong with them: known in milliseconds, before
+torch or megatron is imported."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--use-distributed-optimizer", action="store_true", help="shard its state over the data-parallel ranks"
     )
     layout.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during the backward pass")
-    layout.add_argument(
-        "--overlap-param-gather", action="store_true", help="gather parameters during the forward pass"
-    )
+    layout.add_argument("--overlap-param-gather", action="store_true", help="gather parameters during the forward pass")
     layout.add_argument(
         "--ddp-bucket-size", type=_number(int, 1), metavar="N", help="parameters that are reduced together"
     )

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,33 +134,42 @@ def metrics_record(result: Any) -> dict[str, Any]:
 class GradientSaver:
     """Saves what a step started from and what the optimizer got, in the first step of every generation.
 
-    A file holds {"parameters": before the step, "gradient": reduced and clipped}, flat fp32 tensors. Whoever has just
-    joined has no parameters from before the step and saves nothing.
+    A file holds what this rank steps: {"index": its parts, "parameters": before the step, "gradient": reduced and
+    clipped}; of each part (name of the whole tensor, its shape, offset and extent of a block in it, begin and end in
+    that), and a flat fp32 tensor. Whoever has just joined, or got another shard, has no parameters from before the step
+    and saves nothing.
     """
 
-    def __init__(self, chunk: Any, folder: str, slot: int):
-        self._chunk, self._folder, self._slot = chunk, Path(folder), slot
+    def __init__(self, chunks: list[Any], optimizer: Any, folder: str, slot: int):
+        self._chunks, self._optimizer, self._folder, self._slot = chunks, optimizer, Path(folder), slot
         self._generation: int | None = None
-        self._parameters: Any = None
+        self._before: tuple[list[Any], list[Any]] = ([], [])
 
     def after_step(self, result: Any) -> None:
         """Call it after every step."""
         import torch
 
-        if self._parameters is not None and result.generation != self._generation:
-            gradient = _flat(parameter.main_grad for parameter in self._chunk.module.parameters())
+        from transition import parts
+
+        held = [part for part in parts.parts(self._chunks, self._optimizer) if hasattr(part.parameter, "main_grad")]
+        index = [(*part.box, part.begin, part.end) for part in held]
+        known, parameters = self._before
+        if known == index and result.generation != self._generation:
+            spans = [(part.parameter, slice(part.first, part.first + part.end - part.begin)) for part in held]
+            gradient = [_saved(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
             path = self._folder / f"{result.iteration}.slot{self._slot}.pt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"parameters": self._parameters, "gradient": gradient}, path.with_suffix(".new"))
+            data = {"index": index, "parameters": parameters, "gradient": gradient}
+            torch.save(data, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # readers never see half a file
         self._generation = result.generation
-        self._parameters = _flat(self._chunk.module.parameters())
+        self._before = index, [_saved(part.tensors[parts.PARAMETER]) for part in held]
 
 
-def _flat(tensors: Iterator[Any]) -> Any:
+def _saved(tensor: Any) -> Any:
     import torch
 
-    return torch.cat([tensor.detach().float().reshape(-1).cpu() for tensor in tensors])
+    return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
 def train(options: argparse.Namespace, device: Any, backend: str) -> None:
@@ -198,7 +207,7 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     )
     # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
-    saver = GradientSaver(chunks, options.save_gradients, slot) if options.save_gradients else None
+    saver = GradientSaver(chunks, optimizer, options.save_gradients, slot) if options.save_gradients else None
     if device.type == "cpu" and not options.micro_batch_seconds:
         os.nice(TRAINING_NICENESS)
     for result in session:

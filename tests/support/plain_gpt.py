@@ -1,8 +1,8 @@
 """The model of train_gpt.py in a loop of Megatron's own, without a Session: what an undisturbed run must give.
 
 Started like a rank of torchrun, with train_gpt's options. Prints {"losses": [...], "norms": [...]} as JSON in rank 0.
-PLAIN_OUT: a folder for each rank's parameters at the end. PLAIN_ORDER=reversed computes micro-batches the other way
-round.
+PLAIN_ORDER=reversed computes micro-batches the other way round. With --save it goes on from a checkpoint and writes one
+at the end, which is after PLAIN_LAST iterations where that is set. To --save-gradients each iteration is a generation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "sbatch_templates"
 sys.path[:0] = [str(TEMPLATES), str(TEMPLATES.parent)]
@@ -21,10 +22,11 @@ def main() -> None:
     """Train all iterations."""
     import gpt_model
     import gpt_options
-    import torch
     import torch.distributed as dist
     import train_gpt
     from megatron.core import parallel_state
+
+    from transition import checkpoint, migrate
 
     options = gpt_options.parse(sys.argv[1:])
     device, backend = train_gpt.prepare(options)
@@ -35,10 +37,19 @@ def main() -> None:
     chunks = gpt_model.build_model(options, device)
     optimizer, scheduler = gpt_model.build_optimizer(options, chunks)
     loop = Loop(options, device, chunks, optimizer, scheduler)
-    steps = [loop.iteration(number) for number in range(options.train_iterations)]
-    if "PLAIN_OUT" in os.environ:
-        path = Path(os.environ["PLAIN_OUT"]) / f"parameters.{dist.get_rank()}"
-        torch.save([parameter.detach() for chunk in chunks for parameter in chunk.module.parameters()], path)
+    state = migrate.TrainingState(chunks, optimizer, scheduler)
+    checkpoints = checkpoint.Checkpoints(options.save) if options.save else None
+    first = (checkpoints.load(state) if checkpoints else None) or 0
+    last = int(os.environ.get("PLAIN_LAST", options.train_iterations))
+    saver = train_gpt.GradientSaver(chunks, optimizer, options.save_gradients, dist.get_rank())
+    steps = []
+    for number in range(first, last):
+        steps.append(loop.iteration(number))
+        if options.save_gradients:
+            saver.after_step(SimpleNamespace(iteration=number, generation=number))
+    writer = loop.writer(steps[-1][0])
+    if checkpoints and (options.use_distributed_optimizer or loop.replica == 0):
+        checkpoints.save_last(state, last, writer)
     if dist.get_rank() == 0:
         print(json.dumps({"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps]}), flush=True)
     dist.destroy_process_group()
@@ -57,10 +68,24 @@ class Loop:
         self.forward_step = gpt_model.make_forward_step(options, device)
         self.pipeline = parallel_state.get_pipeline_model_parallel_rank()
         self.tensor = parallel_state.get_tensor_model_parallel_rank()
-        count = parallel_state.get_data_parallel_world_size()
-        self.mine = list(range(parallel_state.get_data_parallel_rank(), options.micro_batches, count))
+        self.replica, self.count = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        self.mine = list(range(self.replica, options.micro_batches, self.count))
         if os.environ.get("PLAIN_ORDER") == "reversed":
             self.mine.reverse()
+
+    def writer(self, loss: float):
+        """Of this rank's part of a checkpoint."""
+        from transition.checkpoint import Writer
+        from transition.layout import Layout
+
+        options = self.options
+        layout = Layout(options.tensor_model_parallel_size, 1, options.pipeline_model_parallel_size)
+        place = layout.place(self.tensor, 0, self.pipeline)
+        shard = (self.replica, self.count) if options.use_distributed_optimizer else (0, 1)
+        return Writer(place, layout.size, *shard, layout.text, loss)
 
     def iteration(self, number: int) -> tuple[float, float]:
         """(loss over all micro-batches, gradient norm)."""
