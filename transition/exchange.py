@@ -76,6 +76,18 @@ class Exchange:
         most, least, anybody = self._all_reduced(said, None, dist.ReduceOp.MAX).tolist()
         return Said(offer if offer is not None and most == -least == held else None, anybody > 0)
 
+    def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
+        """The (base, version) of the members; a newcomer has none, or an older one."""
+        base, version = state
+        newest = self._all_reduced(torch.tensor([float(version)], dtype=torch.float64), None, dist.ReduceOp.MAX)
+        mine = float(base) if version == int(newest) else -1.0
+        bases = self._all_reduced(torch.tensor([mine], dtype=torch.float64), None, dist.ReduceOp.MAX)
+        return int(bases), int(newest)
+
+    def all_there(self) -> None:
+        """Returns when all members have come here."""
+        self._all_reduced(torch.zeros(1), None, dist.ReduceOp.MAX)
+
     def _all_reduced(self, tensor: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
         if dist.get_world_size(group) == 1:
             return tensor

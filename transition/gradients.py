@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from detector.inject import injector
-from transition import groups, randomness
+from transition import elastic_buckets, groups, randomness
+from transition.gradient_slices import GradientSlices, own_parts_only
 from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
 
@@ -33,8 +34,9 @@ class Gradients:
     cannot go on either: in a replica of several ranks only when one of them is gone.
 
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
-    index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this rank
-    in its replica. seed: of the job's random numbers.
+    index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
+    rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
+    this rank's own part only.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Gradients:
         layout: Layout,
         place: int = 0,
         seed: int = 0,
+        sharded: bool = False,
     ):
         from megatron.core.utils import get_model_config
 
@@ -58,6 +61,7 @@ class Gradients:
         self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
+        self._slices = GradientSlices() if sharded else None
         self._snapshots: dict[int, tuple[Any, torch.Tensor]] = {}
         self._fresh: set[int] = set()  # buckets whose snapshot belongs to the present reduce
         self._deferred: RuntimeError | None = None
@@ -88,6 +92,8 @@ class Gradients:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self._fresh.clear()
+        if self._slices is not None:
+            self._slices.forget()
         self._deferred, self._whole = None, True
 
     @property
@@ -103,6 +109,7 @@ class Gradients:
 
         owed = ledger.todo()
         if not owed:
+            self._gather_parameters()
             return
         for group in self._bucket_groups():
             group.per_param_grad_ready_counts = {}
@@ -122,6 +129,11 @@ class Gradients:
                 self._in_backward = False
                 self._end_backward(time.perf_counter())
         self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
+
+    def _gather_parameters(self) -> None:
+        """What the forward pass would have begun with, where gathers are overlapped with it."""
+        if self._slices is not None and self.model[0].ddp_config.overlap_param_gather:
+            elastic_buckets.gather_without_forward(self.model)
 
     def _padded(self, count: int) -> int:
         """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more, with
@@ -228,7 +240,8 @@ class Gradients:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
         if self._ordered:
             self._dispatch_overlapped()
-        (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
+        with own_parts_only(self.model) if self._slices is not None else contextlib.nullcontext():
+            (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
         """Of the micro-batches in this rank's gradient, as the schedule would count them."""
@@ -273,6 +286,9 @@ class Gradients:
 
     def _snapshot(self, group: Any) -> None:
         """A failed in-place all-reduce leaves a mix of partial sums, so the bucket is copied first."""
+        if self._slices is not None:
+            self._slices.take(group)
+            return
         for bucket in group.buckets:
             key = id(bucket)
             if key not in self._snapshots:
@@ -287,6 +303,10 @@ class Gradients:
 
         Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
         """
+        if self._slices is not None:
+            unblock()
+            elastic_buckets.drain(self.model)
+            return
         deadline = time.monotonic() + DRAIN_SECONDS
         for group in self._bucket_groups():
             for work in getattr(group.grad_reduce_handle, "works", ()):
@@ -302,6 +322,8 @@ class Gradients:
             bucket, copy = self._snapshots[key]
             bucket.grad_data.copy_(copy)
         self._fresh.clear()
+        if self._slices is not None:
+            self._slices.restore()
         self._deferred, self._ordered = None, True
 
     def adopt_groups(self) -> None:

@@ -281,7 +281,7 @@ def send_back_over(way: Any) -> None:
     scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=Distributed(), Tensor=torch.Tensor)}
     patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
     patched.__kwdefaults__ = original.__kwdefaults__
-    patched.unicron_original = original
+    patched.unicron_original = original  # type: ignore[attr-defined]
     p2p_communication._p2p_ops = patched
 
 

@@ -23,7 +23,7 @@ NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were ne
 class Member:
     """What the session is for the generations. Set by whoever owns it:
 
-    report(): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan` are
+    report(state): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan` are
     there, so take them into use and, where ranks join, move the training state. rescue(): nobody leads the job any more.
     fatal: errors that another try does not answer.
     """
@@ -33,7 +33,7 @@ class Member:
         self.watch, self.channel = process.watch, process.channel
         self._fatal = fatal
         self.groups: groups.Groups | None = None
-        self.report: Callable[[], dict[str, Any]] = dict
+        self.report: Callable[[str], dict[str, Any]] = lambda state: {}
         self.take: Callable[[Plan, bool], None] = lambda plan, newcomer: None
         self.rescue: Callable[[], None] = lambda: None
         self.generation = 0
@@ -204,7 +204,7 @@ class Member:
                 fault=fault,
                 note=self.note,
                 moved=moved,
-                **self.report(),
+                **self.report(state),
             )
 
 

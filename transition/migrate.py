@@ -34,10 +34,14 @@ class CorruptTransfer(RuntimeError):
 
 class TrainingState:
     """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, the seed of the random
-    numbers, iteration."""
+    numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
+    (:mod:`transition.safekeeping`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
+        self.sharded = any(
+            chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
+        )
 
     def _inner_optimizers(self) -> list[Any]:
         outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -51,13 +55,21 @@ class TrainingState:
     def _plain_groups(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
 
-    def _schedule(self) -> dict[str, Any] | None:
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning-rate schedule."""
         return self.scheduler.state_dict() if self.scheduler is not None else None
+
+    def adopt_schedule(self, saved: dict[str, Any] | None) -> None:
+        """Take up such a state."""
+        if self.scheduler is not None:
+            if hasattr(self.scheduler, "num_steps"):
+                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+            self.scheduler.load_state_dict(saved)
 
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
         layout = [
-            [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
+            [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
             for inner, group in self._groups()
         ]
         return msgpack.packb(
@@ -65,14 +77,14 @@ class TrainingState:
                 "iteration": iteration,
                 "groups": self._plain_groups(),
                 "layout": layout,
-                "scheduler": self._schedule(),
+                "scheduler": self.schedule(),
                 "seed": self.seed,
             }
         )
 
     def settings(self) -> torch.Tensor:
         """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule. Shape (2,)."""
-        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self._schedule()])
+        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self.schedule()])
         return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
 
     @staticmethod
@@ -97,12 +109,9 @@ class TrainingState:
             group.update(
                 {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()}
             )
-            for parameter, layout in zip(group["params"], layouts, strict=True):
+            for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
-        if self.scheduler is not None:
-            if hasattr(self.scheduler, "num_steps"):
-                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
-            self.scheduler.load_state_dict(data["scheduler"])
+        self.adopt_schedule(data["scheduler"])
         self.seed = int(data.get("seed", self.seed))
         return int(data["iteration"])
 
@@ -113,7 +122,7 @@ class TrainingState:
             for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
                 seen.add(tensor.data_ptr())
                 yield tensor.data
-        for inner, group in self._groups():
+        for inner, group in () if self.sharded else self._groups():
             for parameter in group["params"]:
                 if parameter.data_ptr() not in seen:
                     yield parameter.data

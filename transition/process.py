@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 from detector.inject import injector
 from detector.rank_channel import RankChannel
-from transition import groups, preparing
+from transition import elastic_buckets, groups, preparing
 from transition.abort import abort
 from transition.layout import Layout
 from transition.pulse import Pulse
@@ -66,3 +67,5 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
         dist.init_process_group(backend, timeout=groups.collective_timeout())
     else:
         preparing.prepare(_process.layout, _process.slot)
+        if find_spec("megatron") is not None:
+            elastic_buckets.prepare()

@@ -23,6 +23,7 @@ from transition.exchange import Exchange, at_commit
 from transition.gradients import Gradients, PeerLost
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import TRANSFER_SECONDS, Member
+from transition.safekeeping import Safekeeping
 from transition.watch import Plan, PlanTimeout
 
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
@@ -104,6 +105,10 @@ class Session:
         self._state = migrate.TrainingState(model, optimizer, scheduler, torch.initial_seed() if seed is None else seed)
         self._member = self._join(current)
         self._exchange = Exchange(current)
+        healed = self._channel is not None and self._state.sharded
+        self._kept = Safekeeping(current, self._state, self._exchange) if healed else None
+        if self._kept is not None:
+            current.unblocker.also(self._kept.shards.abort)
         self._gradients = Gradients(
             model,
             forward_step,
@@ -116,6 +121,7 @@ class Session:
             self.layout,
             self.slot % self.layout.size,
             self._state.seed,
+            self._kept is not None,
         )
         at_commit(optimizer, self._commit)
         parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
@@ -136,8 +142,9 @@ class Session:
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stopping = False
         self._checkpoints = checkpoints
-        if checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
-            self.iteration = saved
+        saved = checkpoints.load(self._state) if checkpoints is not None else None
+        self._saved = saved is not None
+        self.iteration = self.iteration if saved is None else saved
 
     def _join(self, current: process.Process) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -216,7 +223,8 @@ class Session:
             except _Again:
                 continue
             except (PeerLost, RuntimeError) as error:
-                if self._committed or not self._is_loss(error):
+                undone = self._kept is not None  # what a step has changed already
+                if (self._committed and not undone) or not self._is_loss(error):
                     raise
                 if self._recover(error):
                     raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
@@ -292,18 +300,32 @@ class Session:
                 raise _Again from error
         self._committed = True
 
+    def _keep(self) -> None:
+        """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
+        Raises _Again where a plan has the iteration reduced once more, from the state before it."""
+        if self._kept is None:
+            return
+        try:
+            self._kept.keep(self._ledger.iteration + 1)
+        except (PeerLost, RuntimeError) as error:
+            if not self._is_loss(error):
+                raise
+            if not self._recover(error):
+                raise _Again from error
+
     def _step(self, began: float) -> StepResult:
         stepping = time.perf_counter()
         succeeded, grad_norm, _ = self._optimizer.step()
         self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
+        self._keep()
         self._watch.shelter(True)
         self._self_stops = 0
         now = time.perf_counter()
         self._seconds = now - began
         result = StepResult(
-            self.iteration,
+            self._ledger.iteration,
             self._loss or 0.0,
             None if grad_norm is None else float(grad_norm),
             float(self._optimizer.param_groups[0]["lr"]),
@@ -312,7 +334,7 @@ class Session:
             len(self._member.members),
         )
         self._say_step({"reduce": self._reduce_seconds, "step": now - stepping})
-        self.iteration += 1
+        self.iteration = self._ledger.iteration + 1
         return result
 
     def _say_step(self, phases: dict[str, float]) -> None:
@@ -322,7 +344,7 @@ class Session:
         self._channel.send(
             "step",
             generation=self.generation,
-            iteration=self.iteration,
+            iteration=self._ledger.iteration,
             micro_batches=self._ledger.done if speaks else [],
             computed=self._ledger.computed if speaks else [],
             total=self.micro_batches,
@@ -344,7 +366,7 @@ class Session:
     # ------------------------------------------------------------ generations
     def _recover(self, error: Exception) -> bool:
         """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
-        is."""
+        is, or when all have the state after it."""
         member = self._member
         member.moments = {"caught": time.monotonic()}
         if not self._gradients.intact:
@@ -358,10 +380,12 @@ class Session:
         if member.came_new:
             self._next_assignment = member.assigned(plan)
             raise _Rejoined
-        if plan.step == self._ledger.iteration and self._phase == "synced":
+        steps = plan.step == self._ledger.iteration and self._phase == "synced"
+        if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)
             return True
+        self._committed = False
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         self._gradients.restore()
         assigned = member.assigned(plan)
@@ -386,13 +410,35 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
-        if plan.source is not None and not plan.boundary:
+        kept = self._kept
+        before = kept.newest if kept is not None else (0, -1)
+        if kept is not None:
+            kept.enter(plan.generation, plan.members, self.slot, self.layout.size)
+        if plan.source is not None and not plan.boundary and plan.state is None:
             self._tie_embeddings()
-        if plan.source is not None and plan.joiners:
+        if plan.source is not None and plan.joiners and plan.state is None:
             self._migrate(plan, plan.source, newcomer)
+        if kept is not None:
+            self._take_shards(plan, before)
         if newcomer:
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
+
+    def _take_shards(self, plan: Plan, before: tuple[int, int]) -> None:
+        """The optimizer's state in the new layout: what a plan names, what the members had at the boundary, or, where
+        nobody has trained, what goes with the parameters."""
+        assert self._kept is not None
+        if plan.state is not None:
+            self._kept.adopt(*plan.state)
+            self.iteration = max(self.iteration, plan.state[1]) if plan.iteration is None else plan.iteration
+        elif plan.boundary:
+            self._kept.adopt(*self._exchange.furthest(before))
+        else:
+            if self._saved and self._checkpoints is not None:
+                self._checkpoints.load(self._state, self.iteration)  # this rank's shard is another one by now
+            else:
+                self._optimizer.reload_model_params()
+            self._kept.keep(self.iteration)
 
     def _tie_embeddings(self) -> None:
         """The last stage's copy of the embedding is the first one's, which was not there when it was built."""
@@ -455,9 +501,11 @@ class Session:
     def _publish(self, state: str) -> None:
         self._member.publish(state)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, state: str) -> dict[str, Any]:
         """This session's part of the rank's status."""
+        rests = self._kept is not None and state in ("stopped", "standby")
         return {
+            "shards": self._kept.held() if self._kept is not None and rests else [],
             "iteration": self._ledger.iteration if self._member.inside else self.iteration,
             "phase": self._phase,
             "done": self._ledger.done,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from transition import elastic_buckets
 from transition.groups import UnsupportedLayout
 from transition.layout import Layout
 
@@ -14,6 +15,8 @@ def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
     from megatron.core.utils import get_model_config
 
     config = get_model_config(model[0])
+    if any(chunk.ddp_config.use_distributed_optimizer for chunk in model):
+        elastic_buckets.check(model, optimizer)
     for found in (*_sizes(layout), *_model(config), *_reduces(model), *_optimizer(optimizer)):
         raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
 

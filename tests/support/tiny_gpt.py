@@ -256,6 +256,25 @@ def forward_step(data_iterator, model):
     return output, loss_function
 
 
+def gather_gradients(chunks) -> None:
+    """With a distributed optimizer each rank has reduced its own part only: the others' come beside it, and what was
+    there is put back, since a recovery goes on from it."""
+    from transition import groups
+    from transition.elastic_buckets import own_part
+
+    for chunk in chunks:
+        for group in groups.bucket_groups(chunk):
+            for bucket in group.buckets:
+                full = torch.empty_like(bucket.grad_data)
+                members = group.intra_distributed_optimizer_instance_group
+                dist.all_gather_into_tensor(full, own_part(bucket, group).clone(), group=members)
+                GATHERED.append((bucket.grad_data, bucket.grad_data.clone()))
+                bucket.grad_data.copy_(full)
+
+
+GATHERED: list = []
+
+
 def install_points(chunks, optimizer) -> None:
     """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
     from transition import groups, migrate
@@ -279,7 +298,12 @@ def install_points(chunks, optimizer) -> None:
 
     def saving_step():
         point("step")
+        if DISTOPT:
+            gather_gradients(chunks)
         gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in every()]).clone()
+        while GATHERED:
+            data, was = GATHERED.pop()
+            data.copy_(was)
         outcome = step()
         parameters = torch.cat([p.detach().float().reshape(-1) for p in every()])
         if now["iteration"] < SAVE:
