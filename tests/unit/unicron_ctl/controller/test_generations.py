@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.training import TrainingJob
+from tests.support.trainers import TrainingJob
 from transition import layout
 
 MOST_KILLS = 4
