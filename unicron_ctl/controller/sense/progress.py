@@ -84,7 +84,8 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     if view.now < job.live.elsewhere_until:
         return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
-    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times))}
+    hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
+    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
     if late and elsewhere.waits(view, job):  # no time shows those dead who may go on by themselves
         gone = elsewhere.away(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
@@ -99,8 +100,9 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     return out
 
 
-def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
-    """That a survivor should have stopped by now; empty while it may take longer."""
+def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> str:
+    """That a survivor should have stopped by now; empty while it may take longer. hit: its replica has lost a rank; one
+    that has not finishes its schedule first, and shows nothing of how far it is."""
     status, agent, config = job.status(slot), job.agent(slot), view.config
     if status is None or agent is None:
         return ""
@@ -110,7 +112,7 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
         said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
         return f"{said}{why and ', '}{why}" if unchanged > limit else ""
     limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
-    if _first_iteration(status) or _finishes(job, slot, status):
+    if _first_iteration(status) or (status.state == "running" and not hit):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
     return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
 
@@ -119,11 +121,6 @@ def _first_iteration(status: RankStatus) -> bool:
     """The rank computes its first iteration, in which a micro-batch may take minutes: it compiles."""
     computes = status.state == "running" and status.micro_batches > 0 and status.phase == "computing"
     return computes and not status.iteration_seconds and status.process != STOPPED
-
-
-def _finishes(job: JobView, slot: int, status: RankStatus) -> bool:
-    """The rank's replica is whole and finishes its schedule before it stops, which shows nothing of how far it is."""
-    return job.replica > 1 and status.state == "running" and slot not in job.state.hit()
 
 
 def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:

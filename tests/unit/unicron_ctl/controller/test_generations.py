@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.training import TrainingJob
+from tests.support.trainers import TrainingJob
 from transition import layout
 
 MOST_KILLS = 4
@@ -80,10 +80,9 @@ class Generations(RuleBasedStateMachine):
     @precondition(lambda self: self.kills < MOST_KILLS)
     @rule(data=st.data())
     def a_rank_dies(self, data: st.DataObject) -> None:
-        living = [slot for slot in self.training.slots if self.training.rank(slot) is not None]
-        living = [
-            slot for slot in living if slot not in self.training.killed
-        ]  # whoever dies again and again is put aside
+        training = self.training
+        living = [slot for slot in training.slots if training.rank(slot) is not None]
+        living = [slot for slot in living if slot not in training.killed]  # who dies again and again is put aside
         if living:
             self.kills += 1
             self.training.kill(data.draw(st.sampled_from(living)))
@@ -146,9 +145,8 @@ class Generations(RuleBasedStateMachine):
     def shown(self) -> str:
         job, ranks = self.training.world.job(), {slot: self.training.rank(slot) for slot in self.training.slots}
         lines = [f"{slot}: {rank} {self.training.body(slot)}" for slot, rank in ranks.items()]
-        return "\n".join(
-            [f"{job.phase} {job.order} {job.waits}", *lines, *(str(e.record) for e in self.training.world.log)]
-        )
+        told = [str(event.record) for event in self.training.world.log]
+        return "\n".join([f"{job.phase} {job.order} {job.waits}", *lines, *told])
 
 
 Generations.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
