@@ -194,7 +194,7 @@ def _send_once(
     """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
     am_source = dist.get_rank(group) == source
     spoil = am_source and injector.spoils_transfer()
-    header, sound = _broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
+    header, sound = broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
     if any(_gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
         return iteration, int(receiving and not sound)
     if receiving:
@@ -213,20 +213,22 @@ def _send_once(
             tensor.copy_(flat.view(tensor.shape))
         sums.append(checksum(tensor))
     mine = torch.stack(sums)
-    sent, sound = _broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
+    sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
     if not sound or len(sent) != mine.numel() * mine.element_size():
         return iteration, int(receiving)
     theirs = torch.frombuffer(bytearray(sent), dtype=torch.int64).reshape(mine.shape)
     return iteration, int((mine != theirs).any(dim=1).sum())
 
 
-def _broadcast_bytes(data: bytes | None, source: int, device: torch.device, group: Any) -> tuple[bytes, bool]:
-    """The source's bytes, and whether they arrived as they were sent."""
+def broadcast_bytes(
+    data: bytes | None, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[bytes, bool]:
+    """The bytes of rank `source` of the group (or world), and whether they arrived as they were sent."""
     told = torch.tensor([len(data or b""), zlib.crc32(data or b"")], dtype=torch.int64, device=device)
     dist.broadcast(told, group=group, group_src=source)
     size, wanted = told.tolist()
     wire = torch.empty(size, dtype=torch.uint8, device=device)
-    if data is not None:
+    if data:
         wire.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(wire, group=group, group_src=source)
     received = wire.cpu().numpy().tobytes()

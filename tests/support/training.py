@@ -1,82 +1,320 @@
-"""A job of fake ranks that trains and hangs, with the times that real ranks measure."""
+"""Ranks that train in a test's hands: what is in whose gradient, who has reduced, who has stepped. Messages of the
+controller wait until they are processed, and every moment of an iteration is a step of its own, so that a test can let
+anything happen in between.
+
+A training state is the number of steps that it has behind it: as long as every iteration sums each micro-batch exactly
+once there is only one state after so many steps.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, field
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
+from transition import layout
 from unicron_ctl.agreement.resume import deal
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.protocol import wire
 
-USUAL = 0.4
-ORDERS = (wire.Break, wire.StopRank, wire.StartRank)
+LATER = (wire.Break, wire.PlanShare, wire.Withdraw, wire.StartRank, wire.StopRank)
 
 
-def phases(count: int, slow: float = 1.0, outside: float = 0.0) -> list[float]:
-    """Seconds of an iteration with so many micro-batches, in the order of `wire.PHASES`; slow: factor of the
-    backward pass."""
-    return [0.001 * count, 0.03 * count, 0.06 * count * slow, 0.02, 0.01, outside]
+@dataclass
+class Body:
+    """What one process has. version: steps. gradient: micro-batches in it. reduced: how often each is in the sum of its
+    place, once that is reduced. fresh: it has not agreed with its replica yet on what they keep."""
+
+    version: int
+    gradient: list[int] = field(default_factory=list)
+    reduced: Counter[int] | None = None
+    assigned: list[int] = field(default_factory=list)
+    plan: wire.Plan | None = None
+    entering: wire.Plan | None = None
+    offer: wire.Plan | None = None
+    agreed: wire.Plan | None = None
+    fresh: bool = False
+    seen_lost: frozenset[int] = frozenset()
 
 
-def report(world: World, agent: FakeAgent, iteration: int, rank: wire.RankStep) -> None:
-    """The agent reports one step of one of its ranks."""
-    world.to_core(
-        agent,
-        wire.Steps(
-            job=agent.job,
-            element=agent.element,
-            agent=agent.agent,
-            generation=agent.ranks[rank.slot].generation,
-            iteration=iteration,
-            total=MICRO_BATCHES,
-            at=world.now,
-            ranks=[rank],
-            number=agent.next_step(),
-        ),
-    )
+class Trainer(FakeAgent):
+    """An agent whose ranks do one thing at a time."""
+
+    def __init__(self, job: TrainingJob, element: int) -> None:
+        self.job_of = job
+        self.inbox: list[wire.Message] = []
+        super().__init__(job.world, "1", element, f"n{element + 1}", job.per_node, job.nodes, replica=job.size)
+        self.bodies = {slot: Body(0) for slot in self.slots}
+
+    def get(self, message: wire.Message) -> None:
+        if isinstance(message, LATER):
+            self.inbox.append(message)
+        else:
+            super().get(message)
+
+    def process(self) -> None:
+        """The next message of the controller reaches the ranks."""
+        message = self.inbox.pop(0)
+        if isinstance(message, wire.Withdraw):
+            for body in self.bodies.values():
+                if body.offer is not None and body.offer.generation <= message.generation:
+                    body.offer = None
+        if isinstance(message, wire.StartRank):
+            before = self.ranks[message.slot].incarnation
+            super().get(message)
+            if self.ranks[message.slot].incarnation != before:
+                self.bodies[message.slot] = Body(0)
+        else:
+            super().get(message)
+            for slot in self.slots:
+                self.settle(slot)
+
+    # ------------------------------------------------------------ messages
+    def _break(self, slot: int, message: wire.Break) -> None:
+        rank, body, broken = self.ranks[slot], self.bodies[slot], message.generation
+        body.offer = body.offer if body.offer is not None and body.offer.generation > broken else None
+        if rank.state == "running" and rank.generation <= broken:
+            body.seen_lost |= frozenset(message.lost)
+            self.set(slot, broken=max(rank.broken, broken))
+        else:
+            super()._break(slot, message)
+            body.entering = None if self.ranks[slot].state != "entering" else body.entering
+
+    def _plan(self, slot: int, plan: wire.Plan) -> None:
+        rank, body = self.ranks[slot], self.bodies[slot]
+        if plan.generation <= max(rank.generation, rank.broken) or rank.state in ("exited", "starting"):
+            return
+        if plan.boundary and rank.state == "running":
+            body.offer = plan
+        elif slot not in plan.members:
+            if rank.state in ("stopped", "running"):
+                self._leave(slot, plan)
+        elif rank.state in ("waiting", "standby", "stopped"):
+            if plan.boundary or rank.state != "stopped":
+                self.rested[slot] = rank.state
+            self.enter(slot, plan)
+
+    def enter(self, slot: int, plan: wire.Plan) -> None:
+        self.bodies[slot].entering = plan
+        self.set(slot, state="entering", entering=plan.generation)
+
+    # ------------------------------------------------------------ one rank's next step
+    def settle(self, slot: int) -> None:
+        """A rank whose generation is over stops once nothing keeps it."""
+        rank, body = self.ranks[slot], self.bodies[slot]
+        if rank.state == "running" and rank.broken >= rank.generation:
+            mates = self.mates(slot)
+            hit = not body.seen_lost.isdisjoint(mates) or not all(self.job_of.passes(mate, slot) for mate in mates)
+            if hit or rank.phase != "computing" or self.complete(slot):
+                self.set(slot, state="stopped", done=self.told(slot))
+
+    def complete(self, slot: int) -> bool:
+        body = self.bodies[slot]
+        return not body.fresh and set(body.gradient) == set(body.assigned)
+
+    def told(self, slot: int) -> list[int]:
+        return list(self.bodies[slot].gradient)
+
+    def mates(self, slot: int) -> list[int]:
+        plan = self.bodies[slot].plan
+        if plan is None or slot not in plan.members:
+            return [slot]
+        return next(one for one in layout.replicas(plan.members, plan.replica) if slot in one)
+
+    def move(self, slot: int) -> bool:
+        """The rank does the next thing that it can; False when there is none."""
+        rank = self.ranks[slot]
+        if self.silent:
+            return False
+        match rank.state:
+            case "starting":
+                self.bodies[slot] = Body(self.job_of.checkpoint)
+                self.set(slot, state="waiting", iteration=self.job_of.checkpoint)
+                return True
+            case "entering":
+                return self._come_in(slot)
+            case "running":
+                return self._train(slot)
+        return False
+
+    def _come_in(self, slot: int) -> bool:
+        body, job = self.bodies[slot], self.job_of
+        plan = body.entering
+        assert plan is not None
+        everybody = [job.rank(member) for member in plan.members]
+        if any(one is None or plan.generation not in (one.generation, one.entering) for one in everybody):
+            return False
+        if slot in plan.joiners and plan.source is not None:
+            source = next(one for one in layout.replicas(plan.members, plan.replica) if plan.source in one)
+            giver = source[slot % plan.replica]
+            assert giver % plan.replica == slot % plan.replica and giver not in plan.joiners
+            was = job.body(giver)
+            body.version, body.gradient, body.reduced = was.version, [], None
+        before, body.plan, body.entering = self.mates(slot), plan, None
+        rank = self.ranks[slot]
+        if plan.step is not None and rank.iteration == plan.step and rank.phase == "synced" and body.reduced:
+            self.step(slot)
+        kept = rank.iteration == body.version and rank.phase != "stepped" and self.mates(slot) == before
+        body.gradient = body.gradient if kept and slot not in plan.joiners else []
+        body.reduced, body.fresh, body.seen_lost, body.agreed = None, True, frozenset(), None
+        heads = layout.heads(plan.members, plan.replica)
+        head = layout.head(plan.members, plan.replica, slot)
+        wanted = plan.assignment if not plan.boundary else deal(range(MICRO_BATCHES), heads)
+        body.assigned = list(wanted[head])
+        assert plan.iteration is None or plan.iteration == body.version, (slot, plan, body)
+        self.rested.pop(slot, None)
+        self.set(
+            slot,
+            state="running",
+            generation=plan.generation,
+            entering=0,
+            iteration=body.version,
+            phase="computing",
+            done=list(body.gradient),
+        )
+        return True
+
+    def step(self, slot: int) -> None:  # type: ignore[override]
+        """The parameters change."""
+        body = self.bodies[slot]
+        assert body.reduced == Counter(range(MICRO_BATCHES)), f"slot {slot} steps with {body.reduced}"
+        body.version += 1
+        body.gradient, body.reduced = [], None
+
+    def _train(self, slot: int) -> bool:
+        rank, body, job = self.ranks[slot], self.bodies[slot], self.job_of
+        plan = body.plan
+        assert plan is not None and body.version == rank.iteration + (rank.phase == "stepped")
+        over = rank.broken >= rank.generation
+        if rank.phase == "computing" and not self.complete(slot):
+            return self._compute(slot)
+        if over:
+            self.settle(slot)
+            return True
+        inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
+        if rank.phase == "computing":
+            self.set(slot, phase="reducing", done=self.told(slot))
+            return True
+        if rank.phase == "reducing":
+            beside = [m for m in plan.members if m % plan.replica == slot % plan.replica]
+            ready = [job.inside(member, plan.generation, rank.iteration) for member in beside]
+            if not all(ready) or any(one.phase == "computing" for one in ready if one):
+                return False
+            body.reduced = sum((Counter(job.body(member).gradient) for member in beside), Counter())
+            assert body.reduced == Counter(range(MICRO_BATCHES)), f"slot {slot} has reduced {body.reduced}"
+            self.set(slot, phase="synced")
+            return True
+        if rank.phase == "synced":
+            moment = plan.generation, rank.iteration
+            if moment not in job.committed:
+                if any(one is None or one.phase != "synced" for one in inside):
+                    return False
+                job.committed.add(moment)  # the commit carries the offer
+                held = {job.body(m).offer.generation if job.body(m).offer else 0 for m in plan.members}
+                for member in plan.members:
+                    job.body(member).agreed = body.offer if held != {0} and len(held) == 1 else None
+            self.step(slot)
+            self.set(slot, phase="stepped", done=[])
+            self.job_of.stepped(slot)
+            return True
+        if body.agreed is not None:
+            agreed, body.agreed, body.offer = body.agreed, None, None
+            if slot in agreed.members:
+                self.enter(slot, agreed)
+            else:
+                self._leave(slot, agreed)
+            return True
+        heads = layout.heads(plan.members, plan.replica)
+        body.assigned = deal(range(MICRO_BATCHES), heads)[layout.head(plan.members, plan.replica, slot)]
+        self.set(slot, phase="computing", iteration=rank.iteration + 1, done=[])
+        return True
+
+    def _compute(self, slot: int) -> bool:
+        """The schedule of the replica: nobody gets through it without the others."""
+        rank, body, job = self.ranks[slot], self.bodies[slot], self.job_of
+        mates = self.mates(slot)
+        here = [job.rank(mate) for mate in mates]
+        if any(one is None or one.generation != rank.generation or one.iteration < rank.iteration for one in here):
+            return False
+        if any(one.state not in ("running", "stopped") for one in here if one):
+            return False
+        if body.fresh:
+            found = [job.body(mate) for mate in mates]
+            if any(one.state != "running" for one in here if one):
+                return False
+            if any(sorted(one.gradient) != sorted(body.gradient) for one in found if one.fresh) or not set(
+                body.gradient
+            ) <= set(body.assigned):
+                for one in found:
+                    one.gradient = []
+            for one in found:
+                one.fresh = False
+            return True
+        if any(not job.passes(mate, slot) for mate in mates):
+            return False
+        body.gradient = list(body.assigned)
+        self.set(slot, done=self.told(slot))
+        self.settle(slot)
+        return True
 
 
-def train(
-    world: World,
-    iterations: int,
-    seconds: float = USUAL,
-    slow: Mapping[int, float] | None = None,
-    first: int | None = None,
-    outside: Mapping[int, float] | None = None,
-) -> int:
-    """All members train so many iterations of `seconds`, with 2 % noise; `slow`: slot -> factor of its backward;
-    `outside`: slot -> seconds between two iterations. Returns the next iteration."""
-    job = world.job("1")
-    first = job.iteration + 1 if first is None else first
-    rng = random.Random(first)
-    agents = {slot: a for a in world.agents if a.job == "1" and not a.silent for slot in a.slots}
-    for iteration in range(first, first + iterations):
-        shares, took = deal(range(MICRO_BATCHES), sorted(job.members)), seconds * rng.gauss(1, 0.02)
-        world.run(took)
-        for slot in sorted(job.members):
-            indices = shares[slot]
-            times = phases(len(indices), (slow or {}).get(slot, 1.0), (outside or {}).get(slot, 0.0))
-            report(world, agents[slot], iteration, wire.RankStep(slot, indices, took, 1.0, None, times))
-            agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
-    return first + iterations
+class TrainingJob:
+    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica."""
 
+    def __init__(self, size: int, per_node: int, nodes: int, started: int, **settings: float) -> None:
+        self.size, self.per_node, self.nodes, self.checkpoint = size, per_node, nodes, 0
+        usual = {"forming_settle_seconds": 0.5, "offer_delay": 0.1, "repeat_seconds": 0.2, "fault_grace": 0.2}
+        self.world = World(**{**usual, **settings})
+        self.trainers: dict[int, Trainer] = {}
+        self.killed: set[int] = set()
+        self.committed: set[tuple[int, int]] = set()  # (generation, iteration)
+        self.steps = 0
+        for element in range(started):
+            self.add(element)
 
-def hang(world: World, who: list[int], where: str = "computing", others: str = "reducing") -> None:
-    """The others go on into the collective; those who hang stay where they are."""
-    for agent in world.agents:
-        for slot in agent.slots:
-            if agent.ranks[slot].state == "running":
-                agent.set(slot, phase=where if slot in who else others)
+    def add(self, element: int) -> None:
+        trainer = self.trainers[element] = Trainer(self, element)
+        trainer.register()
 
+    @property
+    def slots(self) -> list[int]:
+        return [slot for trainer in self.trainers.values() for slot in trainer.slots]
 
-def events(world: World, kind: str) -> list[Event]:
-    """The log's events of a kind."""
-    return [event for event in world.log if event.kind == kind]
+    def trainer(self, slot: int) -> Trainer:
+        return self.trainers[slot // self.per_node]
 
+    def rank(self, slot: int) -> wire.RankStatus | None:
+        """The rank, while its process lives."""
+        trainer = self.trainers.get(slot // self.per_node)
+        if trainer is None or trainer.silent:
+            return None
+        rank = trainer.ranks[slot]
+        return rank if rank.state not in ("exited", "starting") else None
 
-def sent(world: World, kind: type | tuple[type, ...]) -> list[Any]:
-    """The messages of a kind that left the controller."""
-    return [message for _, message in world.sent if isinstance(message, kind)]
+    def body(self, slot: int) -> Body:
+        return self.trainer(slot).bodies[slot]
+
+    def inside(self, slot: int, generation: int, iteration: int) -> wire.RankStatus | None:
+        """The rank, while it is in the collectives of that iteration."""
+        rank = self.rank(slot)
+        if rank is None or rank.generation != generation or rank.state != "running" or rank.iteration < iteration:
+            return None
+        if rank.iteration > iteration:
+            return wire.RankStatus(state="running", phase="stepped")
+        return rank
+
+    def passes(self, mate: int, slot: int) -> bool:
+        """The mate takes, or has taken, its part in the schedule; else its end of the connection is closed."""
+        mine, rank = self.rank(slot), self.rank(mate)
+        if rank is None or mine is None or rank.generation != mine.generation:
+            return rank is not None and mine is not None and rank.entering == mine.generation
+        return rank.state == "running" or (rank.state == "stopped" and self.trainer(mate).complete(mate))
+
+    def stepped(self, slot: int) -> None:
+        self.steps += 1
+
+    def kill(self, slot: int) -> None:
+        self.killed.add(slot)
+        self.trainer(slot).die(slot)
+
+    def processing(self) -> list[Trainer]:
+        return [trainer for trainer in self.trainers.values() if trainer.inbox and not trainer.silent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated
 
@@ -115,6 +116,20 @@ def whole(part: wire.PlanShare) -> wire.Plan:
 def leaders(part: wire.PlanShare) -> list[wire.Peer]:
     """Who acts for the controller while it is away, the first first. Raises :class:`wire.BadMessage`."""
     return _known(part).leaders
+
+
+def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
+    """The heads of the replicas in which these slots are. Raises :class:`wire.BadMessage`."""
+    if _known(part).replica == 1:
+        return list(slots)
+    found = _heads_of(bytes(part.common))
+    return list(dict.fromkeys(found[slot] for slot in slots if slot in found))
+
+
+@lru_cache(maxsize=4)
+def _heads_of(common: bytes) -> dict[int, int]:
+    plan = whole(wire.PlanShare(common=msgspec.Raw(common)))
+    return layout.heads_of(plan.members, plan.replica)
 
 
 def _known(part: wire.PlanShare) -> PlanCommon:

@@ -100,7 +100,7 @@ class JobDesk:
                 iteration=account.iteration,
                 loss=account.loss if math.isfinite(account.loss) else None,
                 seconds=account.seconds,
-                ranks=account.ranks,
+                ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
                 nodes=self._nodes(state),
                 flops=status.flops_per_iteration if status else 0.0,
                 train_iterations=status.train_iterations if status else 0,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from transition.layout import replicas
 from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.protocol.wire import RESTART, Plan, Settings
 
@@ -174,6 +175,8 @@ class JobState:
     offer: Plan | None = None
     """The boundary plan that is outstanding."""
     members: dict[int, Identity] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    """The members, replica-major (`transition.layout`); newcomers of an offer that broke come after the others."""
     joining: dict[int, Identity] = field(default_factory=dict)
     former: list[dict[int, str]] = field(default_factory=list)
     """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
@@ -237,6 +240,11 @@ class JobState:
         return self.settings.mode == RESTART
 
     @property
+    def replica(self) -> int:
+        """Ranks of a replica, as planned."""
+        return self.plan.replica if self.plan is not None else 1
+
+    @property
     def owner(self) -> str:
         """Whose it is, as far as that is proven: what counts for a user counts for this."""
         return owner(self.uid, self.settings.user)
@@ -279,6 +287,14 @@ class JobState:
     def survivors(self) -> list[int]:
         """Members that the present Break does not go on without."""
         return [slot for slot in self.members if slot not in self.lost]
+
+    def hit(self) -> frozenset[int]:
+        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun."""
+        if self.replica == 1 or not self.lost:
+            return frozenset(self.lost)
+        size = self.replica
+        groups = replicas(self.order, size) if len(self.order) % size == 0 else [self.order]
+        return frozenset(slot for one in groups if any(slot in self.lost for slot in one) for slot in one)
 
     def failure(self, number: int) -> Failure | None:
         return next((failure for failure in reversed(self.failures) if failure.id == number), None)

@@ -3,7 +3,7 @@ enter a generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -90,7 +90,7 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
         return out
-    last = set() if _somebody_reported(job) else {slot for slot in awaited if _holds(job, slot)}
+    last = _last_copies(job, awaited)
     for slot, said in late.items():
         if slot not in last:
             out.findings.append(_finding(view, job, What.LATE, (slot,), said, "time-out"))
@@ -110,7 +110,7 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
         said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
         return f"{said}{why and ', '}{why}" if unchanged > limit else ""
     limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
-    if _first_iteration(status):
+    if _first_iteration(status) or _finishes(job, slot, status):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
     return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
 
@@ -121,11 +121,24 @@ def _first_iteration(status: RankStatus) -> bool:
     return computes and not status.iteration_seconds and status.process != STOPPED
 
 
-def _somebody_reported(job: JobView) -> bool:
-    """A survivor has stopped, or trained to the end: the job can go on, or is done, without the others."""
-    state, awaited = job.state, job.live.awaited
-    at_rest = (slot for slot in state.survivors() if slot not in awaited and slot not in state.condemned)
-    return any(job.finished(s) or ((status := job.status(s)) and status.state == "stopped") for s in at_rest)
+def _finishes(job: JobView, slot: int, status: RankStatus) -> bool:
+    """The rank's replica is whole and finishes its schedule before it stops, which shows nothing of how far it is."""
+    return job.replica > 1 and status.state == "running" and slot not in job.state.hit()
+
+
+def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
+    """Those of the awaited who hold the last copy of the training state of their place: no other rank for it has
+    stopped, or trained to the end, so that the job could go on, or is done, without them."""
+    state, size = job.state, job.replica
+    at_rest = (s for s in state.survivors() if s not in job.live.awaited and s not in state.condemned)
+    covered = {
+        slot % size
+        for slot in at_rest
+        if job.finished(slot) or ((status := job.status(slot)) and status.state in ("stopped", "standby"))
+    }
+    if len(covered) == size:
+        return set()
+    return {slot for slot in awaited if slot % size not in covered and _holds(job, slot)}
 
 
 def _holds(job: JobView, slot: int) -> bool:
@@ -133,16 +146,16 @@ def _holds(job: JobView, slot: int) -> bool:
     state, status = job.state, job.status(slot)
     if state.restart_mode or status is None or job.identity(slot) != state.members.get(slot):
         return False
-    return status.generation > 0 and status.state in ("running", "entering", "stopped")
+    return status.generation > 0 and status.state in ("running", "entering", "stopped", "standby")
 
 
 def last_copy(job: JobView, slot: int) -> bool:
-    """Nobody but this member holds the training state."""
-    state = job.state
+    """Nobody but this member holds the training state of its place."""
+    state, size = job.state, job.replica
     if slot not in state.members or not _holds(job, slot):
         return False
-    others = (s for s in state.members if s != slot and s not in state.lost and s not in state.condemned)
-    return not any(_holds(job, s) for s in others)
+    mates = (s for s in state.members if s != slot and (s - slot) % size == 0)
+    return not any(_holds(job, s) for s in mates if s not in state.lost and s not in state.condemned)
 
 
 def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
@@ -224,9 +237,10 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
         joiners.update(plan.joiners)
     holders = {slot for slot in state.members if slot not in joiners and _holds(job, slot)}
     missing = {slot for slot in job.live.awaited if slot not in state.condemned}
-    if holders and holders <= missing:
-        _wait_for(job, holders, f"did not enter in {ENTER_TRIES} tries", out)
-        missing -= holders
+    inside = {slot % job.replica for slot in holders - missing}
+    if last := {slot for slot in holders & missing if slot % job.replica not in inside}:
+        _wait_for(job, last, f"did not enter in {ENTER_TRIES} tries", out)
+        missing -= last
     if missing and elsewhere.waits(view, job):
         gone = elsewhere.away(view, state)
         missing = {slot for slot in missing if state.element(slot) not in gone}

@@ -1,0 +1,479 @@
+"""A GPT with a distributed optimizer, trained over generations that the caller writes down; for the sharded state's
+tests.
+
+    sharded_gpt.py RANK FOLDER SETTINGS
+
+SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp` and `pp`, which make a replica; `most` replicas; `bf16`,
+`overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone once),
+`copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state from the
+files of the phase before; `kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each phase, and
+after a recovery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+from sbatch_templates import cpu_adapter  # noqa: E402
+
+cpu_adapter.install()
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from tests.support.sharded_states import merged  # noqa: E402
+from transition import elastic_buckets, groups, ledger, sharding, shards, unblock  # noqa: E402
+from transition.gradient_slices import GradientSlices, own_parts_only  # noqa: E402
+
+VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
+POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
+MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+LIMIT = 40.0  # seconds
+SETTLE = 0.15  # seconds in which the others run into the collective that a rank dies before
+
+
+class Training:
+    """One rank."""
+
+    def __init__(self, rank: int, folder: Path, settings: dict):
+        self.rank, self.folder, self.settings = rank, folder, settings
+        self.tp, self.pp = settings.get("tp", 1), settings.get("pp", 1)
+        self.size = self.tp * self.pp
+        self.iteration, self.generation = 0, 0
+        self.members: list[int] = []
+        self.unblocker = unblock.Unblocker()
+        self.slices = GradientSlices()
+        self.lost = threading.Event()
+        self.done: list[int] = []
+        self.broken: RuntimeError | None = None
+
+    # ------------------------------------------------------------ worlds
+    def fake_world(self) -> None:
+        most = self.settings["most"] * self.size
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=most)
+        self.model_parallel()
+
+    def model_parallel(self) -> None:
+        """Groups of consecutive ranks for each replica."""
+        parallel_state.initialize_model_parallel(
+            self.tp, self.pp, create_gloo_process_groups=False, order="tp-cp-ep-pp-dp"
+        )
+
+    def world(self, members: list[int]) -> None:
+        """The generation of `members`."""
+        self.generation += 1
+        self.members = members
+        with self.unblocker.building():
+            store = dist.FileStore(str(self.folder / f"store.{self.generation}"), len(members))
+            groups.init_world("gloo", store, members.index(self.rank), len(members))
+            self.model_parallel()
+            self.ring = torch.distributed.new_group(list(range(len(members))))  # for what is not the optimizer's
+
+    def replica(self) -> int:
+        return self.members.index(self.rank) // self.size
+
+    def replicas(self) -> int:
+        return len(self.members) // self.size
+
+    # ------------------------------------------------------------ the model
+    def build(self) -> None:
+        overlap, gather = self.settings.get("overlap", False), self.settings.get("gather", False)
+        torch.manual_seed(1234)
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        bf16 = self.settings.get("bf16", False)
+        self.config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            qk_layernorm=True,
+            calculate_per_token_loss=self.settings.get("tokens", False),
+        )
+        model = GPTModel(
+            self.config,
+            get_gpt_layer_local_spec(qk_layernorm=True),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=True,
+        )
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=gather,
+            bucket_size=9000 if overlap else None,
+            grad_reduce_in_fp32=True,
+        )
+        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model) if bf16 else model)
+        settings = OptimizerConfig(
+            optimizer="adam", lr=3e-3, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True, bf16=bf16
+        )
+        settings.overlap_param_gather = gather
+        self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        for group in self.model.bucket_groups:
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0
+            self.wrap(group)
+
+    def tie_embeddings(self) -> None:
+        """What Megatron does while it builds: in a world without peers it could not."""
+        if self.pp > 1:
+            weight = next(p for p in self.model.module.parameters() if getattr(p, "shared_embedding", False))
+            dist.all_reduce(weight.data, group=parallel_state.get_embedding_group())
+            self.optimizer.reload_model_params()
+
+    def wrap(self, group) -> None:
+        reduce, gather = group.start_grad_sync, group.start_param_sync
+
+        def start_grad_sync(*arguments, **keywords):
+            if group.is_first_batch and group.grad_reduce_handle is not None:
+                return
+            self.slices.take(group)
+            try:
+                self.point("reduce")
+                reduce(*arguments, **keywords)
+            except RuntimeError as error:
+                self.broken = error  # raising inside a backward hook would cut it short
+
+        def start_param_sync(*arguments, **keywords):
+            self.point("gather")
+            gather(*arguments, **keywords)
+
+        group.start_grad_sync, group.start_param_sync = start_grad_sync, start_param_sync
+
+    def enter(self, members: list[int]) -> None:
+        """The generation of `members`, with the objects that are there."""
+        old = groups.roles()
+        groups.tear_down()
+        self.world(members)
+        groups.repoint(groups.group_holders([self.model], self.optimizer), old, groups.roles())
+        for group in self.model.bucket_groups:
+            group.grad_reduce_handle = None
+            group.is_last_microbatch, group.per_param_grad_ready_counts = True, {}
+        self.shards.enter(self.generation)
+
+    # ------------------------------------------------------------ faults
+    def point(self, where: str) -> None:
+        kill = self.settings.get("kill")
+        if kill is None or self.lost.is_set() or self.generation > 1 or kill["iteration"] != self.iteration:
+            return
+        at, _, count = kill["at"].partition(":")
+        if where != at or self.rank not in kill["ranks"]:
+            return
+        self.seen = getattr(self, "seen", -1) + 1
+        if self.seen == int(count or 0):
+            time.sleep(SETTLE)
+            (self.folder / f"lost.{self.rank}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def over(self) -> bool:
+        return self.lost.is_set() and self.generation == 1
+
+    def watch(self) -> None:
+        """Ends what the training thread waits for, once the dead ranks are known to be dead."""
+        ranks = self.settings["kill"]["ranks"]
+        while not all((self.folder / f"lost.{rank}").exists() for rank in ranks):
+            time.sleep(0.005)
+        self.lost.set()
+        while self.generation == 1:
+            self.unblocker.unblock()
+            self.shards.abort()
+            time.sleep(0.005)
+
+    # ------------------------------------------------------------ an iteration
+    def mine(self) -> list[int]:
+        return ledger.deal(MICRO_BATCHES, list(range(self.replicas())))[self.replica()]
+
+    def compute(self, indices: list[int], again: bool = False) -> None:
+        if not indices:
+            if self.settings.get("gather"):
+                elastic_buckets.gather_without_forward([self.model])
+            return
+        tokens = self.settings.get("tokens", False)
+        weight = 1.0 if tokens else len(indices) / MICRO_BATCHES
+
+        def forward_step(data, model):
+            self.point("forward")
+            ids = next(data)
+            output = model(ids[:, :-1].contiguous(), POSITIONS, MASK, labels=ids[:, 1:].contiguous())
+
+            def loss_function(values):
+                if tokens:
+                    return values.float().sum(), torch.tensor(values.numel(), dtype=torch.int), {}
+                return values.float().mean() * weight, {}
+
+            return output, loss_function
+
+        self.config.finalize_model_grads_func = None
+        self.config.no_sync_func = self.model.no_sync if self.settings.get("overlap") and not again else None
+        with self.model.no_sync() if again else contextlib.nullcontext():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter([self.micro_batch(index) for index in indices]),
+                model=[self.model],
+                num_microbatches=len(indices),
+                seq_length=SEQUENCE,
+                micro_batch_size=SIZE,
+            )
+        self.done += indices
+
+    def micro_batch(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000003 * self.iteration + index)
+        return torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
+
+    def reduce(self, explicit: bool = False) -> None:
+        if explicit and self.settings.get("overlap"):
+            for group in self.model.bucket_groups:
+                if not group.is_first_batch and group.grad_reduce_handle is None:
+                    group.start_grad_sync()
+        if self.broken:
+            raise self.broken
+        tokens = None
+        if self.settings.get("tokens"):
+            tokens = torch.tensor(len(self.done) * SIZE * SEQUENCE, dtype=torch.int)
+        with contextlib.nullcontext() if self.settings.get("fresh") else own_parts_only([self.model]):
+            finalize_model_grads([self.model], tokens)
+        if self.broken:
+            raise self.broken
+
+    def iterate(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.slices.forget()
+        self.done, self.broken = [], None
+        self.compute(self.mine())
+        if self.settings.get("undo"):
+            self.undo_once()
+        self.reduce()
+        self.finish()
+
+    def undo_once(self) -> None:
+        before = [buffer.grad_data.clone() for buffer in self.model.buffers]
+        self.reduce()
+        after = [buffer.grad_data.clone() for buffer in self.model.buffers]
+        self.slices.restore()
+        for buffer, wanted, reduced in zip(self.model.buffers, before, after, strict=True):
+            assert not torch.equal(reduced, wanted)
+            assert torch.equal(buffer.grad_data, wanted)
+
+    def finish(self) -> None:
+        self.commit("committed")
+        self.optimizer.step()
+        self.schedule(self.iteration + 1)
+        if not self.settings.get("fresh"):
+            self.save_copies(self.iteration + 1)
+        self.iteration, self.done = self.iteration + 1, []
+        if self.settings.get("record") and ("kill" not in self.settings or self.generation > 1):
+            self.record(f"v{self.iteration}")
+
+    def schedule(self, version: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(version)
+
+    def adopt(self, base: int, version: int) -> None:
+        """Everything that belongs to the state comes with it."""
+        assert self.shards.adopt(base, version) == str(version).encode()
+        assert {group["lr"] for group in self.optimizer.param_groups} == {rate(version)}
+
+    def save_copies(self, version: int) -> None:
+        self.shards.export(version, extra=str(version).encode())
+        self.point("copy")
+        self.shards.send_copies(version, sharding.heirs([str(r) for r in range(self.replicas())], self.copies()))
+        self.commit("ack")
+        self.shards.confirm(version)
+        kept = [flat for found in self.shards._sets.values() for flat in found.shards.values()]
+        assert len(kept) == 1 + min(self.copies(), self.replicas() - 1)
+        assert len(kept + self.shards._spare) <= 2 * (1 + self.copies())  # memory is used again
+
+    def copies(self) -> int:
+        return self.settings.get("copies", 1)
+
+    def commit(self, what: str) -> None:
+        self.point(what)
+        dist.all_reduce(torch.zeros(1), group=self.ring)
+
+    # ------------------------------------------------------------ recovery
+    def recover(self) -> None:
+        """What the controller and the session do, in small: report, decide, enter, adopt, go on."""
+        if not self.lost.wait(60):
+            raise RuntimeError("an error without a loss") from self.broken
+        report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held()}
+        with appears(self.folder / f"report.{self.rank}") as part:
+            part.write_text(json.dumps(report))
+        dead = self.settings["kill"]["ranks"]
+        members = [rank for rank in self.members if rank not in dead]
+        paths = [self.folder / f"report.{rank}" for rank in members]
+        wait_for(*paths)
+        reports = [json.loads(path.read_text()) for path in paths]
+        base, version = newest(reports)
+        elastic_buckets.drain([self.model])
+        self.slices.restore()
+        self.enter(members)
+        self.adopt(base, version)
+        self.record("recovered", version)
+        (self.folder / f"moved.{self.rank}").write_text(json.dumps([base, version, [r["done"] for r in reports]]))
+        self.save_copies(version)
+        if version > self.iteration:
+            self.iteration, self.done = version, []
+            return
+        kept = {index for report in reports for index in report["done"]}
+        left = [index for index in range(MICRO_BATCHES) if index not in kept]
+        self.broken = None
+        if not self.done:
+            self.model.zero_grad_buffer()
+        self.compute(left[self.replica() :: self.replicas()], again=True)
+        self.reduce(explicit=True)
+        self.finish()
+
+    # ------------------------------------------------------------ what it holds
+    def record(self, name: str, version: int | None = None) -> None:
+        if self.settings.get("gather"):
+            self.model.start_param_sync(force_sync=True)
+        names = {p: n.removeprefix("module.") for n, p in self.model.module.named_parameters()}
+        pieces = []
+        for optimizer in elastic_buckets.distributed(self.optimizer):
+            for parameter in optimizer.model_param_gbuf_map:
+                where = optimizer._get_model_param_range_map(parameter)["param"]
+                tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                kept = {key: tensors[key].detach().clone() for key in shards.STATES if key in tensors}
+                pieces.append((names[parameter], where.start, where.end, kept, float(tensors.get("step", 0))))
+        parameters = {name: p.detach().clone() for p, name in names.items()}
+        place = self.members.index(self.rank) % self.size
+        with appears(self.folder / f"state.{name}.{self.rank}") as part:
+            torch.save({"place": place, "pieces": pieces, "parameters": parameters, "version": version}, part)
+
+    def take_up(self, phase: int, ranks: list[int]) -> None:
+        """A freshly built optimizer gets the state of the files of a phase."""
+        place = self.members.index(self.rank) % self.size
+        full, parameters, step = merged(self.folder, str(phase), ranks)[place]
+        names = {p: n.removeprefix("module.") for n, p in self.model.module.named_parameters()}
+        with torch.no_grad():
+            for parameter, name in names.items():
+                parameter.copy_(parameters[name])
+            for optimizer in elastic_buckets.distributed(self.optimizer):
+                optimizer._init_optimizer_states_with_dummy_values()
+                for parameter in optimizer.model_param_gbuf_map:
+                    where = optimizer._get_model_param_range_map(parameter)["param"]
+                    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                    for key in shards.STATES:
+                        tensors[key].copy_(full[names[parameter]][key][where.start : where.end])
+                    tensors["step"].fill_(step)
+
+    # ------------------------------------------------------------ phases
+    def run(self) -> None:
+        fresh = self.settings.get("fresh", False)
+        shards.PIECE = self.settings.get("piece", shards.PIECE)
+        if not fresh:
+            elastic_buckets.prepare()
+            self.fake_world()
+            self.build()
+            self.shards = shards.Shards([self.model], self.optimizer, self.over)
+            if self.settings.get("kill"):
+                threading.Thread(target=self.watch, daemon=True).start()
+        state: tuple[int, int] | None = None
+        before: list[int] = []
+        for number, (members, iterations) in enumerate(self.settings["phases"]):
+            if self.rank not in members:
+                self.generation += 1
+            elif fresh:
+                self.build_anew(members, number, before)
+            else:
+                self.enter(members)
+                if state is None:
+                    self.tie_embeddings()
+                else:
+                    self.adopt(*state)
+                    self.iteration = state[1]
+                self.save_copies(self.iteration)
+            if self.rank in members:
+                self.train(iterations)
+                self.record(str(number))
+            state = (self.generation, sum(count for _, count in self.settings["phases"][: number + 1]))
+            before = members
+            self.wait_for(number, members)
+
+    def build_anew(self, members: list[int], number: int, before: list[int]) -> None:
+        groups.tear_down()
+        self.world(members)
+        self.build()
+        if number:
+            self.take_up(number - 1, before)
+            self.schedule(sum(count for _, count in self.settings["phases"][:number]))
+            self.iteration = sum(count for _, count in self.settings["phases"][:number])
+
+    def train(self, iterations: int) -> None:
+        end = self.iteration + iterations
+        while self.iteration < end:
+            try:
+                self.iterate()
+            except RuntimeError as error:
+                if self.generation > 1 or "kill" not in self.settings:
+                    raise
+                self.broken = error
+                self.recover()
+
+    def wait_for(self, number: int, members: list[int]) -> None:
+        dead = self.settings.get("kill", {"ranks": []})["ranks"]
+        wait_for(*(self.folder / f"state.{number}.{rank}" for rank in members if rank not in dead))
+
+
+@contextlib.contextmanager
+def appears(path: Path):
+    """A file that is there at once and whole."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.rename(path)
+
+
+def wait_for(*paths: Path) -> None:
+    """Until the files are there. Raises TimeoutError, so that a failed rank's peers end."""
+    deadline = time.monotonic() + LIMIT
+    while missing := [path.name for path in paths if not path.exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {missing}")
+        time.sleep(0.005)
+
+
+def rate(version: int) -> float:
+    """The learning rate of the step that follows a version."""
+    return 3e-3 * 0.9**version
+
+
+def newest(reports: list[dict]) -> tuple[int, int]:
+    """The newest state of which a copy of every shard is left."""
+    found: dict[tuple[int, int, int], set[int]] = {}
+    for report in reports:
+        for base, version, count, held in report["held"]:
+            found.setdefault((base, version, count), set()).update(held)
+    return max((base, version) for (base, version, count), held in found.items() if held == set(range(count)))
+
+
+if __name__ == "__main__":
+    Training(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])).run()

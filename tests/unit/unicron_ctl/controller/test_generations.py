@@ -1,0 +1,151 @@
+"""The generation protocol, walked with the real deciders over any interleaving of small cases: replicas of one, two and
+four ranks, losses at any moment, newcomers, controllers that start again.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.training import TrainingJob
+from transition import layout
+
+MOST_KILLS = 4
+ROUNDS = 400
+SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at most)
+    (1, 1, 2, 3),
+    (1, 2, 2, 2),
+    (2, 1, 2, 4),
+    (2, 1, 4, 4),
+    (2, 2, 2, 3),
+    (2, 4, 1, 1),
+    (4, 2, 4, 4),
+    (4, 4, 1, 2),
+]
+
+
+class Generations(RuleBasedStateMachine):
+    """What may happen, and what must hold at every moment."""
+
+    @initialize(shape=st.sampled_from(SHAPES))
+    def begin(self, shape: tuple[int, int, int, int]) -> None:
+        size, per_node, started, nodes = shape
+        self.training = TrainingJob(size, per_node, nodes, started)
+        self.kills = 0
+        self.settle(2.0)
+
+    def settle(self, seconds: float) -> None:
+        """Everybody does what it can, for so long."""
+        for _ in range(round(seconds / 0.1)):
+            self.all_obey()
+            self.all_move()
+            self.training.world.run(0.1)
+
+    def all_obey(self) -> None:
+        while waiting := self.training.processing():
+            for trainer in waiting:
+                trainer.process()
+
+    def all_move(self) -> None:
+        for slot in self.training.slots:
+            self.training.trainer(slot).move(slot)
+
+    # ------------------------------------------------------------ what may happen
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0]))
+    def goes_well(self, seconds: float) -> None:
+        self.settle(seconds)
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 1.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.training.world.run(seconds)
+
+    @rule(data=st.data())
+    def one_agent_obeys(self, data: st.DataObject) -> None:
+        waiting = self.training.processing()
+        if waiting:
+            data.draw(st.sampled_from(waiting)).process()
+
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def one_rank_moves(self, data: st.DataObject, times: int) -> None:
+        slot = data.draw(st.sampled_from(self.training.slots))
+        for _ in range(times):
+            self.training.trainer(slot).move(slot)
+
+    @rule()
+    def all_ranks_move(self) -> None:
+        self.all_move()
+
+    @precondition(lambda self: self.kills < MOST_KILLS)
+    @rule(data=st.data())
+    def a_rank_dies(self, data: st.DataObject) -> None:
+        living = [slot for slot in self.training.slots if self.training.rank(slot) is not None]
+        living = [slot for slot in living if slot not in self.training.killed]  # whoever dies again and again is put aside
+        if living:
+            self.kills += 1
+            self.training.kill(data.draw(st.sampled_from(living)))
+
+    @rule()
+    def a_node_is_added(self) -> None:
+        if len(self.training.trainers) < self.training.nodes:
+            self.training.add(len(self.training.trainers))
+
+    @rule()
+    def the_controller_starts_again(self) -> None:
+        self.training.world.restart()
+
+    # ------------------------------------------------------------ what must hold
+    @invariant()
+    def only_the_dead_have_failed(self) -> None:
+        for failure in self.training.world.job().failures:
+            assert set(failure.slots) <= self.training.killed, failure
+
+    @invariant()
+    def members_are_complete_replicas(self) -> None:
+        job, size = self.training.world.job(), self.training.size
+        assert not job.set_aside and job.ended is None
+        for plan in (job.plan, job.offer):
+            if plan is not None:
+                assert len(set(plan.members)) == len(plan.members)
+                for replica in layout.replicas(plan.members, size):
+                    assert [slot % size for slot in replica] == list(range(size))
+                dealt = sorted(index for indices in plan.assignment.values() for index in indices)
+                assert plan.boundary or dealt == list(range(8))
+
+    @invariant()
+    def no_standby_is_banished(self) -> None:
+        job = self.training.world.job()
+        for slot in self.training.slots:
+            rank = self.training.rank(slot)
+            if rank is not None and slot in job.banished:
+                assert job.banished[slot].incarnation != rank.incarnation, slot
+
+    def teardown(self) -> None:
+        """When nothing more happens all ranks come to train, and go on training."""
+        if not hasattr(self, "training"):
+            return
+        training, job = self.training, self.training.world.job()
+        whole = len(training.slots) // training.size * training.size
+        for _ in range(ROUNDS):
+            self.settle(0.5)
+            self.only_the_dead_have_failed()
+            self.members_are_complete_replicas()
+            job = training.world.job()
+            if job.phase == "running" and len(job.order) == whole:
+                break
+        assert (job.phase, len(job.order)) == ("running", whole), self.shown()
+        before = {slot: training.body(slot).version for slot in job.order}
+        self.settle(3.0)
+        after = {slot: training.body(slot).version for slot in job.order}
+        assert all(after[slot] > before[slot] for slot in job.order), self.shown()
+        training.world.check_replay()
+
+    def shown(self) -> str:
+        job, ranks = self.training.world.job(), {slot: self.training.rank(slot) for slot in self.training.slots}
+        lines = [f"{slot}: {rank} {self.training.body(slot)}" for slot, rank in ranks.items()]
+        return "\n".join([f"{job.phase} {job.order} {job.waits}", *lines, *(str(e.record) for e in self.training.world.log)])
+
+
+Generations.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+test_the_generation_protocol = pytest.mark.filterwarnings("ignore")(Generations.TestCase)
