@@ -19,6 +19,7 @@ from tests.support.zygote import Script
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests" / "support" / "sharded_gpt.py"
+OVERLAP = {"overlap": True, "gather": True}
 PHASES = [[[0, 1, 2, 3], 3], [[0, 1, 2], 2], [[3, 0, 1, 2], 2]]
 
 
@@ -71,8 +72,9 @@ def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, setti
     [
         ({"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]]),
         ({"pp": 2, "bf16": True, "undo": True, "tokens": True}, [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]]),
+        ({"pp": 2, "virtual": 2, **OVERLAP}, [[[0, 1, 2, 3], 3], [[2, 1], 2], [[0, 1, 2, 3], 2]]),
     ],
-    ids=["tensor", "pipeline"],
+    ids=["tensor", "pipeline", "interleaved"],
 )
 def test_sizes_of_model_parallel_jobs(tmp_path, settings, phases):
     """The sums over tensor-parallel ranks and over the stages of a shared embedding are undone like the reduce.
@@ -102,9 +104,6 @@ def undisturbed(tmp_path_factory):
         return {version: merged(folder, f"v{version}", [0, 1, 2, 3]) for version in range(1, ITERATIONS + 1)}
 
     return go
-
-
-OVERLAP = {"overlap": True, "gather": True}
 
 
 @pytest.mark.parametrize(
