@@ -6,8 +6,8 @@ tests.
 SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp`, `pp` and `virtual` (stages of a rank); `most` replicas;
 `bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone
 once), `copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state
-from the files of the phase before; `kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each
-phase, and after a recovery.
+from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each generation from the first on. Every
+rank writes what it holds after each phase, and after a recovery.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Training:
         self.members: list[int] = []
         self.unblocker = unblock.Unblocker()
         self.slices = GradientSlices()
-        self.lost = threading.Event()
+        self.kills: list[dict] = settings.get("kills", [])
+        self.points: dict[str, int] = {}
         self.done: list[int] = []
         self.broken: RuntimeError | None = None
 
@@ -79,6 +80,7 @@ class Training:
     def world(self, members: list[int]) -> None:
         """The generation of `members`."""
         self.generation += 1
+        self.points.clear()
         self.members = members
         with self.unblocker.building():
             store = dist.FileStore(str(self.folder / f"store.{self.generation}"), len(members))
@@ -170,7 +172,7 @@ class Training:
             chunk.zero_grad_buffer()
 
     def wrap(self, group) -> None:
-        reduce, gather = group.start_grad_sync, group.start_param_sync
+        reduce = group.start_grad_sync
 
         def start_grad_sync(*arguments, **keywords):
             if group.is_first_batch and group.grad_reduce_handle is not None:
@@ -182,11 +184,8 @@ class Training:
             except RuntimeError as error:
                 self.broken = error  # raising inside a backward hook would cut it short
 
-        def start_param_sync(*arguments, **keywords):
-            self.point("gather")
-            gather(*arguments, **keywords)
-
-        group.start_grad_sync, group.start_param_sync = start_grad_sync, start_param_sync
+        group.start_grad_sync = start_grad_sync
+        self.before(group, "start_param_sync", "gather")
 
     def enter(self, members: list[int]) -> None:
         """The generation of `members`, with the objects that are there."""
@@ -200,32 +199,42 @@ class Training:
         self.shards.enter(self.generation)
 
     # ------------------------------------------------------------ faults
+    def before(self, owner, name: str, where: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments, **keywords):
+            self.point(where)
+            return original(*arguments, **keywords)
+
+        setattr(owner, name, wrapped)
+
+    def kill(self) -> dict:
+        """Who dies in the present generation."""
+        return self.kills[self.generation - 1] if 0 < self.generation <= len(self.kills) else {"ranks": []}
+
     def point(self, where: str) -> None:
-        kill = self.settings.get("kill")
-        if kill is None or self.lost.is_set() or self.generation > 1 or kill["iteration"] != self.iteration:
+        kill = self.kill()
+        if self.rank not in kill["ranks"] or kill.get("iteration", self.iteration) != self.iteration:
             return
-        at, _, count = kill["at"].partition(":")
-        if where != at or self.rank not in kill["ranks"]:
-            return
-        self.seen = getattr(self, "seen", -1) + 1
-        if self.seen == int(count or 0):
+        count = self.points[where] = self.points.get(where, -1) + 1
+        if kill["at"] == f"{where}:{count}":
             time.sleep(SETTLE)
             (self.folder / f"lost.{self.rank}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def over(self) -> bool:
-        return self.lost.is_set() and self.generation == 1
+        """The dead ranks of the present generation are known to be dead."""
+        ranks = self.kill()["ranks"]
+        return bool(ranks) and all((self.folder / f"lost.{rank}").exists() for rank in ranks)
 
     def watch(self) -> None:
-        """Ends what the training thread waits for, once the dead ranks are known to be dead."""
-        ranks = self.settings["kill"]["ranks"]
-        while not all((self.folder / f"lost.{rank}").exists() for rank in ranks):
+        """Ends what the training thread waits for."""
+        while True:
             time.sleep(0.005)
-        self.lost.set()
-        while self.generation == 1:
-            self.unblocker.unblock()
-            self.shards.abort()
-            time.sleep(0.005)
+            generation = self.generation
+            if self.over() and generation == self.generation:
+                self.unblocker.unblock()
+                self.shards.abort()
 
     # ------------------------------------------------------------ an iteration
     def mine(self) -> list[int]:
@@ -316,7 +325,7 @@ class Training:
         if not self.settings.get("fresh"):
             self.save_copies(self.iteration + 1)
         self.iteration, self.done = self.iteration + 1, []
-        if self.settings.get("record") and ("kill" not in self.settings or self.generation > 1):
+        if self.settings.get("record") and self.generation > len(self.kills):
             self.record(f"v{self.iteration}")
 
     def schedule(self, version: int) -> None:
@@ -351,14 +360,12 @@ class Training:
     # ------------------------------------------------------------ recovery
     def recover(self) -> None:
         """What the controller and the session do, in small: report, decide, enter, adopt, go on."""
-        if not self.lost.wait(60):
-            raise RuntimeError("an error without a loss") from self.broken
+        wait_for(*(self.folder / f"lost.{rank}" for rank in self.kill()["ranks"]))
         report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held()}
-        with appears(self.folder / f"report.{self.rank}") as part:
+        with appears(self.folder / f"report.{self.generation}.{self.rank}") as part:
             part.write_text(json.dumps(report))
-        dead = self.settings["kill"]["ranks"]
-        members = [rank for rank in self.members if rank not in dead]
-        paths = [self.folder / f"report.{rank}" for rank in members]
+        members = [rank for rank in self.members if rank not in self.kill()["ranks"]]
+        paths = [self.folder / f"report.{self.generation}.{rank}" for rank in members]
         wait_for(*paths)
         reports = [json.loads(path.read_text()) for path in paths]
         base, version = newest(reports)
@@ -367,7 +374,6 @@ class Training:
         self.enter(members)
         self.adopt(base, version)
         self.record("recovered", version)
-        (self.folder / f"moved.{self.rank}").write_text(json.dumps([base, version, [r["done"] for r in reports]]))
         self.send_copies(version)
         if version > self.iteration:
             self.iteration, self.done = version, []
@@ -425,7 +431,8 @@ class Training:
             self.fake_world()
             self.build()
             self.shards = shards.Shards(self.model, self.optimizer, self.over)
-            if self.settings.get("kill"):
+            self.before(self.shards, "_exchange", "exchange")
+            if self.kills:
                 threading.Thread(target=self.watch, daemon=True).start()
         state: tuple[int, int] | None = None
         before: list[int] = []
@@ -461,17 +468,19 @@ class Training:
 
     def train(self, iterations: int) -> None:
         end = self.iteration + iterations
+        go_on = self.iterate
         while self.iteration < end:
             try:
-                self.iterate()
+                go_on()
+                go_on = self.iterate
             except RuntimeError as error:
-                if self.generation > 1 or "kill" not in self.settings:
+                if not self.kill()["ranks"]:
                     raise
                 self.broken = error
-                self.recover()
+                go_on = self.recover
 
     def wait_for(self, number: int, members: list[int]) -> None:
-        dead = self.settings.get("kill", {"ranks": []})["ranks"]
+        dead = [rank for kill in self.kills for rank in kill["ranks"]]
         wait_for(*(self.folder / f"state.{number}.{rank}" for rank in members if rank not in dead))
 
 
