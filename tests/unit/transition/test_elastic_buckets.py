@@ -43,6 +43,7 @@ def build():
 
     def go(size, rank, dtype=torch.float32, wide=False):
         groups.tear_down()
+        parallel_state.destroy_model_parallel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         torch.manual_seed(1)
@@ -62,6 +63,7 @@ def build():
 
     yield go
     groups.tear_down()
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture
