@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from transition import groups, migrate, process, supported
-from transition.checkpoint import CheckpointError, Checkpoints
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
 from transition.exchange import Exchange, at_commit
 from transition.gradients import Gradients, PeerLost
 from transition.ledger import Ledger, LedgerError, deal
@@ -176,8 +176,8 @@ class Session:
                 continue
             left = time.perf_counter()
             yield result
-            if self._checkpoints is not None and self._is_first() and self._checkpoints.due(self.iteration):
-                self._checkpoints.save(self._state, self.iteration)
+            if self._checkpoints is not None and self._writes() and self._checkpoints.due(self.iteration):
+                self._checkpoints.save(self._state, self.iteration, self._writer())
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
@@ -205,9 +205,16 @@ class Session:
         self._set_phase("stepped")
         return result
 
-    def _is_first(self) -> bool:
-        """The lowest member of the present generation, which may be another process than before."""
-        return self.slot == min(self._member.members, default=self.slot)
+    def _writes(self) -> bool:
+        """This rank writes a part of each checkpoint: those of the first replica do, and with a distributed optimizer
+        all."""
+        return self._state.sharded or self._member.replica == 0
+
+    def _writer(self) -> Writer:
+        """What this rank's part is to the whole."""
+        shard, shards = (self._member.replica, self._member.replicas) if self._state.sharded else (0, 1)
+        size = self.layout.size
+        return Writer(self.slot % size, size, shard, shards, layout=self.layout.text, loss=self._loss)
 
     def _until_stepped(self, began: float) -> StepResult:
         """Compute, reduce and step, over as many generations as it takes."""
@@ -480,7 +487,8 @@ class Session:
     def _rescue(self) -> None:
         """Nobody leads the job any more: what this rank knows goes to disk before it ends."""
         if self._checkpoints is not None:
-            self._checkpoints.rescue(self._state, self.iteration, sorted(self._member.members).index(self.slot))
+            turn = 0 if self._state.sharded else self._member.replica
+            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer())
 
     # ------------------------------------------------------------ telling the agent
     def _set_phase(self, phase: str) -> None:
@@ -518,8 +526,8 @@ class Session:
 
     def _finish(self) -> None:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
-        if self._checkpoints is not None and self._is_first():
-            self._checkpoints.save_last(self._state, self.iteration)
+        if self._checkpoints is not None and self._writes():
+            self._checkpoints.save_last(self._state, self.iteration, self._writer())
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()

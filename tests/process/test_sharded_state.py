@@ -19,6 +19,7 @@ from tests.support.zygote import Script
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests" / "support" / "sharded_gpt.py"
+OVERLAP = {"overlap": True, "gather": True}
 PHASES = [[[0, 1, 2, 3], 3], [[0, 1, 2], 2], [[3, 0, 1, 2], 2]]
 
 
@@ -71,8 +72,9 @@ def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, setti
     [
         ({"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]]),
         ({"pp": 2, "bf16": True, "undo": True, "tokens": True}, [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]]),
+        ({"pp": 2, "virtual": 2, **OVERLAP}, [[[0, 1, 2, 3], 3], [[2, 1], 2], [[0, 1, 2, 3], 2]]),
     ],
-    ids=["tensor", "pipeline"],
+    ids=["tensor", "pipeline", "interleaved"],
 )
 def test_sizes_of_model_parallel_jobs(tmp_path, settings, phases):
     """The sums over tensor-parallel ranks and over the stages of a shared embedding are undone like the reduce.
@@ -104,22 +106,19 @@ def undisturbed(tmp_path_factory):
     return go
 
 
-OVERLAP = {"overlap": True, "gather": True}
-
-
 @pytest.mark.parametrize(
     ("at", "version", "settings"),
     [
         ("forward:1", FAILED, {}),
-        ("reduce", FAILED, {"bf16": True}),
+        ("reduce:0", FAILED, {"bf16": True}),
         ("reduce:1", FAILED, {**OVERLAP, "bf16": True}),
-        ("committed", FAILED, {}),
-        ("gather", FAILED, {"bf16": True}),
+        ("committed:0", FAILED, {}),
+        ("gather:0", FAILED, {"bf16": True}),
         ("gather:1", FAILED, OVERLAP),
-        ("copy", FAILED, {}),
-        ("copy", FAILED, OVERLAP),
-        ("ack", FAILED + 1, {}),
-        ("ack", FAILED + 1, {**OVERLAP, "bf16": True}),
+        ("copy:0", FAILED, {}),
+        ("copy:0", FAILED, OVERLAP),
+        ("ack:0", FAILED + 1, {}),
+        ("ack:0", FAILED + 1, {**OVERLAP, "bf16": True}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
@@ -128,18 +127,25 @@ def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
     heal(tmp_path, undisturbed, [2], at, version, settings)
 
 
-@pytest.mark.parametrize(("at", "version"), [("reduce", FAILED), ("copy", FAILED), ("ack", FAILED + 1)])
+@pytest.mark.parametrize(("at", "version"), [("reduce:0", FAILED), ("copy:0", FAILED), ("ack:0", FAILED + 1)])
 def test_two_copies_bear_a_rank_and_its_heir(tmp_path, undisturbed, at, version):
     """Both die at once."""
     heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
 
 
-def heal(folder, undisturbed, ranks, at, version, settings):
+@pytest.mark.parametrize("at", ["exchange:0", "gather:0", "copy:0", "ack:0", "reduce:0"])
+def test_a_second_rank_dies_before_there_are_new_copies(tmp_path, undisturbed, at):
+    """What was held before is kept until the new copies are confirmed: the state is taken up once more."""
+    then = {"ranks": [1], "at": at}
+    heal(tmp_path, undisturbed, [2], "reduce:0", FAILED, {"copies": 2, "bf16": True}, then)
+
+
+def heal(folder, undisturbed, ranks, at, version, settings, *then):
     states = undisturbed(settings.get("overlap", False), settings.get("bf16", False))
-    kill = {"ranks": ranks, "iteration": FAILED, "at": at}
-    ends = {rank: -9 for rank in ranks}
-    run(folder, ends, phases=[[[0, 1, 2, 3], ITERATIONS]], most=4, record=True, kill=kill, **settings)
-    left = [rank for rank in range(4) if rank not in ranks]
+    kills = [{"ranks": ranks, "iteration": FAILED, "at": at}, *then]
+    dead = {rank: -9 for kill in kills for rank in kill["ranks"]}
+    run(folder, dead, phases=[[[0, 1, 2, 3], ITERATIONS]], most=4, record=True, kills=kills, **settings)
+    left = [rank for rank in range(4) if rank not in dead]
     assert_same(merged(folder, "recovered", left), states[version])
     for later in range(version + 1, FAILED + 2):
         assert_same_gradients(merged(folder, f"v{later}", left), states[later])

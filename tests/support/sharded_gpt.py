@@ -3,11 +3,11 @@ tests.
 
     sharded_gpt.py RANK FOLDER SETTINGS
 
-SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp` and `pp`, which make a replica; `most` replicas; `bf16`,
-`overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone once),
-`copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state from the
-files of the phase before; `kill`: {"ranks", "iteration", "at"}. Every rank writes what it holds after each phase, and
-after a recovery.
+SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp`, `pp` and `virtual` (stages of a rank); `most` replicas;
+`bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone
+once), `copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state
+from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each generation from the first on. Every
+rank writes what it holds after each phase, and after a recovery.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class Training:
     def __init__(self, rank: int, folder: Path, settings: dict):
         self.rank, self.folder, self.settings = rank, folder, settings
         self.tp, self.pp = settings.get("tp", 1), settings.get("pp", 1)
-        self.size = self.tp * self.pp
+        self.size, self.virtual = self.tp * self.pp, settings.get("virtual")
         self.iteration, self.generation = 0, 0
         self.members: list[int] = []
         self.unblocker = unblock.Unblocker()
         self.slices = GradientSlices()
-        self.lost = threading.Event()
+        self.kills: list[dict] = settings.get("kills", [])
+        self.points: dict[str, int] = {}
         self.done: list[int] = []
         self.broken: RuntimeError | None = None
 
@@ -73,12 +74,13 @@ class Training:
     def model_parallel(self) -> None:
         """Groups of consecutive ranks for each replica."""
         parallel_state.initialize_model_parallel(
-            self.tp, self.pp, create_gloo_process_groups=False, order="tp-cp-ep-pp-dp"
+            self.tp, self.pp, self.virtual, create_gloo_process_groups=False, order="tp-cp-ep-pp-dp"
         )
 
     def world(self, members: list[int]) -> None:
         """The generation of `members`."""
         self.generation += 1
+        self.points.clear()
         self.members = members
         with self.unblocker.building():
             store = dist.FileStore(str(self.folder / f"store.{self.generation}"), len(members))
@@ -94,12 +96,11 @@ class Training:
 
     # ------------------------------------------------------------ the model
     def build(self) -> None:
-        overlap, gather = self.settings.get("overlap", False), self.settings.get("gather", False)
         torch.manual_seed(1234)
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         bf16 = self.settings.get("bf16", False)
         self.config = TransformerConfig(
-            num_layers=2,
+            num_layers=2 * (self.virtual or 1),
             hidden_size=32,
             num_attention_heads=4,
             use_cpu_initialization=True,
@@ -107,21 +108,38 @@ class Training:
             attention_dropout=0.0,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.virtual,
             pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             qk_layernorm=True,
             calculate_per_token_loss=self.settings.get("tokens", False),
         )
+        self.model = [self.chunk(stage) for stage in (range(self.virtual) if self.virtual else [None])]
+        settings = OptimizerConfig(
+            optimizer="adam", lr=3e-3, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True, bf16=bf16
+        )
+        settings.overlap_param_gather = self.settings.get("gather", False)
+        self.optimizer = get_megatron_optimizer(settings, self.model, use_gloo_process_groups=False)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        for group in self.bucket_groups():
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0
+            self.wrap(group)
+
+    def chunk(self, stage: int | None) -> DistributedDataParallel:
+        """One part of this rank's model; with interleaved schedules there are several."""
+        overlap, gather = self.settings.get("overlap", False), self.settings.get("gather", False)
         model = GPTModel(
             self.config,
             get_gpt_layer_local_spec(qk_layernorm=True),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=True,
+            vp_stage=stage,
         )
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
@@ -130,27 +148,31 @@ class Training:
             bucket_size=9000 if overlap else None,
             grad_reduce_in_fp32=True,
         )
-        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model) if bf16 else model)
-        settings = OptimizerConfig(
-            optimizer="adam", lr=3e-3, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True, bf16=bf16
-        )
-        settings.overlap_param_gather = gather
-        self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        for group in self.model.bucket_groups:
-            for bucket in group.buckets:
-                bucket.gradient_scaling_factor = 1.0
-            self.wrap(group)
+        whole = Float16Module(self.config, model) if self.config.bf16 else model
+        return DistributedDataParallel(self.config, ddp, whole, disable_bucketing=bool(stage))
 
     def tie_embeddings(self) -> None:
         """What Megatron does while it builds: in a world without peers it could not."""
         if self.pp > 1:
-            weight = next(p for p in self.model.module.parameters() if getattr(p, "shared_embedding", False))
-            dist.all_reduce(weight.data, group=parallel_state.get_embedding_group())
+            weight = [p for chunk in self.model for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
+            dist.all_reduce(weight[0].data, group=parallel_state.get_embedding_group())
             self.optimizer.reload_model_params()
 
+    def bucket_groups(self) -> list:
+        return [group for chunk in self.model for group in chunk.bucket_groups]
+
+    def buffers(self) -> list:
+        return [buffer for chunk in self.model for buffer in chunk.buffers]
+
+    def names(self) -> dict[torch.nn.Parameter, str]:
+        return {p: f"{number}.{n}" for number, chunk in enumerate(self.model) for n, p in chunk.named_parameters()}
+
+    def zero(self) -> None:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+
     def wrap(self, group) -> None:
-        reduce, gather = group.start_grad_sync, group.start_param_sync
+        reduce = group.start_grad_sync
 
         def start_grad_sync(*arguments, **keywords):
             if group.is_first_batch and group.grad_reduce_handle is not None:
@@ -162,50 +184,57 @@ class Training:
             except RuntimeError as error:
                 self.broken = error  # raising inside a backward hook would cut it short
 
-        def start_param_sync(*arguments, **keywords):
-            self.point("gather")
-            gather(*arguments, **keywords)
-
-        group.start_grad_sync, group.start_param_sync = start_grad_sync, start_param_sync
+        group.start_grad_sync = start_grad_sync
+        self.before(group, "start_param_sync", "gather")
 
     def enter(self, members: list[int]) -> None:
         """The generation of `members`, with the objects that are there."""
         old = groups.roles()
         groups.tear_down()
         self.world(members)
-        groups.repoint(groups.group_holders([self.model], self.optimizer), old, groups.roles())
-        for group in self.model.bucket_groups:
+        groups.repoint(groups.group_holders(self.model, self.optimizer), old, groups.roles())
+        for group in self.bucket_groups():
             group.grad_reduce_handle = None
             group.is_last_microbatch, group.per_param_grad_ready_counts = True, {}
         self.shards.enter(self.generation)
 
     # ------------------------------------------------------------ faults
+    def before(self, owner, name: str, where: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments, **keywords):
+            self.point(where)
+            return original(*arguments, **keywords)
+
+        setattr(owner, name, wrapped)
+
+    def kill(self) -> dict:
+        """Who dies in the present generation."""
+        return self.kills[self.generation - 1] if 0 < self.generation <= len(self.kills) else {"ranks": []}
+
     def point(self, where: str) -> None:
-        kill = self.settings.get("kill")
-        if kill is None or self.lost.is_set() or self.generation > 1 or kill["iteration"] != self.iteration:
+        kill = self.kill()
+        if self.rank not in kill["ranks"] or kill.get("iteration", self.iteration) != self.iteration:
             return
-        at, _, count = kill["at"].partition(":")
-        if where != at or self.rank not in kill["ranks"]:
-            return
-        self.seen = getattr(self, "seen", -1) + 1
-        if self.seen == int(count or 0):
+        count = self.points[where] = self.points.get(where, -1) + 1
+        if kill["at"] == f"{where}:{count}":
             time.sleep(SETTLE)
             (self.folder / f"lost.{self.rank}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def over(self) -> bool:
-        return self.lost.is_set() and self.generation == 1
+        """The dead ranks of the present generation are known to be dead."""
+        ranks = self.kill()["ranks"]
+        return bool(ranks) and all((self.folder / f"lost.{rank}").exists() for rank in ranks)
 
     def watch(self) -> None:
-        """Ends what the training thread waits for, once the dead ranks are known to be dead."""
-        ranks = self.settings["kill"]["ranks"]
-        while not all((self.folder / f"lost.{rank}").exists() for rank in ranks):
+        """Ends what the training thread waits for."""
+        while True:
             time.sleep(0.005)
-        self.lost.set()
-        while self.generation == 1:
-            self.unblocker.unblock()
-            self.shards.abort()
-            time.sleep(0.005)
+            generation = self.generation
+            if self.over() and generation == self.generation:
+                self.unblocker.unblock()
+                self.shards.abort()
 
     # ------------------------------------------------------------ an iteration
     def mine(self) -> list[int]:
@@ -214,7 +243,7 @@ class Training:
     def compute(self, indices: list[int], again: bool = False) -> None:
         if not indices:
             if self.settings.get("gather"):
-                elastic_buckets.gather_without_forward([self.model])
+                elastic_buckets.gather_without_forward(self.model)
             return
         tokens = self.settings.get("tokens", False)
         weight = 1.0 if tokens else len(indices) / MICRO_BATCHES
@@ -232,12 +261,18 @@ class Training:
             return output, loss_function
 
         self.config.finalize_model_grads_func = None
-        self.config.no_sync_func = self.model.no_sync if self.settings.get("overlap") and not again else None
-        with self.model.no_sync() if again else contextlib.nullcontext():
+        whole = [chunk.no_sync for chunk in self.model]
+        self.config.no_sync_func = None
+        if self.settings.get("overlap") and not again:
+            self.config.no_sync_func = whole if self.virtual else whole[0]
+        with contextlib.ExitStack() as stack:
+            for chunk in self.model if again else []:
+                stack.enter_context(chunk.no_sync())
+            data = [iter([self.micro_batch(index) for index in indices]) for _ in self.model]
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter([self.micro_batch(index) for index in indices]),
-                model=[self.model],
+                data_iterator=data if self.virtual else data[0],
+                model=self.model,
                 num_microbatches=len(indices),
                 seq_length=SEQUENCE,
                 micro_batch_size=SIZE,
@@ -250,7 +285,7 @@ class Training:
 
     def reduce(self, explicit: bool = False) -> None:
         if explicit and self.settings.get("overlap"):
-            for group in self.model.bucket_groups:
+            for group in self.bucket_groups():
                 if not group.is_first_batch and group.grad_reduce_handle is None:
                     group.start_grad_sync()
         if self.broken:
@@ -258,13 +293,13 @@ class Training:
         tokens = None
         if self.settings.get("tokens"):
             tokens = torch.tensor(len(self.done) * SIZE * SEQUENCE, dtype=torch.int)
-        with contextlib.nullcontext() if self.settings.get("fresh") else own_parts_only([self.model]):
-            finalize_model_grads([self.model], tokens)
+        with contextlib.nullcontext() if self.settings.get("fresh") else own_parts_only(self.model):
+            finalize_model_grads(self.model, tokens)
         if self.broken:
             raise self.broken
 
     def iterate(self) -> None:
-        self.model.zero_grad_buffer()
+        self.zero()
         self.optimizer.zero_grad()
         self.slices.forget()
         self.done, self.broken = [], None
@@ -275,11 +310,11 @@ class Training:
         self.finish()
 
     def undo_once(self) -> None:
-        before = [buffer.grad_data.clone() for buffer in self.model.buffers]
+        before = [buffer.grad_data.clone() for buffer in self.buffers()]
         self.reduce()
-        after = [buffer.grad_data.clone() for buffer in self.model.buffers]
+        after = [buffer.grad_data.clone() for buffer in self.buffers()]
         self.slices.restore()
-        for buffer, wanted, reduced in zip(self.model.buffers, before, after, strict=True):
+        for buffer, wanted, reduced in zip(self.buffers(), before, after, strict=True):
             assert not torch.equal(reduced, wanted)
             assert torch.equal(buffer.grad_data, wanted)
 
@@ -290,7 +325,7 @@ class Training:
         if not self.settings.get("fresh"):
             self.save_copies(self.iteration + 1)
         self.iteration, self.done = self.iteration + 1, []
-        if self.settings.get("record") and ("kill" not in self.settings or self.generation > 1):
+        if self.settings.get("record") and self.generation > len(self.kills):
             self.record(f"v{self.iteration}")
 
     def schedule(self, version: int) -> None:
@@ -304,6 +339,9 @@ class Training:
 
     def save_copies(self, version: int) -> None:
         self.shards.export(version, extra=str(version).encode())
+        self.send_copies(version)
+
+    def send_copies(self, version: int) -> None:
         self.point("copy")
         self.shards.send_copies(version, sharding.heirs([str(r) for r in range(self.replicas())], self.copies()))
         self.commit("ack")
@@ -322,24 +360,21 @@ class Training:
     # ------------------------------------------------------------ recovery
     def recover(self) -> None:
         """What the controller and the session do, in small: report, decide, enter, adopt, go on."""
-        if not self.lost.wait(60):
-            raise RuntimeError("an error without a loss") from self.broken
+        wait_for(*(self.folder / f"lost.{rank}" for rank in self.kill()["ranks"]))
         report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held()}
-        with appears(self.folder / f"report.{self.rank}") as part:
+        with appears(self.folder / f"report.{self.generation}.{self.rank}") as part:
             part.write_text(json.dumps(report))
-        dead = self.settings["kill"]["ranks"]
-        members = [rank for rank in self.members if rank not in dead]
-        paths = [self.folder / f"report.{rank}" for rank in members]
+        members = [rank for rank in self.members if rank not in self.kill()["ranks"]]
+        paths = [self.folder / f"report.{self.generation}.{rank}" for rank in members]
         wait_for(*paths)
         reports = [json.loads(path.read_text()) for path in paths]
         base, version = newest(reports)
-        elastic_buckets.drain([self.model])
+        elastic_buckets.drain(self.model)
         self.slices.restore()
         self.enter(members)
         self.adopt(base, version)
         self.record("recovered", version)
-        (self.folder / f"moved.{self.rank}").write_text(json.dumps([base, version, [r["done"] for r in reports]]))
-        self.save_copies(version)
+        self.send_copies(version)
         if version > self.iteration:
             self.iteration, self.done = version, []
             return
@@ -347,7 +382,7 @@ class Training:
         left = [index for index in range(MICRO_BATCHES) if index not in kept]
         self.broken = None
         if not self.done:
-            self.model.zero_grad_buffer()
+            self.zero()
         self.compute(left[self.replica() :: self.replicas()], again=True)
         self.reduce(explicit=True)
         self.finish()
@@ -355,8 +390,9 @@ class Training:
     # ------------------------------------------------------------ what it holds
     def record(self, name: str, version: int | None = None) -> None:
         if self.settings.get("gather"):
-            self.model.start_param_sync(force_sync=True)
-        names = {p: n.removeprefix("module.") for n, p in self.model.module.named_parameters()}
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+        names = self.names()
         pieces = []
         for optimizer in elastic_buckets.distributed(self.optimizer):
             for parameter in optimizer.model_param_gbuf_map:
@@ -373,7 +409,7 @@ class Training:
         """A freshly built optimizer gets the state of the files of a phase."""
         place = self.members.index(self.rank) % self.size
         full, parameters, step = merged(self.folder, str(phase), ranks)[place]
-        names = {p: n.removeprefix("module.") for n, p in self.model.module.named_parameters()}
+        names = self.names()
         with torch.no_grad():
             for parameter, name in names.items():
                 parameter.copy_(parameters[name])
@@ -394,8 +430,9 @@ class Training:
             elastic_buckets.prepare()
             self.fake_world()
             self.build()
-            self.shards = shards.Shards([self.model], self.optimizer, self.over)
-            if self.settings.get("kill"):
+            self.shards = shards.Shards(self.model, self.optimizer, self.over)
+            self.before(self.shards, "_exchange", "exchange")
+            if self.kills:
                 threading.Thread(target=self.watch, daemon=True).start()
         state: tuple[int, int] | None = None
         before: list[int] = []
@@ -408,10 +445,11 @@ class Training:
                 self.enter(members)
                 if state is None:
                     self.tie_embeddings()
+                    self.save_copies(0)
                 else:
                     self.adopt(*state)
                     self.iteration = state[1]
-                self.save_copies(self.iteration)
+                    self.send_copies(self.iteration)
             if self.rank in members:
                 self.train(iterations)
                 self.record(str(number))
@@ -430,17 +468,19 @@ class Training:
 
     def train(self, iterations: int) -> None:
         end = self.iteration + iterations
+        go_on = self.iterate
         while self.iteration < end:
             try:
-                self.iterate()
+                go_on()
+                go_on = self.iterate
             except RuntimeError as error:
-                if self.generation > 1 or "kill" not in self.settings:
+                if not self.kill()["ranks"]:
                     raise
                 self.broken = error
-                self.recover()
+                go_on = self.recover
 
     def wait_for(self, number: int, members: list[int]) -> None:
-        dead = self.settings.get("kill", {"ranks": []})["ranks"]
+        dead = [rank for kill in self.kills for rank in kill["ranks"]]
         wait_for(*(self.folder / f"state.{number}.{rank}" for rank in members if rank not in dead))
 
 

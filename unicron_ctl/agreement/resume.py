@@ -129,16 +129,18 @@ def newest_state(
 ) -> tuple[tuple[int, int] | None, set[int]]:
     """((base, version), who holds shards of it): the newest state of a distributed optimizer of which these slots have
     every shard at every place; (None, nobody) where there is none."""
-    held: dict[tuple[int, int, int], list[set[int]]] = {}
+    held: dict[tuple[int, int, int], dict[int, set[int]]] = {}
     holders: dict[tuple[int, int, int], set[int]] = {}
     for slot in slots:
         for shards in reports[slot].shards:
             key = shards.version, shards.base, shards.count
-            held.setdefault(key, [set() for _ in range(size)])[slot % size].update(shards.held)
+            mine = held.setdefault(key, {}).setdefault(slot % size, set())
+            mine.update(index for index in shards.held if index < shards.count)
             holders.setdefault(key, set()).add(slot)
-    for version, base, count in sorted(held, reverse=True):
-        if all(len(found & set(range(count))) == count for found in held[version, base, count]):
-            return (base, version), holders[version, base, count]
+    for key in sorted(held, reverse=True):
+        version, base, count = key
+        if len(held[key]) == size and all(len(found) == count for found in held[key].values()):
+            return (base, version), holders[key]
     return None, set()
 
 

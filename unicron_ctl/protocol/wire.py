@@ -77,7 +77,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     base: ranges.Count
     version: ranges.Count
-    count: ranges.Replica
+    count: ranges.Ways
     held: ranges.Shards
 
 

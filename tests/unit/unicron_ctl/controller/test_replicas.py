@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.judge.ranks import to_restart
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 
 
@@ -220,3 +224,32 @@ def test_the_ledger_takes_the_heads_word_for_their_replicas(size):
     steps = [event for event in world.log if event.kind == "step"]
     assert len(steps) == 3 and all(event.record.ranks == 4 for event in steps)
     assert world.job().ledger_violations == 0
+
+
+def test_a_rank_that_is_stopped_by_a_signal_is_blamed_and_not_those_of_its_replica_that_wait_for_it():
+    world, agents = started(nodes=4, ranks=1, replica=2, hang_floor_seconds=0.5)
+    for iteration in range(20):
+        world.run(0.4)
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.set(agent.element, phase="computing" if agent.element > 1 else "reducing")
+    agents[3].set(3, process="T")
+    world.run(12.0)
+    assert failures(world) == ["hang [3]"]
+
+
+def test_when_a_collective_hangs_again_all_replicas_but_one_start_anew():
+    world, _ = started(nodes=6, ranks=1, replica=2)
+    assert to_restart(world.job()) == {2, 3, 4, 5}
+    alone, _ = started(nodes=2, ranks=1, replica=2)
+    assert to_restart(alone.job()) == set(), "nobody else has the state"
+
+
+def test_people_are_told_of_replicas_and_standbys():
+    world, agents = started(nodes=4, ranks=1, replica=2)
+    agents[3].die(3)
+    job = answers.job(world.core, world.job(), EVERYBODY)
+    assert (job["layout"], job["replica"], job["replicas"], job["standbys"]) == ("TP2", 2, 1, [2])
+    assert tables.replicas(job) == "TP2: 1 replica of 2 ranks, standbys: slots 2"
+    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    assert "replicas: TP2: 1 replica" in str(tables.explanation(explained)[0])
