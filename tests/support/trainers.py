@@ -39,10 +39,11 @@ class Body:
 class Trainer(FakeAgent):
     """An agent whose ranks do one thing at a time."""
 
-    def __init__(self, job: TrainingJob, element: int) -> None:
+    def __init__(self, job: TrainingJob, element: int, node: str = "") -> None:
         self.job_of = job
         self.inbox: list[wire.Message] = []
-        super().__init__(job.world, "1", element, f"n{element + 1}", job.per_node, job.nodes, replica=job.size)
+        node = node or f"n{element + 1}"
+        super().__init__(job.world, "1", element, node, job.per_node, job.nodes, replica=job.size)
         self.bodies = {slot: Body(0) for slot in self.slots}
 
     def get(self, message: wire.Message) -> None:
@@ -267,7 +268,7 @@ class TrainingJob:
         self.trainers: dict[int, Trainer] = {}
         self.killed: set[int] = set()
         self.committed: set[tuple[int, int]] = set()  # (generation, iteration)
-        self.steps = 0
+        self.steps = self.moved = 0
         for element in range(started):
             self.add(element)
 
@@ -315,6 +316,23 @@ class TrainingJob:
     def kill(self, slot: int) -> None:
         self.killed.add(slot)
         self.trainer(slot).die(slot)
+
+    def lose(self, element: int) -> None:
+        """The node dies, and with it all that the agent has not said."""
+        trainer = self.trainers[element]
+        self.killed.update(trainer.slots)
+        trainer.silent = True
+        self.world.dead_nodes.add(trainer.node)
+
+    def replace(self, element: int) -> None:
+        """The element starts on another node."""
+        self.moved += 1
+        trainer = self.trainers[element] = Trainer(self, element, f"m{self.moved}")
+        trainer.register()
+
+    @property
+    def lost_elements(self) -> list[int]:
+        return [element for element, trainer in self.trainers.items() if trainer.silent]
 
     def processing(self) -> list[Trainer]:
         return [trainer for trainer in self.trainers.values() if trainer.inbox and not trainer.silent]

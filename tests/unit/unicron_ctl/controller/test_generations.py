@@ -87,6 +87,20 @@ class Generations(RuleBasedStateMachine):
             self.kills += 1
             self.training.kill(data.draw(st.sampled_from(living)))
 
+    @precondition(lambda self: self.kills < MOST_KILLS)
+    @rule(data=st.data())
+    def a_node_dies(self, data: st.DataObject) -> None:
+        training = self.training
+        living = [e for e, trainer in training.trainers.items() if training.killed.isdisjoint(trainer.slots)]
+        if living:
+            self.kills += 1
+            training.lose(data.draw(st.sampled_from(living)))
+
+    @rule()
+    def a_lost_element_starts_elsewhere(self) -> None:
+        for element in self.training.lost_elements:
+            self.training.replace(element)
+
     @rule()
     def a_node_is_added(self) -> None:
         if len(self.training.trainers) < self.training.nodes:
@@ -120,13 +134,14 @@ class Generations(RuleBasedStateMachine):
         for slot in self.training.slots:
             rank = self.training.rank(slot)
             if rank is not None and slot in job.banished:
-                assert job.banished[slot].incarnation != rank.incarnation, slot
+                assert job.banished[slot] != (self.training.trainer(slot).agent, rank.incarnation), slot
 
     def teardown(self) -> None:
         """When nothing more happens all ranks come to train, and go on training."""
         if not hasattr(self, "training"):
             return
         training, job = self.training, self.training.world.job()
+        self.a_lost_element_starts_elsewhere()
         whole = len(training.slots) // training.size * training.size
         for _ in range(ROUNDS):
             self.settle(0.5)
