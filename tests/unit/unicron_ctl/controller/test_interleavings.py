@@ -49,7 +49,11 @@ STATUSES = st.builds(
     replica=st.sampled_from([1, 1, 2, 3]),
     shards=st.lists(
         st.builds(
-            wire.Shards, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.lists(st.integers(0, 3), max_size=3)
+            wire.Shards,
+            st.integers(0, 2),
+            st.integers(0, 3),
+            st.integers(1, 3),
+            st.lists(st.integers(0, 3), max_size=3),
         ),
         max_size=2,
     ),
