@@ -30,8 +30,8 @@ class PeerLost(RuntimeError):
 
 
 class Gradients:
-    """Owns the DDP model chunks of one rank. `over()` tells whether the generation is over, `lost()` whether the schedule
-    cannot go on either: in a replica of several ranks only when one of them is gone.
+    """Owns the DDP model chunks of one rank. `over()` tells whether the generation is over, `lost()` whether the
+    schedule cannot go on either: in a replica of several ranks only when one of them is gone.
 
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
     index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
@@ -103,8 +103,8 @@ class Gradients:
         return any(group.is_first_batch for group in overlapped)
 
     def compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost` between
-        two micro-batches; in a replica of several ranks only when one of them is lost."""
+        """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
+        between two micro-batches; in a replica of several ranks only when one of them is lost."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         owed = ledger.todo()
@@ -136,8 +136,8 @@ class Gradients:
             elastic_buckets.gather_without_forward(self.model)
 
     def _padded(self, count: int) -> int:
-        """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more, with
-        the weight 0."""
+        """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more,
+        with the weight 0."""
         if len(self.model) == 1:
             return count
         group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline

@@ -16,16 +16,15 @@ from transition.watch import Plan, PlanTimeout
 
 # Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
 PLAN_TIMEOUT = 900.0
-TRANSFER_SECONDS = 1.0  # between two messages while the training state is transferred
 NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were never built
 
 
 class Member:
     """What the session is for the generations. Set by whoever owns it:
 
-    report(state): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan` are
-    there, so take them into use and, where ranks join, move the training state. rescue(): nobody leads the job any more.
-    fatal: errors that another try does not answer.
+    report(state): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan`
+    are there, so take them into use and, where ranks join, move the training state. rescue(): nobody leads the job any
+    more. fatal: errors that another try does not answer.
     """
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):

@@ -58,8 +58,8 @@ def current() -> Process:
 def init_process_group(backend: str, layout: Layout | None = None) -> None:
     """In place of `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
 
-    Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it into
-    the job's generations. Without an agent it is torch's own call with the usual environment variables.
+    Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
+    into the job's generations. Without an agent it is torch's own call with the usual environment variables.
     """
     global _process
     _process = Process(backend, layout or Layout())

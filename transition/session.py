@@ -21,8 +21,9 @@ from transition import groups, migrate, process, supported
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
 from transition.exchange import Exchange, at_commit
 from transition.gradients import Gradients, PeerLost
+from transition.handover import Handover
 from transition.ledger import Ledger, LedgerError, deal
-from transition.member import TRANSFER_SECONDS, Member
+from transition.member import Member
 from transition.safekeeping import Safekeeping
 from transition.watch import Plan, PlanTimeout
 
@@ -137,14 +138,14 @@ class Session:
         self._committed = False
         self._reduce_seconds = self._outside_seconds = 0.0
         self._last_progress = 0.0
-        self._transferred = 0  # bytes of the transfer at hand
         self._self_stops = 0
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stopping = False
         self._checkpoints = checkpoints
         saved = checkpoints.load(self._state) if checkpoints is not None else None
-        self._saved = saved is not None
         self.iteration = self.iteration if saved is None else saved
+        source = checkpoints if saved is not None else None
+        self._handover = Handover(self._member, self._state, self._exchange, self._kept, source)
 
     def _join(self, current: process.Process) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -290,9 +291,9 @@ class Session:
         self._stop_wanted = True
 
     def _commit(self) -> None:
-        """Right before the parameters change, after all else of the step that communicates: nobody steps before all can.
-        Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration reduced
-        once more."""
+        """Right before the parameters change, after all else of the step that communicates: nobody steps before all
+        can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration
+        reduced once more."""
         if self._channel is None or self._committed:
             self._committed = True
             return
@@ -417,72 +418,11 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
-        kept = self._kept
-        before = kept.newest if kept is not None else (0, -1)
-        if kept is not None:
-            kept.enter(plan.generation, plan.members, self.slot, self.layout.size)
-        if plan.source is not None and not plan.boundary and plan.state is None:
-            self._tie_embeddings()
-        if plan.source is not None and plan.joiners and plan.state is None:
-            self._migrate(plan, plan.source, newcomer)
-        if kept is not None:
-            self._take_shards(plan, before)
+        self.iteration = self._handover.take(plan, newcomer, self.iteration)
+        self._gradients.seed = self._state.seed
         if newcomer:
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
-
-    def _take_shards(self, plan: Plan, before: tuple[int, int]) -> None:
-        """The optimizer's state in the new layout: what a plan names, what the members had at the boundary, or, where
-        nobody has trained, what goes with the parameters."""
-        assert self._kept is not None
-        if plan.state is not None:
-            self._kept.adopt(*plan.state)
-            self.iteration = max(self.iteration, plan.state[1]) if plan.iteration is None else plan.iteration
-        elif plan.boundary:
-            self._kept.adopt(*self._exchange.furthest(before))
-        else:
-            if self._saved and self._checkpoints is not None:
-                self._checkpoints.load(self._state, self.iteration)  # this rank's shard is another one by now
-            else:
-                self._optimizer.reload_model_params()
-            self._kept.keep(self.iteration)
-
-    def _tie_embeddings(self) -> None:
-        """The last stage's copy of the embedding is the first one's, which was not there when it was built."""
-        if self._exchange.tie_embeddings(self._model):
-            self._optimizer.reload_model_params()
-
-    def _migrate(self, plan: Plan, sender: int, newcomer: bool) -> None:
-        member, size = self._member, self.layout.size
-        replicas = [plan.members[first : first + size] for first in range(0, len(plan.members), size)]
-        source = next(number for number, slots in enumerate(replicas) if sender in slots)
-        sends = sender in member.slots
-        member.half_received = member.half_received or (newcomer and not sends)
-        holders = [number for number, slots in enumerate(replicas) if not set(slots) & set(plan.joiners)]
-
-        def note(*what: int) -> None:
-            member.note = migrate.note([slots[self.slot % size] for slots in replicas], *what)
-            member.publish("entering", entering=plan.generation, moved=self._transferred)
-
-        def moved(count: int) -> None:
-            self._transferred += count
-            if (newcomer or sends) and self._due(TRANSFER_SECONDS):
-                member.publish("entering", entering=plan.generation, moved=self._transferred)
-
-        self._transferred = 0
-        self.iteration = migrate.transfer(
-            self._state,
-            self.iteration,
-            source,
-            newcomer,
-            self._process.device,
-            holders,
-            self._exchange.data_parallel,
-            note,
-            moved,
-        )
-        self._gradients.seed = self._state.seed
-        member.half_received = False
 
     def _rescue(self) -> None:
         """Nobody leads the job any more: what this rank knows goes to disk before it ends."""

@@ -1,16 +1,16 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment: TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DROPOUT; TINY_TOKENS=1 for a loss per token; TINY_BF16=1;
-TINY_DISTOPT=1 for the distributed optimizer; TINY_LAYERS; TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
-"delay"}; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations
-whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
+Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
+"delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for its
+gathers overlapped; TINY_BF16=1; TINY_TOKENS=1 for a loss per token; TINY_DROPOUT; TINY_LAYERS; TINY_OVERLAP=1 for
+overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose gradients and
+parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
 the next iteration; "enter" a generation's groups are built; "world" its world is there, the other groups are not;
 "entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is written; "import".
-With `recovery` n in place of `count`:
-the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only once that
+With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only once that
 file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
