@@ -94,7 +94,7 @@ GRADIENTS = 1e-6  # relative to a parameter's largest; one of twelve micro-batch
 
 
 def test_what_always_arrives_corrupted_is_never_trained_with(tmp_path):
-    """A newcomer gets its part from rank 1, too."""
+    """The newcomer gets its part from rank 0."""
     phases = [[[0, 1], 1], [[0, 1, 2], 1]]
     errors = run(tmp_path, dict.fromkeys([0, 1, 2], 1), phases=phases, most=4, spoil=TRIES)
     assert all("were spoiled on their way" in error for error in errors.values())

@@ -5,7 +5,7 @@ tests.
 
 SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp`, `pp` and `virtual` (stages of a rank); `most` replicas;
 `bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone
-once), `copies`, `piece` (elements in a message), `spoil` (so many transfers of rank 1); `fresh`: plain Megatron, built
+once), `copies`, `piece` (elements in a message), `spoil` (so many transfers of rank 0); `fresh`: plain Megatron, built
 anew for each phase, with the state from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each
 generation from the first on. Every rank writes what it holds after each phase, and after a recovery.
 """
@@ -428,7 +428,7 @@ class Training:
     # ------------------------------------------------------------ phases
     def run(self) -> None:
         fresh = self.settings.get("fresh", False)
-        for _ in range(self.settings.get("spoil", 0) if self.rank == 1 else 0):
+        for _ in range(self.settings.get("spoil", 0) if self.rank == 0 else 0):
             injector.take({"fault": "corrupt-checkpoint"})
         shards.PIECE = self.settings.get("piece", shards.PIECE)
         if not fresh:
