@@ -86,6 +86,7 @@ def test_one_seed_gives_one_training_in_every_layout(dataset, reference, ranks, 
     assert found["norms"] == pytest.approx(reference["norms"], rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_the_output_layer_of_its_own_is_the_same_in_every_layout_too(dataset, reference):
     one, other = (train(dataset, ranks, "--untie-embeddings-and-output-weights", *more) for ranks, more in UNTIED)
     assert one["losses"] == pytest.approx(other["losses"], rel=TOLERANCE)
@@ -97,7 +98,12 @@ UNTIED = ((1, []), (4, (TP + PP).split()))
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, ""), (4, TP + PP + SHARDED), (4, INTERLEAVED + SHARDED + OVERLAP), (2, PP + "--calculate-per-token-loss")],
+    [
+        (4, TP + PP + SHARDED),
+        pytest.param(2, "", marks=pytest.mark.long),
+        pytest.param(4, INTERLEAVED + SHARDED + OVERLAP, marks=pytest.mark.long),
+        pytest.param(2, PP + "--calculate-per-token-loss", marks=pytest.mark.long),
+    ],
 )
 def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, tmp_path, ranks, options):
     """What the demo checks its recoveries with, for every layout."""
@@ -119,7 +125,9 @@ def test_dropout_is_the_same_whoever_computes_a_micro_batch(dataset, reference):
     assert one["losses"] != pytest.approx(reference["losses"], rel=1e-3), "there is dropout"
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ""), (4, TP + PP), (2, INTERLEAVED)])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ""), (4, TP + PP), pytest.param(2, INTERLEAVED, marks=pytest.mark.long)]
+)
 def test_recomputed_activations_have_the_same_dropout_bit_for_bit(dataset, ranks, options):
     kept, recomputed = (train(dataset, ranks, *DROPOUT, *options.split(), *more) for more in ([], RECOMPUTED))
     assert recomputed == kept
@@ -202,31 +210,33 @@ sys.argv[0] = {plain!r}
 runpy.run_path({plain!r})
 import os
 import gpt_model, gpt_options, train_gpt
-import torch.distributed as dist
 from megatron.core import parallel_state
 from transition import preparing
 from transition.checkpoint import Checkpoints, Writer
 from transition.layout import Layout
 from transition.migrate import TrainingState
-place, layout = int(os.environ["PLACE"]), Layout(tensor=2, pipeline=2)
+slot, layout = int(os.environ["RANK"]), Layout(tensor=2, pipeline=2)
 options = gpt_options.parse(sys.argv[1:])
 device, _ = train_gpt.prepare(options)
-os.environ["UNICRON_MAX_RANKS"] = "12"
-preparing.prepare(layout, 4 + place)
+os.environ["UNICRON_MAX_RANKS"] = os.environ["WORLD_SIZE"]
+preparing.prepare(layout, slot)
 parallel_state.initialize_model_parallel(2, 2)
 chunks = gpt_model.build_model(options, device)
 state = TrainingState(chunks, *gpt_model.build_optimizer(options, chunks))
 assert Checkpoints(options.save).load(state) == 1
-Checkpoints(options.save + ".again").save_last(state, 1, Writer(place, layout.size))
+shard = slot // 4, int(os.environ["WORLD_SIZE"]) // 4
+if not options.use_distributed_optimizer:
+    shard = 0, 1
+Checkpoints(options.save + ".again").save_last(state, 1, Writer(slot % 4, 4, *shard))
 print("null")
 """
 
 
-def test_a_rank_reads_its_part_alone_in_a_world_without_peers(dataset, reference, tmp_path):
+@pytest.mark.parametrize(("ranks", "sharded"), [(4, ""), (8, SHARDED)])
+def test_ranks_read_their_parts_alone_in_worlds_without_peers(dataset, reference, tmp_path, ranks, sharded):
+    """And write what they have read, each for itself; that is a checkpoint, too."""
     saves, script = tmp_path / "saves", tmp_path / "alone.py"
     train(dataset, 2, *SHARDED.split(), "--save", saves, PLAIN_LAST="1")
     script.write_text(ALONE.format(plain=str(PLAIN)))
-    for place in range(4):
-        layout = [*(TP + PP).split(), "--save", saves]
-        train(dataset, 1, *layout, script=script, PLACE=str(place), WORLD_SIZE="4")
+    train(dataset, ranks, *(TP + PP + sharded).split(), "--save", saves, script=script)
     follows(train(dataset, 1, "--save", f"{saves}.again"), reference, first=1)

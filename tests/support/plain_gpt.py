@@ -41,11 +41,12 @@ def main() -> None:
     checkpoints = checkpoint.Checkpoints(options.save) if options.save else None
     first = (checkpoints.load(state) if checkpoints else None) or 0
     last = int(os.environ.get("PLAIN_LAST", options.train_iterations))
-    saver = train_gpt.GradientSaver(chunks, optimizer, options.save_gradients, dist.get_rank())
+    folder = options.save_gradients
+    saver = train_gpt.GradientSaver(chunks, optimizer, folder, dist.get_rank()) if folder else None
     steps = []
     for number in range(first, last):
         steps.append(loop.iteration(number))
-        if options.save_gradients:
+        if saver:
             saver.after_step(SimpleNamespace(iteration=number, generation=number))
     writer = loop.writer(steps[-1][0])
     if checkpoints and (options.use_distributed_optimizer or loop.replica == 0):

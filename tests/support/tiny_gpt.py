@@ -8,7 +8,8 @@ whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKP
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
 (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
 the next iteration; "enter" a generation's groups are built; "world" its world is there, the other groups are not;
-"entered" the groups are there; "transfer" of the state to newcomers; "import". With `recovery` n in place of `count`:
+"entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is written; "import".
+With `recovery` n in place of `count`:
 the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only once that
 file is in TINY_OUT.
 
@@ -27,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -49,7 +51,7 @@ DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("import",)
+COUNTED += ("save", "import")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -118,6 +120,7 @@ def wait(condition) -> None:
         time.sleep(0.005)
 
 
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of what Megatron calls
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 point("import")
 import torch  # noqa: E402
@@ -277,7 +280,7 @@ GATHERED: list = []
 
 def install_points(chunks, optimizer) -> None:
     """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
-    from transition import groups, migrate
+    from transition import checkpoint, groups, migrate
 
     step = optimizer.step
 
@@ -325,6 +328,7 @@ def install_points(chunks, optimizer) -> None:
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
+    around(checkpoint.Checkpoints, "_write", "save")
 
 
 def main() -> None:
