@@ -22,11 +22,13 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from detector.inject import injector
 from transition import elastic_buckets
-from transition.migrate import StateMismatch, broadcast_bytes
+from transition.migrate import StateMismatch, broadcast_bytes, checksum
 from transition.sharding import Uncovered
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
+TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -149,7 +151,7 @@ class Shards:
                 incoming[move.source] += _pieces_of(flat, move.write, move.size)
         if self.index in incoming:
             _copy(incoming.pop(self.index), outgoing.pop(self.index))
-        self._exchange(outgoing, incoming)
+        self._exchange_soundly(outgoing, incoming)
         extra = self._apply(flat, step, header)
         elastic_buckets.rebuild_parameters(self.model, self.optimizer)
         self._check_alive()
@@ -259,7 +261,10 @@ class Shards:
                     work.abort()
 
     def _exchange(
-        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
+        self,
+        outgoing: Mapping[int, Sequence[torch.Tensor]],
+        incoming: Mapping[int, Sequence[torch.Tensor]],
+        spoil: bool = False,
     ) -> None:
         """Send flat pieces to ranks of the group and receive others. Both sides of a pair cut the same stream into the
         same messages, so that everybody's rounds fit together."""
@@ -277,10 +282,34 @@ class Shards:
                         _copy(parts, pieces)
                     else:
                         staged.append((pieces, parts))
+                if spoil and kind is dist.isend:
+                    wire, spoil = _spoiled(wire), False
                 operations.append(dist.P2POp(kind, wire, group=self.group, group_peer=rank))
             self._run(operations)
             for pieces, parts in staged:
                 _copy(pieces, parts)
+
+    def _exchange_soundly(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Collective: exchange, and once more where what came is not what was sent."""
+        for _ in range(TRIES):
+            spoil = bool(outgoing) and injector.spoils_transfer()
+            self._exchange(outgoing, incoming, spoil)
+            sums = torch.zeros(self.count, 2, dtype=torch.int64)
+            for rank, pieces in outgoing.items():
+                sums[rank] = _checksum(pieces)
+            table = torch.empty(self.count * sums.numel(), dtype=torch.int64, device=self.wire)
+            dist.all_gather_into_tensor(table, sums.view(-1).to(self.wire), group=self.group)
+            sent = table.cpu().view(self.count, self.count, 2)
+            wrong = [
+                rank for rank, pieces in incoming.items() if not torch.equal(_checksum(pieces), sent[rank, self.index])
+            ]
+            told = torch.tensor([len(wrong)], device=self.wire)
+            dist.all_reduce(told, group=self.group)
+            if not told.item():
+                return
+        raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
 
     def _run(self, operations: list[dist.P2POp]) -> None:
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -326,6 +355,21 @@ def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
     """A run of elements in each row of a shard."""
     rows = flat.view(len(STATES), -1)
     return [row.narrow(0, start, size) for row in rows]
+
+
+def _checksum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all pieces in this order, as :func:`transition.migrate.checksum`."""
+    total = torch.zeros(2, dtype=torch.int64)
+    for number, piece in enumerate(pieces):
+        total += (2 * number + 1) * checksum(piece)
+    return total
+
+
+def _spoiled(wire: torch.Tensor) -> torch.Tensor:
+    """An injected fault: a few bits flip on the way."""
+    damaged = wire.clone()
+    damaged.view(torch.uint8)[damaged.numel() // 2] ^= 0x41
+    return damaged
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch
 from tests.support.processes import ROOT, outside_slurm
 from tests.support.sharded_states import merged
 from tests.support.zygote import Script
+from transition.shards import TRIES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -32,6 +33,7 @@ def run(folder, expected=None, **settings):
     ends = {rank: script.wait() for rank, script in scripts.items()}
     wrong = {rank: end.stderr[-3000:] for rank, end in ends.items() if end.returncode != (expected or {}).get(rank, 0)}
     assert not wrong, "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+    return {rank: end.stderr for rank, end in ends.items()}
 
 
 def assert_same(one, other):
@@ -50,7 +52,7 @@ def assert_same(one, other):
     "settings",
     [
         {},
-        {"bf16": True, "piece": 1000},
+        {"bf16": True, "piece": 1000, "spoil": 2},
         {"overlap": True, "bf16": True, "copies": 2},
         {"overlap": True, "gather": True},
         {"tokens": True, "undo": True},
@@ -89,6 +91,16 @@ def test_sizes_of_model_parallel_jobs(tmp_path, settings, phases):
 
 
 GRADIENTS = 1e-6  # relative to a parameter's largest; one of twelve micro-batches missing would be 0.1
+
+
+def test_what_always_arrives_corrupted_is_never_trained_with(tmp_path):
+    """The newcomer gets its part from rank 0."""
+    phases = [[[0, 1], 1], [[0, 1, 2], 1]]
+    errors = run(tmp_path, dict.fromkeys([0, 1, 2], 1), phases=phases, most=4, spoil=TRIES)
+    assert all("were spoiled on their way" in error for error in errors.values())
+    assert not list(tmp_path.glob("state.1.*"))
+
+
 ITERATIONS = 4
 FAILED = 2
 

@@ -5,9 +5,9 @@ tests.
 
 SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp`, `pp` and `virtual` (stages of a rank); `most` replicas;
 `bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone
-once), `copies`, `piece` (elements in a message); `fresh`: plain Megatron, built anew for each phase, with the state
-from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each generation from the first on. Every
-rank writes what it holds after each phase, and after a recovery.
+once), `copies`, `piece` (elements in a message), `spoil` (so many transfers of rank 0); `fresh`: plain Megatron, built
+anew for each phase, with the state from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each
+generation from the first on. Every rank writes what it holds after each phase, and after a recovery.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from detector.inject import injector  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
 from transition import elastic_buckets, groups, preparing, sharding, shards, unblock  # noqa: E402
 from transition.gradient_slices import GradientSlices, own_parts_only  # noqa: E402
@@ -427,6 +428,8 @@ class Training:
     # ------------------------------------------------------------ phases
     def run(self) -> None:
         fresh = self.settings.get("fresh", False)
+        for _ in range(self.settings.get("spoil", 0) if self.rank == 0 else 0):
+            injector.take({"fault": "corrupt-checkpoint"})
         shards.PIECE = self.settings.get("piece", shards.PIECE)
         if not fresh:
             elastic_buckets.prepare()
