@@ -252,6 +252,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, str]:
     import warnings
 
     warnings.filterwarnings("ignore", module="megatron")  # optional packages that a small model does without
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what Megatron calls
     try:
         import cpu_adapter
         import torch

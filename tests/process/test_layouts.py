@@ -55,7 +55,11 @@ def moments(size: int) -> dict[str, list[dict]]:
         "step": [fault(first, 1, "step", kind="late", delay=0.004)],
         "after": [fault(last, 1, "outside")],
         "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
-        "twice": [fault(first, 1, "fetch", 1), fault(last, 2, "fetch", 0, incarnation=1)],
+        "twice": [
+            fault(first, 1, "fetch", 1),
+            fault(0, 2, "fetch", kind="wait", gate=1),  # until the process that was started again is offered
+            fault(first, 3, "fetch", incarnation=1),
+        ],
         "both": [fault(0, 1, "fetch", 1), fault(last, 1, "fetch", 0)],
         "error": [fault(first, 1, "reduced", 1, kind="error")],
     }

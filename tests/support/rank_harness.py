@@ -337,6 +337,11 @@ class Ranks:
             self.members = before
             if lost or self._self_stopped(everyone):
                 return self._break(lost)
+            if plan.boundary and all(self.ranks[slot].status.state == "finished" for slot in before):
+                for slot in plan.joiners:  # offered too late: the training is over
+                    self.ranks[slot].kill()
+                self.restart = False
+                return
         self.members = self.former = plan.members
         for slot in set(everyone) - set(plan.members):
             if not self.comeback and self.ranks[slot].status.state != "standby":

@@ -36,11 +36,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from tests.support.sharded_states import merged  # noqa: E402
-from transition import elastic_buckets, groups, ledger, sharding, shards, unblock  # noqa: E402
+from transition import elastic_buckets, groups, preparing, sharding, shards, unblock  # noqa: E402
 from transition.gradient_slices import GradientSlices, own_parts_only  # noqa: E402
+from transition.layout import Layout  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
@@ -54,8 +54,8 @@ class Training:
 
     def __init__(self, rank: int, folder: Path, settings: dict):
         self.rank, self.folder, self.settings = rank, folder, settings
-        self.tp, self.pp = settings.get("tp", 1), settings.get("pp", 1)
-        self.size, self.virtual = self.tp * self.pp, settings.get("virtual")
+        self.layout = Layout(tensor=settings.get("tp", 1), pipeline=settings.get("pp", 1))
+        self.size, self.virtual = self.layout.size, settings.get("virtual")
         self.iteration, self.generation = 0, 0
         self.members: list[int] = []
         self.unblocker = unblock.Unblocker()
@@ -66,27 +66,31 @@ class Training:
         self.broken: RuntimeError | None = None
 
     # ------------------------------------------------------------ worlds
-    def fake_world(self) -> None:
-        most = self.settings["most"] * self.size
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=most)
+    def prepare(self) -> None:
+        """The model is built in a world without peers."""
+        os.environ["UNICRON_MAX_RANKS"] = str(self.settings["most"] * self.size)
+        preparing.prepare(self.layout, self.rank)
         self.model_parallel()
+        self.groups = groups.Groups(self.layout, self.unblocker)
 
     def model_parallel(self) -> None:
-        """Groups of consecutive ranks for each replica."""
-        parallel_state.initialize_model_parallel(
-            self.tp, self.pp, self.virtual, create_gloo_process_groups=False, order="tp-cp-ep-pp-dp"
-        )
+        parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, self.virtual)
 
     def world(self, members: list[int]) -> None:
-        """The generation of `members`."""
+        """The generation of `members`, replica by replica."""
         self.generation += 1
         self.points.clear()
         self.members = members
-        with self.unblocker.building():
-            store = dist.FileStore(str(self.folder / f"store.{self.generation}"), len(members))
-            groups.init_world("gloo", store, members.index(self.rank), len(members))
+        store = dist.FileStore(str(self.folder / f"store.{self.generation}"), len(members))
+        if self.settings.get("fresh"):
+            place = self.rank % self.size
+            rank = self.layout.megatron_rank(self.replica(), place, self.replicas())
+            groups.init_world("gloo", store, rank, len(members))
+            parallel_state.destroy_model_parallel()
             self.model_parallel()
-            self.ring = torch.distributed.new_group(list(range(len(members))))  # for what is not the optimizer's
+        else:
+            with self.unblocker.building():
+                self.groups.build("gloo", store, members, self.rank, lambda: False)
 
     def replica(self) -> int:
         return self.members.index(self.rank) // self.size
@@ -106,8 +110,8 @@ class Training:
             use_cpu_initialization=True,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
+            tensor_model_parallel_size=self.layout.tensor,
+            pipeline_model_parallel_size=self.layout.pipeline,
             virtual_pipeline_model_parallel_size=self.virtual,
             pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
             bf16=bf16,
@@ -153,7 +157,7 @@ class Training:
 
     def tie_embeddings(self) -> None:
         """What Megatron does while it builds: in a world without peers it could not."""
-        if self.pp > 1:
+        if self.layout.pipeline > 1:
             weight = [p for chunk in self.model for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
             dist.all_reduce(weight[0].data, group=parallel_state.get_embedding_group())
             self.optimizer.reload_model_params()
@@ -189,10 +193,8 @@ class Training:
 
     def enter(self, members: list[int]) -> None:
         """The generation of `members`, with the objects that are there."""
-        old = groups.roles()
-        groups.tear_down()
+        self.groups.tear_down()
         self.world(members)
-        groups.repoint(groups.group_holders(self.model, self.optimizer), old, groups.roles())
         for group in self.bucket_groups():
             group.grad_reduce_handle = None
             group.is_last_microbatch, group.per_param_grad_ready_counts = True, {}
@@ -238,7 +240,7 @@ class Training:
 
     # ------------------------------------------------------------ an iteration
     def mine(self) -> list[int]:
-        return ledger.deal(MICRO_BATCHES, list(range(self.replicas())))[self.replica()]
+        return list(range(MICRO_BATCHES))[self.replica() :: self.replicas()]
 
     def compute(self, indices: list[int], again: bool = False) -> None:
         if not indices:
@@ -355,7 +357,7 @@ class Training:
 
     def commit(self, what: str) -> None:
         self.point(what)
-        dist.all_reduce(torch.zeros(1), group=self.ring)
+        dist.all_reduce(torch.zeros(1))
 
     # ------------------------------------------------------------ recovery
     def recover(self) -> None:
@@ -401,13 +403,13 @@ class Training:
                 kept = {key: tensors[key].detach().clone() for key in shards.STATES if key in tensors}
                 pieces.append((names[parameter], where.start, where.end, kept, float(tensors.get("step", 0))))
         parameters = {name: p.detach().clone() for p, name in names.items()}
-        place = self.members.index(self.rank) % self.size
+        place = self.rank % self.size
         with appears(self.folder / f"state.{name}.{self.rank}") as part:
             torch.save({"place": place, "pieces": pieces, "parameters": parameters, "version": version}, part)
 
     def take_up(self, phase: int, ranks: list[int]) -> None:
         """A freshly built optimizer gets the state of the files of a phase."""
-        place = self.members.index(self.rank) % self.size
+        place = self.rank % self.size
         full, parameters, step = merged(self.folder, str(phase), ranks)[place]
         names = self.names()
         with torch.no_grad():
@@ -428,8 +430,9 @@ class Training:
         shards.PIECE = self.settings.get("piece", shards.PIECE)
         if not fresh:
             elastic_buckets.prepare()
-            self.fake_world()
+            self.prepare()
             self.build()
+            self.groups.note_holders(groups.group_holders(self.model, self.optimizer))
             self.shards = shards.Shards(self.model, self.optimizer, self.over)
             self.before(self.shards, "_exchange", "exchange")
             if self.kills:

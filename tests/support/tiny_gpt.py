@@ -28,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -119,6 +120,7 @@ def wait(condition) -> None:
         time.sleep(0.005)
 
 
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of what Megatron calls
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 point("import")
 import torch  # noqa: E402

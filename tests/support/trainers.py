@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from transition import layout
@@ -22,7 +23,8 @@ LATER = (wire.Break, wire.PlanShare, wire.Withdraw, wire.StartRank, wire.StopRan
 @dataclass
 class Body:
     """What one process has. version: steps. gradient: micro-batches in it. reduced: how often each is in the sum of its
-    place, once that is reduced. fresh: it has not agreed with its replica yet on what they keep."""
+    place, once that is reduced. fresh: it has not agreed with its replica yet on what they keep. shards: of a
+    distributed optimizer's states, by (version, base, count). sent: its own of the last one has a copy."""
 
     version: int
     gradient: list[int] = field(default_factory=list)
@@ -34,16 +36,27 @@ class Body:
     agreed: wire.Plan | None = None
     fresh: bool = False
     seen_lost: frozenset[int] = frozenset()
+    shards: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    sent: bool = False
 
 
 class Trainer(FakeAgent):
     """An agent whose ranks do one thing at a time."""
 
-    def __init__(self, job: TrainingJob, element: int) -> None:
+    def __init__(self, job: TrainingJob, element: int, node: str = "") -> None:
         self.job_of = job
         self.inbox: list[wire.Message] = []
-        super().__init__(job.world, "1", element, f"n{element + 1}", job.per_node, job.nodes, replica=job.size)
+        node = node or f"n{element + 1}"
+        super().__init__(job.world, "1", element, node, job.per_node, job.nodes, replica=job.size)
         self.bodies = {slot: Body(0) for slot in self.slots}
+
+    def set(self, slot: int, **changes: Any) -> None:
+        """A rank at rest says which shards it holds."""
+        if "state" in changes:
+            rests = changes["state"] in ("stopped", "standby")
+            held = self.bodies[slot].shards if rests else {}
+            changes["shards"] = [wire.Shards(base, v, n, sorted(held[v, base, n])) for v, base, n in sorted(held)]
+        super().set(slot, **changes)
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, LATER):
@@ -151,6 +164,9 @@ class Trainer(FakeAgent):
             body.version, body.gradient, body.reduced = was.version, [], None
         before, body.plan, body.entering = self.mates(slot), plan, None
         rank = self.ranks[slot]
+        if plan.state is not None:
+            self._check_state(plan)
+            body.version = plan.state[1]
         if plan.step is not None and rank.iteration == plan.step and rank.phase == "synced" and body.reduced:
             self.step(slot)
         kept = rank.iteration == body.version and rank.phase != "stepped" and self.mates(slot) == before
@@ -158,6 +174,10 @@ class Trainer(FakeAgent):
         body.reduced, body.fresh, body.seen_lost, body.agreed = None, True, frozenset(), None
         heads = layout.heads(plan.members, plan.replica)
         head = layout.head(plan.members, plan.replica, slot)
+        if job.sharded:
+            mine = body.version, plan.generation, len(heads)
+            body.shards.setdefault(mine, set()).add(heads.index(head))
+            body.sent = False
         wanted = plan.assignment if not plan.boundary else deal(range(MICRO_BATCHES), heads)
         body.assigned = list(wanted[head])
         assert plan.iteration is None or plan.iteration == body.version, (slot, plan, body)
@@ -172,6 +192,18 @@ class Trainer(FakeAgent):
             done=list(body.gradient),
         )
         return True
+
+    def _check_state(self, plan: wire.Plan) -> None:
+        """All shards of the state are held by members that have not died."""
+        assert plan.state is not None
+        base, version = plan.state
+        for place in range(plan.replica):
+            held: dict[int, set[int]] = {}
+            for member in plan.members[place :: plan.replica]:
+                for (v, b, count), shards in self.job_of.body(member).shards.items():
+                    if (v, b) == (version, base):
+                        held.setdefault(count, set()).update(shards)
+            assert any(found == set(range(count)) for count, found in held.items()), (plan, place, held)
 
     def step(self, slot: int) -> None:  # type: ignore[override]
         """The parameters change."""
@@ -213,9 +245,18 @@ class Trainer(FakeAgent):
                 for member in plan.members:
                     job.body(member).agreed = body.offer if held != {0} and len(held) == 1 else None
             self.step(slot)
+            if job.sharded:
+                count, index = self._own(slot)
+                body.shards[body.version, plan.generation, count] = {
+                    *body.shards.get((body.version, plan.generation, count), set()),
+                    index,
+                }
+                body.sent = False
             self.set(slot, phase="stepped", done=[])
             self.job_of.stepped(slot)
             return True
+        if job.sharded and (plan.generation, rank.iteration) not in job.acknowledged:
+            return self._copy(slot, plan, rank, body)
         if body.agreed is not None:
             agreed, body.agreed, body.offer = body.agreed, None, None
             if slot in agreed.members:
@@ -226,6 +267,34 @@ class Trainer(FakeAgent):
         heads = layout.heads(plan.members, plan.replica)
         body.assigned = deal(range(MICRO_BATCHES), heads)[layout.head(plan.members, plan.replica, slot)]
         self.set(slot, phase="computing", iteration=rank.iteration + 1, done=[])
+        return True
+
+    def _own(self, slot: int) -> tuple[int, int]:
+        """(how many ways the state is sharded, which shard is the rank's own)."""
+        plan = self.bodies[slot].plan
+        assert plan is not None
+        heads = layout.heads(plan.members, plan.replica)
+        return len(heads), heads.index(layout.head(plan.members, plan.replica, slot))
+
+    def _copy(self, slot: int, plan: wire.Plan, rank: wire.RankStatus, body: Body) -> bool:
+        """The rank's shard goes to the next replica's rank of its place; then all acknowledge that."""
+        job, (count, index) = self.job_of, self._own(slot)
+        inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
+        if any(one is None or one.phase != "stepped" for one in inside):
+            return False
+        if not body.sent:
+            heir = plan.members[(index + 1) % count * plan.replica + slot % plan.replica]
+            key = body.version, plan.generation, count
+            job.body(heir).shards.setdefault(key, set()).add(index)
+            body.sent = True
+            return True
+        if not all(job.body(member).sent for member in plan.members):
+            return False
+        job.acknowledged.add((plan.generation, rank.iteration))
+        for member in plan.members:
+            kept = job.body(member).shards
+            for old in [key for key in kept if key[0] < body.version - 1]:
+                del kept[old]
         return True
 
     def _compute(self, slot: int) -> bool:
@@ -260,14 +329,18 @@ class Trainer(FakeAgent):
 class TrainingJob:
     """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica."""
 
-    def __init__(self, size: int, per_node: int, nodes: int, started: int, **settings: float) -> None:
+    def __init__(
+        self, size: int, per_node: int, nodes: int, started: int, sharded: bool = False, **settings: float
+    ) -> None:
+        self.sharded = sharded
+        self.acknowledged: set[tuple[int, int]] = set()  # (generation, iteration) whose state has copies
         self.size, self.per_node, self.nodes, self.checkpoint = size, per_node, nodes, 0
         usual = {"forming_settle_seconds": 0.5, "offer_delay": 0.1, "repeat_seconds": 0.2, "fault_grace": 0.2}
         self.world = World(**{**usual, **settings})
         self.trainers: dict[int, Trainer] = {}
         self.killed: set[int] = set()
         self.committed: set[tuple[int, int]] = set()  # (generation, iteration)
-        self.steps = 0
+        self.steps = self.moved = 0
         for element in range(started):
             self.add(element)
 
@@ -315,6 +388,23 @@ class TrainingJob:
     def kill(self, slot: int) -> None:
         self.killed.add(slot)
         self.trainer(slot).die(slot)
+
+    def lose(self, element: int) -> None:
+        """The node dies, and with it all that the agent has not said."""
+        trainer = self.trainers[element]
+        self.killed.update(trainer.slots)
+        trainer.silent = True
+        self.world.dead_nodes.add(trainer.node)
+
+    def replace(self, element: int) -> None:
+        """The element starts on another node."""
+        self.moved += 1
+        trainer = self.trainers[element] = Trainer(self, element, f"m{self.moved}")
+        trainer.register()
+
+    @property
+    def lost_elements(self) -> list[int]:
+        return [element for element, trainer in self.trainers.items() if trainer.silent]
 
     def processing(self) -> list[Trainer]:
         return [trainer for trainer in self.trainers.values() if trainer.inbox and not trainer.silent]

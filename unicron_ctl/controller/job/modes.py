@@ -75,7 +75,8 @@ def _nobody(view: View, job: JobView) -> str:
     """Why no survivor can go on; empty where some can."""
     if view.now < job.live.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state"
-    if not any(keeps(status) for status in job.reports().values()) or decided(job) is not None:
+    reports = job.reports()
+    if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
         return ""
     job.live.nobody_until = view.now + PACE * len(job.state.members)
     return "the survivors make no replica with a training state that is whole"

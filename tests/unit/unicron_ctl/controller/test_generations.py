@@ -29,10 +29,10 @@ SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at
 class Generations(RuleBasedStateMachine):
     """What may happen, and what must hold at every moment."""
 
-    @initialize(shape=st.sampled_from(SHAPES))
-    def begin(self, shape: tuple[int, int, int, int]) -> None:
+    @initialize(shape=st.sampled_from(SHAPES), sharded=st.booleans())
+    def begin(self, shape: tuple[int, int, int, int], sharded: bool) -> None:
         size, per_node, started, nodes = shape
-        self.training = TrainingJob(size, per_node, nodes, started)
+        self.training = TrainingJob(size, per_node, nodes, started, sharded)
         self.kills = 0
         self.settle(2.0)
 
@@ -87,6 +87,45 @@ class Generations(RuleBasedStateMachine):
             self.kills += 1
             self.training.kill(data.draw(st.sampled_from(living)))
 
+    @precondition(lambda self: self.kills < MOST_KILLS)
+    @rule(
+        data=st.data(),
+        phase=st.sampled_from(["computing", "reducing", "synced", "stepped", "entering"]),
+        most=st.integers(1, 60),
+        obey=st.booleans(),
+    )
+    def a_rank_dies_at(self, data: st.DataObject, phase: str, most: int, obey: bool) -> None:
+        """The ranks move one after the other until one of them is at that point; some are ahead of it then."""
+        training = self.training
+        order = data.draw(st.permutations(training.slots))
+        watched = order[data.draw(st.integers(0, len(order) - 1))]
+        for number in range(most * len(order)):
+            slot = order[number % len(order)]
+            if obey and training.trainer(slot).inbox and not training.trainer(slot).silent:
+                training.trainer(slot).process()
+            training.trainer(slot).move(slot)
+            rank = training.rank(watched)
+            if number >= most and rank is not None and phase in (rank.phase, rank.state):
+                break
+        living = [s for s in order if training.rank(s) is not None and s not in training.killed]
+        if living:
+            self.kills += 1
+            training.kill(living[0])
+
+    @precondition(lambda self: self.kills < MOST_KILLS)
+    @rule(data=st.data())
+    def a_node_dies(self, data: st.DataObject) -> None:
+        training = self.training
+        living = [e for e, trainer in training.trainers.items() if training.killed.isdisjoint(trainer.slots)]
+        if living:
+            self.kills += 1
+            training.lose(data.draw(st.sampled_from(living)))
+
+    @rule()
+    def a_lost_element_starts_elsewhere(self) -> None:
+        for element in self.training.lost_elements:
+            self.training.replace(element)
+
     @rule()
     def a_node_is_added(self) -> None:
         if len(self.training.trainers) < self.training.nodes:
@@ -120,13 +159,14 @@ class Generations(RuleBasedStateMachine):
         for slot in self.training.slots:
             rank = self.training.rank(slot)
             if rank is not None and slot in job.banished:
-                assert job.banished[slot].incarnation != rank.incarnation, slot
+                assert job.banished[slot] != (self.training.trainer(slot).agent, rank.incarnation), slot
 
     def teardown(self) -> None:
         """When nothing more happens all ranks come to train, and go on training."""
         if not hasattr(self, "training"):
             return
         training, job = self.training, self.training.world.job()
+        self.a_lost_element_starts_elsewhere()
         whole = len(training.slots) // training.size * training.size
         for _ in range(ROUNDS):
             self.settle(0.5)
