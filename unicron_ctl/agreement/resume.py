@@ -150,13 +150,13 @@ def _replicas(
     """(healthy replicas, those composed of other living ranks, who completes none)."""
     if size == 1:
         return [[slot] for slot in usable], [], []
-    known = former if former and len(former) % size == 0 else sorted(usable)
-    if known is former:
+    if former and len(former) % size == 0:
         groups = layout.replicas(former, size)
     else:
-        groups, _ = layout.compose(usable, size)
-        groups = [group for group in groups if len({slot // size for slot in group}) == 1]
-    healthy = [group for group in groups if all(slot in usable for slot in group)]
+        groups = [list(range(home * size, (home + 1) * size)) for home in sorted({slot // size for slot in usable})]
+    places = list(range(size))
+    whole = [group for group in groups if [slot % size for slot in group] == places]
+    healthy = [group for group in whole if all(slot in usable for slot in group)]
     inside = {slot for group in healthy for slot in group}
     composed, standbys = layout.compose((slot for slot in usable if slot not in inside), size)
     return healthy, composed, standbys

@@ -220,7 +220,9 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(view, job, e, sorted(mine))) is not None]
     store = next((job.agents[element].store for element in sorted(inside) if job.agents[element].store), "")
     reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
-    plan = wire.Plan(generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}")
+    plan = wire.Plan(
+        generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.live.replica
+    )
     out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 

@@ -78,6 +78,14 @@ def test_a_composed_replica_of_the_broken_generation_is_one_replica():
     assert (found.members, found.standbys, found.assignment) == ([0, 3], [4], {0: [0, 1]})
 
 
+def test_where_the_replicas_are_not_known_those_at_home_are_taken():
+    """A generation of which nobody could say what its plan was."""
+    reports = {slot: stopped(7, done=(slot // 2,)) for slot in (0, 1, 2, 4)}
+    for former in ((), (0, 1, 2), (0, 1, 2, 4)):
+        found = decide(reports, 3, size=2, former=former)
+        assert (found.members, found.standbys) == ([0, 1], [2, 4])
+
+
 def test_two_replicas_with_the_same_micro_batch_do_not_both_go_on():
     reports = {slot: stopped(7, done=(0, 1)) for slot in range(4)}
     found = decide(reports, 4, size=2, former=[0, 1, 2, 3])

@@ -164,6 +164,27 @@ def test_a_standby_of_the_checkpoints_iteration_completes_the_state():
     assert world.job().offer.members == [0, 3, 2, 1] and world.job().offer.source == 2
 
 
+def test_a_silent_rank_of_the_only_replica_is_waited_for_and_the_job_goes_on_with_it():
+    world, agents = started(nodes=2, ranks=1, replica=2, state_wait_seconds=30.0)
+    agents[1].silent = True
+    world.run(6.0)
+    assert world.job().phase == "breaking" and 1 in world.job().lost
+    assert [event.kind for event in world.log].count("state_awaited") == 1
+    agents[1].silent = False
+    world.run(3.0)
+    assert world.job().phase == "running" and world.job().order == [0, 1] and world.job().plan.source is None
+
+
+def test_a_controller_without_its_log_takes_the_replicas_over():
+    world, agents = started(nodes=4, ranks=1, replica=2)
+    world.log.clear()
+    world.restart()
+    world.run(3.0)
+    assert world.job().phase == "running" and world.job().replica == 2 and world.job().order == [0, 1, 2, 3]
+    agents[3].die(3)
+    assert world.job().order == [0, 1] and states(agents)[2] == "standby"
+
+
 def shards(version: int, *held: int) -> list[wire.Shards]:
     return [wire.Shards(1, version, 2, list(held))]
 
