@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from transition.abort import Aborter
 from transition.connecting import interruptible
 from transition.layout import Layout, replica_of
 from transition.unblock import Unblocker
@@ -103,10 +104,10 @@ class Groups:
     there. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
     """
 
-    def __init__(self, layout: Layout, unblocker: Unblocker):
+    def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
         from megatron.core import parallel_state
 
-        self.layout, self._unblocker = layout, unblocker
+        self.layout, self._unblocker, self._aborter = layout, unblocker, aborter
         self._replicas = dist.get_world_size() // layout.size
         self._roles = {WORLD: Role(True, tuple(range(layout.size)))}
         self._lists: dict[str, Role] = {}
@@ -174,7 +175,8 @@ class Groups:
         slots = tuple(members[replica * size + place] for replica, place in found)
         if (kind, slots, own) not in self._kept:
             with self._unblocker.inside():
-                self._kept[kind, slots, own] = connect(name, kind, ranks, me)
+                self._kept[kind, slots, own] = group = connect(name, kind, ranks, me)
+            self._aborter.inside.add(group)
         return self._kept[kind, slots, own]
 
     def _remember_kept(self, members: Sequence[int], replica: int, count: int) -> None:
@@ -195,8 +197,10 @@ class Groups:
             for registry in (_world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config):
                 registry.pop(group, None)
         tear_down()
+        self._aborter.forget()
         if not keep:
             self._kept = {}
+            self._aborter.inside.clear()
 
     # ------------------------------------------------------------ who holds groups
     def note_holders(self, holders: Iterable[Any]) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import elastic_buckets, groups, preparing
-from transition.abort import abort
+from transition.abort import Aborter, settle
 from transition.layout import Layout
 from transition.pulse import Pulse
 from transition.unblock import Unblocker
@@ -25,7 +25,8 @@ class Process:
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
-        self.unblocker = Unblocker(abort)
+        self.aborter = Aborter()
+        self.unblocker = Unblocker(self.aborter)
         self.watch = Watch(self.slot, self.unblocker.unblock)
         injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
@@ -62,6 +63,7 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     into the job's generations. Without an agent it is torch's own call with the usual environment variables.
     """
     global _process
+    settle(backend)
     _process = Process(backend, layout or Layout())
     if _process.channel is None:
         dist.init_process_group(backend, timeout=groups.collective_timeout())

@@ -155,7 +155,7 @@ class Session:
             self.slot = member.slot = replica * self.layout.size + place
             member.members, member.inside = list(range(dist.get_world_size())), True
             return member
-        member.groups = groups.Groups(self.layout, current.unblocker)
+        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
         member.groups.note_holders(groups.group_holders(self._model, self._optimizer))
         member.report, member.take, member.rescue = self._report, self._take, self._rescue
         return member
@@ -307,6 +307,7 @@ class Session:
             if not self._recover(error):
                 raise _Again from error
         self._committed = True
+        self._watch.hold_off(self._kept is None)  # nothing of the step waits for a peer any more
 
     def _keep(self) -> None:
         """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
@@ -328,6 +329,7 @@ class Session:
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
         self._keep()
+        self._watch.hold_off(False)
         self._watch.shelter(True)
         self._self_stops = 0
         now = time.perf_counter()

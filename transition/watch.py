@@ -68,6 +68,7 @@ class Watch:
         self._replica: frozenset[int] = frozenset()
         self._hit = False  # a rank of this replica is lost
         self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
+        self._held_off = False  # the main thread changes the parameters
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
@@ -147,10 +148,17 @@ class Watch:
             self._sheltered = sheltered
             self._changed.notify_all()
 
+    def hold_off(self, hold: bool) -> None:
+        """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
+        with self._changed:
+            self._held_off = hold
+            self._changed.notify_all()
+
     def enter(self, plan: Plan, replica: Iterable[int] = ()) -> None:
         """The main thread starts to enter `plan`; `replica` are the slots of its own."""
         with self._changed:
             self._replica, self._hit, self._sheltered = frozenset(replica), False, False
+            self._held_off = False
             self._active, self._member = plan.generation, True
             self._joining = plan.boundary and self.slot in plan.joiners
             if self._offer is not None and self._offer.generation <= plan.generation:
@@ -202,7 +210,7 @@ class Watch:
             time.sleep(KICK_SECONDS)
 
     def _unacknowledged(self) -> bool:
-        return self.lost() and self._acknowledged < self._broken
+        return self.lost() and self._acknowledged < self._broken and not self._held_off
 
     def _ends_inside(self) -> bool:
         return self._hit or not self._sheltered
