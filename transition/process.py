@@ -65,9 +65,9 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     global _process
     settle(backend)
     _process = Process(backend, layout or Layout())
+    if find_spec("megatron") is not None:
+        elastic_buckets.prepare()
     if _process.channel is None:
         dist.init_process_group(backend, timeout=groups.collective_timeout())
     else:
         preparing.prepare(_process.layout, _process.slot)
-        if find_spec("megatron") is not None:
-            elastic_buckets.prepare()
