@@ -45,7 +45,7 @@ class Aborter:
             return 0
         self._aborted |= {id(group) for group in due}
         # One group call, else the aborts of several communicators wait for each other (pytorch#119797).
-        backend = due[0]._get_backend(torch.device("cuda"))
+        backend: Any = due[0]._get_backend(torch.device("cuda"))
         backend._group_start()
         try:
             for group in due:

@@ -52,7 +52,9 @@ class Exchange:
     # ------------------------------------------------------------ what is said
     def inside(self, numbers: Sequence[float]) -> list[float]:
         """The largest that a rank of the replica says, of each."""
-        told = self._all_reduced(torch.tensor(numbers, dtype=torch.float64), self.replica, dist.ReduceOp.MAX)
+        told = self._all_reduced(
+            torch.tensor(numbers, dtype=torch.float64), self.replica, dist.ReduceOp.MAX, inside=True
+        )
         return [float(number) for number in told]
 
     def over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,13 +90,13 @@ class Exchange:
         """Returns when all members have come here."""
         self._all_reduced(torch.zeros(1), None, dist.ReduceOp.MAX)
 
-    def _all_reduced(self, tensor: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
+    def _all_reduced(self, tensor: torch.Tensor, group: Any, operation: Any, inside: bool = False) -> torch.Tensor:
         if dist.get_world_size(group) == 1:
             return tensor
         sent = tensor.to(self._process.device)
         dist.all_reduce(sent, op=operation, group=group)
         told = sent.cpu()  # waits for the device
-        if self._process.channel is not None and self._process.watch.lost() and group is not self._sheltered():
+        if self._process.channel is not None and self._process.watch.disturbed(inside):
             raise PeerLost("the generation ended while its members told each other")
         return told
 

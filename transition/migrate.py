@@ -39,6 +39,7 @@ class TrainingState:
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
+        self.loss: float | None = None  # of the last finished iteration
         self.sharded = any(
             chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
         )
@@ -79,6 +80,7 @@ class TrainingState:
                 "layout": layout,
                 "scheduler": self.schedule(),
                 "seed": self.seed,
+                "loss": self.loss,
             }
         )
 
@@ -112,7 +114,7 @@ class TrainingState:
             for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
         self.adopt_schedule(data["scheduler"])
-        self.seed = int(data.get("seed", self.seed))
+        self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
         return int(data["iteration"])
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -50,12 +50,12 @@ class Safekeeping:
         """Take up a state from whoever holds it; with it go the schedule and the seed."""
         extra = msgpack.unpackb(self.shards.adopt(base, version), strict_map_key=False)
         self._state.adopt_schedule(extra["scheduler"])
-        self._state.seed = int(extra["seed"])
+        self._state.seed, self._state.loss = int(extra["seed"]), extra["loss"]
         self._confirm(version)
 
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
-        extra = {"scheduler": self._state.schedule(), "seed": self._state.seed}
+        extra = {"scheduler": self._state.schedule(), "seed": self._state.seed, "loss": self._state.loss}
         self.shards.export(version, msgpack.packb(extra))
         self._confirm(version)
 

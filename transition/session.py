@@ -215,7 +215,7 @@ class Session:
         """What this rank's part is to the whole."""
         shard, shards = (self._member.replica, self._member.replicas) if self._state.sharded else (0, 1)
         size = self.layout.size
-        return Writer(self.slot % size, size, shard, shards, layout=self.layout.text, loss=self._loss)
+        return Writer(self.slot % size, size, shard, shards, layout=self.layout.text, loss=self._state.loss)
 
     def _until_stepped(self, began: float) -> StepResult:
         """Compute, reduce and step, over as many generations as it takes."""
@@ -328,6 +328,7 @@ class Session:
         self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
+        self._state.loss = self._loss
         self._keep()
         self._watch.hold_off(False)
         self._watch.shelter(True)

@@ -141,6 +141,11 @@ class Watch:
         """The generation is over, and a rank of this replica is lost."""
         return self._hit and self.lost()
 
+    def disturbed(self, inside: bool) -> bool:
+        """What a collective delivered may be garbage: its connections may have been broken before it was over. inside:
+        it was among the ranks of the replica."""
+        return self.lost() and (not inside or self._ends_inside())
+
     def shelter(self, sheltered: bool) -> None:
         """The main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of its own
         replica breaks the connections inside."""

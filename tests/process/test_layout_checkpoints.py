@@ -16,7 +16,7 @@ LOSSES = 1e-5  # relative, in fp32
 
 
 def train(out, layout: str, replicas: int, saves, iterations: int, *faults: dict, **keywords) -> Ranks:
-    """Run it to its end; a checkpoint every other iteration. layout: TP PP VPP, and whether the optimizer is sharded."""
+    """Run it to its end; a checkpoint every other iteration. layout: TP PP VPP, and whether sharded."""
     sharded, layout = layout.endswith(SHARDED), layout.removesuffix(SHARDED)
     tensor, pipeline, _ = map(int, layout.split())
     settings = {"TINY_LAYOUT": layout, "TINY_LAYERS": "4", "TINY_ITERATIONS": str(iterations)}

@@ -89,6 +89,20 @@ SPREAD = {
 }
 
 
+SILENT_SPREAD = {
+    ("dp", "plain", "reduce"),
+    ("dp", "overlap", "commit"),
+    ("tp", "plain", "proof"),
+    ("pp", "plain", "in-reduce"),
+}
+SILENT = [
+    pytest.param(layout, kind, moment, marks=() if (layout, kind, moment) in SILENT_SPREAD else pytest.mark.long)
+    for layout in ("dp", "tp", "pp")
+    for kind in ("plain", "overlap")
+    for moment in ("reduce", "in-reduce", "proof", "commit")
+]
+
+
 def size_of(layout: str) -> int:
     tensor, pipeline, _ = map(int, layout.split())
     return tensor * pipeline
@@ -167,3 +181,15 @@ def test_a_rank_that_starts_again_completes_its_replica_with_those_that_stood_by
     offer = next(plan for plan in ranks.plans if plan.boundary)
     assert offer.members == list(range(2 * size)) and offer.joiners == list(range(size, 2 * size))
     assert {slot: codes for slot, codes in ranks.exits.items() if codes != [0]} == {size: [-9, 0]}
+
+
+@pytest.mark.parametrize(("layout", "kind", "moment"), SILENT)
+def test_garbage_that_a_broken_collective_returns_without_an_error_is_not_believed(
+    references, run, monkeypatch, layout, kind, moment
+):
+    """As aborted NCCL collectives do. Nobody steps with it, and it is nobody's proof."""
+    references(layout, kind)
+    monkeypatch.setitem(KINDS, kind, {**KINDS[kind], "TINY_SILENT": "1"})
+    size = size_of(LAYOUTS[layout][0])
+    ranks = run(layout, kind, *moments(size)[moment])
+    assert any(lost for _, lost, _ in ranks.breaks)

@@ -65,8 +65,9 @@ class Ranks:
     """`size` ranks of tiny_gpt; `drive()` runs them to the end and heals what breaks.
 
     restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
-    replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left is
-    offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs: SIGKILL at any point.
+    replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left
+    is offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs:
+    SIGKILL at any point.
     """
 
     def __init__(

@@ -1,17 +1,18 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
-"delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for its
-gathers overlapped; TINY_BF16=1; TINY_TOKENS=1 for a loss per token; TINY_DROPOUT; TINY_LAYERS; TINY_OVERLAP=1 for
-overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose gradients and
-parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
+"delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for
+its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_TOKENS=1
+for a loss per token; TINY_DROPOUT; TINY_LAYERS; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW
+seconds per micro-batch; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
+TINY_CHECKPOINT_EVERY so many iterations (2).
 
-`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-reduce
-(the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside" between it and
-the next iteration; "enter" a generation's groups are built; "world" its world is there, the other groups are not;
-"entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is written; "import".
-With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only once that
-file is in TINY_OUT.
+`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
+reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
+between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
+groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is
+written; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any
+but the time before the first. With `file` only once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -278,6 +279,36 @@ def gather_gradients(chunks) -> None:
 GATHERED: list = []
 
 
+def fail_silently() -> None:
+    """Collectives whose peers are gone end as NCCL's do: not before they are aborted, without an error, and with
+    garbage where the result should be."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    from transition import process
+
+    def garble(tensors) -> None:
+        wait(process.current().watch.lost)
+        for tensor in tensors:
+            tensor.copy_(torch.randint(0, 99, tensor.shape).to(tensor.dtype))
+
+    def silent(original, result):
+        def call(*arguments, **keywords):
+            try:
+                return original(*arguments, **keywords)
+            except RuntimeError:
+                garble(result(*arguments))
+
+        return call
+
+    def reduced(group, *rest):
+        group.grad_reduce_handle = None
+        return [bucket.grad_data for bucket in group.buckets]
+
+    for name in ("start_grad_sync", "finish_grad_sync"):
+        setattr(_ParamAndGradBucketGroup, name, silent(getattr(_ParamAndGradBucketGroup, name), reduced))
+    dist.all_reduce = silent(dist.all_reduce, lambda tensor, *rest: [tensor])
+
+
 def install_points(chunks, optimizer) -> None:
     """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
     from transition import checkpoint, groups, migrate
@@ -339,6 +370,8 @@ def main() -> None:
         pipeline_model_parallel_size=PIPELINE,
         virtual_pipeline_model_parallel_size=VIRTUAL if VIRTUAL > 1 else None,
     )
+    if os.environ.get("TINY_SILENT") == "1":
+        fail_silently()
     chunks, optimizer = build()
     install_points(chunks, optimizer)
     session = transition.Session(
