@@ -216,12 +216,12 @@ class Trainer(FakeAgent):
         rank, body, job = self.ranks[slot], self.bodies[slot], self.job_of
         plan = body.plan
         assert plan is not None and body.version == rank.iteration + (rank.phase == "stepped")
-        over = rank.broken >= rank.generation
+        if rank.broken >= rank.generation:
+            self.settle(slot)
+            if self.ranks[slot].state == "stopped":
+                return True
         if rank.phase == "computing" and not self.complete(slot):
             return self._compute(slot)
-        if over:
-            self.settle(slot)
-            return True
         inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
         if rank.phase == "computing":
             self.set(slot, phase="reducing", done=self.told(slot))

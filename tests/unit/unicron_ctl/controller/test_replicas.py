@@ -247,6 +247,25 @@ def test_the_ledger_takes_the_heads_word_for_their_replicas(size):
     assert world.job().ledger_violations == 0
 
 
+def test_what_a_composed_replica_computes_again_is_no_violation():
+    """Slots 1 and 2 are lost at once: slot 0 drops what it has and computes it again with slot 3."""
+    world, agents = started(nodes=4, ranks=1, replica=2)
+    agents[0].obedient = agents[3].obedient = False
+    agents[1].die(1)
+    agents[2].die(2)
+    for agent in (agents[0], agents[3]):
+        agent.obedient = True
+        agent.get(agent.heard[-1])
+    everything = list(range(MICRO_BATCHES))
+    agents[0].step(0, 0, everything, computed=[0, 2, *everything])
+    agents[3].step(3, 0, [])
+    step = next(event.record for event in world.log if event.kind == "step")
+    assert step.computed == MICRO_BATCHES + 2 and world.job().ledger_violations == 0
+    agents[0].step(0, 1, everything, computed=[0, *everything])
+    agents[3].step(3, 1, [])
+    assert world.job().ledger_violations == 1, "nothing was lost in this one"
+
+
 def test_a_rank_that_is_stopped_by_a_signal_is_blamed_and_not_those_of_its_replica_that_wait_for_it():
     world, agents = started(nodes=4, ranks=1, replica=2, hang_floor_seconds=0.5)
     for iteration in range(20):
