@@ -119,6 +119,18 @@ def test_a_replica_that_finishes_its_schedule_is_not_late():
     assert world.job().order == [2, 3]
 
 
+def test_a_rank_that_stopped_half_way_releases_those_of_its_replica_who_wait_for_it():
+    """Slot 3 has met an error of its own: slot 2 would wait for it in the pipeline, and count as late."""
+    world, agents = started(nodes=4, ranks=1, replica=2, report_timeout=2.0)
+    for agent in agents[2:]:
+        agent.prompt = False
+    agents[1].die(1)
+    agents[3].set(3, state="stopped", broken=1)
+    world.run(0.5)
+    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
+    assert world.job().phase == "running" and world.job().order == [2, 3] and len(failures(world)) == 1
+
+
 def test_with_the_only_replica_broken_the_job_waits_and_says_so():
     world, agents = started(nodes=2, ranks=1, replica=2)
     agents[1].die(1)
