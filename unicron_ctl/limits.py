@@ -91,6 +91,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "FORGET_AGAIN_SECONDS", 86400.0, "between two looks for records that may go"),
     Limit("controller", "PROGRESS_SECONDS", 0.2, "between two statuses of an agent that tell of mere progress"),
     Limit("controller", "LOOK_SECONDS", 0.5, "between two looks for overdue actions"),
+    Limit("controller", "BLOCKED_SECONDS", 0.1, "between two looks for who waits for a stopped rank of its replica"),
     Limit(
         "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
     ),

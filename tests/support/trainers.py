@@ -116,7 +116,7 @@ class Trainer(FakeAgent):
         rank, body = self.ranks[slot], self.bodies[slot]
         if rank.state == "running" and rank.broken >= rank.generation:
             mates = self.mates(slot)
-            hit = not body.seen_lost.isdisjoint(mates) or any(self.job_of.closed(mate, slot) for mate in mates)
+            hit = not body.seen_lost.isdisjoint(mates)  # of a mate's end, or stop, nothing but the Break tells
             if hit or rank.phase != "computing" or self.complete(slot):
                 self.set(slot, state="stopped", done=self.told(slot))
 
@@ -216,12 +216,12 @@ class Trainer(FakeAgent):
         rank, body, job = self.ranks[slot], self.bodies[slot], self.job_of
         plan = body.plan
         assert plan is not None and body.version == rank.iteration + (rank.phase == "stepped")
-        over = rank.broken >= rank.generation
+        if rank.broken >= rank.generation:
+            self.settle(slot)
+            if self.ranks[slot].state == "stopped":
+                return True
         if rank.phase == "computing" and not self.complete(slot):
             return self._compute(slot)
-        if over:
-            self.settle(slot)
-            return True
         inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
         if rank.phase == "computing":
             self.set(slot, phase="reducing", done=self.told(slot))
@@ -381,11 +381,6 @@ class TrainingJob:
         if rank is None or mine is None or rank.generation != mine.generation:
             return rank is not None and mine is not None and rank.entering == mine.generation
         return rank.state == "running" or (rank.state == "stopped" and self.trainer(mate).complete(mate))
-
-    def closed(self, mate: int, slot: int) -> bool:
-        """The mate lives and has left: its end of the connection is closed. Of its death only the Break tells."""
-        rank = self.rank(mate)
-        return rank is not None and rank.generation > 0 and not self.passes(mate, slot)
 
     def stepped(self, slot: int) -> None:
         self.steps += 1

@@ -22,24 +22,32 @@ class Letter:
     """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
 
     arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
-    than the job's phase is about.
+    than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
+    they are as lost.
     """
 
-    def __init__(self, job: JobState, arrivals: float = 0.0, plan: wire.Plan | None = None) -> None:
+    def __init__(
+        self,
+        job: JobState,
+        arrivals: float = 0.0,
+        plan: wire.Plan | None = None,
+        blocked: frozenset[int] = frozenset(),
+    ) -> None:
         self.plan = plan or _plan(job)
         self._job, self._known, self._arrivals = job, job.plan, arrivals
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
-        lost = sorted(job.lost)
+        self._blocked = blocked
+        lost = sorted(job.lost.keys() | blocked)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
         # Who else is lost changes nothing for those who stop, unless it is one of their replica.
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
-    def holds(self, job: JobState, arrivals: float) -> bool:
+    def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
         """Another one would say the same. It is asked at each turn, and the plan of a large job takes milliseconds."""
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
-        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost)
+        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost.keys() | blocked)
 
     @property
     def _per_node(self) -> int:
@@ -48,7 +56,7 @@ class Letter:
     @cached_property
     def hit(self) -> frozenset[int]:
         """Slots that are to stop at once, whatever they have begun."""
-        return self._job.hit() if self._job.phase is Phase.BREAKING else frozenset()
+        return self._job.hit(self._blocked) if self._job.phase is Phase.BREAKING else frozenset()
 
     @cached_property
     def _heads(self) -> dict[int, int]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from detector.escalation import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART, WHOLE_JOB, Decision
 from detector.severity import REPORT, Severity, Verdict
-from transition.layout import replicas
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start, with_remedy
 from unicron_ctl.controller.log import records
@@ -267,8 +266,7 @@ def to_restart(job: JobState) -> set[int]:
     of these stays, and the last one whole.
     """
     if job.replica > 1:
-        groups = replicas(job.order, job.replica) if len(job.order) % job.replica == 0 else [job.order]
-        groups = [one for one in groups if all(slot in job.members for slot in one)] or [list(job.members)]
+        groups = [one for one in job.groups() if all(slot in job.members for slot in one)] or [list(job.members)]
         newest = {one[0]: min(job.members[slot].incarnation for slot in one) for one in groups}
         stay = min(groups, key=lambda one: (-newest[one[0]], one[0]))
         return set(job.members).difference(stay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -288,13 +288,18 @@ class JobState:
         """Members that the present Break does not go on without."""
         return [slot for slot in self.members if slot not in self.lost]
 
-    def hit(self) -> frozenset[int]:
-        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun."""
-        if self.replica == 1 or not self.lost:
-            return frozenset(self.lost)
-        size = self.replica
-        groups = replicas(self.order, size) if len(self.order) % size == 0 else [self.order]
-        return frozenset(slot for one in groups if any(slot in self.lost for slot in one) for slot in one)
+    def groups(self) -> list[list[int]]:
+        """The members by replicas; all together where these are not known."""
+        whole = len(self.order) % self.replica == 0
+        return replicas(self.order, self.replica) if whole else [self.order]
+
+    def hit(self, blocked: Collection[int] = ()) -> frozenset[int]:
+        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun. blocked:
+        ranks that have stopped where their replica cannot finish without them."""
+        gone = self.lost.keys() | set(blocked)
+        if self.replica == 1 or not gone:
+            return frozenset(gone)
+        return frozenset(slot for one in self.groups() if not gone.isdisjoint(one) for slot in one)
 
     def failure(self, number: int) -> Failure | None:
         return next((failure for failure in reversed(self.failures) if failure.id == number), None)

@@ -186,6 +186,9 @@ class LiveJob:
     replica: int = 1
     layout: str = ""
     """Ranks of a replica, and its shape, as the job's ranks say."""
+    blocked: frozenset[int] = frozenset()
+    """Ranks that have stopped where the rest of their replica cannot finish its schedule without them."""
+    blocked_look_at: float = 0.0
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
 
@@ -330,7 +333,8 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.elsewhere_until = live.ready_look_at = live.nobody_until = 0.0
+        live.elsewhere_until = live.ready_look_at = live.nobody_until = live.blocked_look_at = 0.0
+        live.blocked = frozenset()
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

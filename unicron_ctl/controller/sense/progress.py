@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.live import AT_REST, AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.patience import STOPPED, outside
@@ -20,6 +20,7 @@ ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 PACE = 5e-5  # seconds per member between two looks at all of them
 ITERATIONS_TO_STOP = 3.0
+BLOCKED_SECONDS = 0.1  # between two looks at who waits for a rank of its replica that has stopped
 MOST_NAMED = 16  # of the members that stopped at once
 
 
@@ -98,6 +99,41 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     if last and last <= late.keys():
         _wait_for(job, last, "have not stopped", out)
     return out
+
+
+def blocked(view: View, job: JobView) -> frozenset[int]:
+    """Ranks of replicas that no Break hits, which have stopped and without which the others of theirs cannot get
+    through the schedule that they have begun."""
+    state, live = job.state, job.live
+    if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited or view.now < live.blocked_look_at:
+        return frozenset()
+    live.blocked_look_at = view.now + BLOCKED_SECONDS + PACE * len(state.members)
+    found: set[int] = set()
+    for place, replica in enumerate(state.groups()):
+        runs = [s for s in replica if s in live.awaited]
+        begun = max((status.iteration for slot in runs if (status := job.status(slot)) is not None), default=-1)
+        if runs and begun >= 0:
+            share = _share(job, place, replica[0], begun)
+            found.update(s for s in replica if s not in live.awaited and _stands_short(job, s, begun, share))
+    return frozenset(found)
+
+
+def _share(job: JobView, place: int, head: int, iteration: int) -> int:
+    """How many micro-batches the replica has in the iteration."""
+    plan, status = job.state.plan, job.status(head)
+    if plan is not None and plan.iteration == iteration and head in plan.assignment:
+        return len(plan.assignment[head])
+    total, count = status.micro_batches if status is not None else 0, len(job.state.order) // job.replica
+    return len(range(place, total, max(1, count)))
+
+
+def _stands_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
+    """The rank is at rest, and has not got through the schedule of that iteration."""
+    status = job.status(slot)
+    if status is None or status.state not in AT_REST or slot in job.state.lost:
+        return False
+    short = status.iteration == iteration and status.phase == "computing" and len(status.done) < share
+    return status.state != "stopped" or status.iteration < iteration or short
 
 
 def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> str:

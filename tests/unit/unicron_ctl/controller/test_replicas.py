@@ -119,6 +119,18 @@ def test_a_replica_that_finishes_its_schedule_is_not_late():
     assert world.job().order == [2, 3]
 
 
+def test_a_rank_that_stopped_half_way_releases_those_of_its_replica_who_wait_for_it():
+    """Slot 3 has met an error of its own: slot 2 would wait for it in the pipeline, and count as late."""
+    world, agents = started(nodes=4, ranks=1, replica=2, report_timeout=2.0)
+    for agent in agents[2:]:
+        agent.prompt = False
+    agents[1].die(1)
+    agents[3].set(3, state="stopped", broken=1)
+    world.run(0.5)
+    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
+    assert world.job().phase == "running" and world.job().order == [2, 3] and len(failures(world)) == 1
+
+
 def test_with_the_only_replica_broken_the_job_waits_and_says_so():
     world, agents = started(nodes=2, ranks=1, replica=2)
     agents[1].die(1)
@@ -245,6 +257,25 @@ def test_the_ledger_takes_the_heads_word_for_their_replicas(size):
     steps = [event for event in world.log if event.kind == "step"]
     assert len(steps) == 3 and all(event.record.ranks == 4 for event in steps)
     assert world.job().ledger_violations == 0
+
+
+def test_what_a_composed_replica_computes_again_is_no_violation():
+    """Slots 1 and 2 are lost at once: slot 0 drops what it has and computes it again with slot 3."""
+    world, agents = started(nodes=4, ranks=1, replica=2)
+    agents[0].obedient = agents[3].obedient = False
+    agents[1].die(1)
+    agents[2].die(2)
+    for agent in (agents[0], agents[3]):
+        agent.obedient = True
+        agent.get(agent.heard[-1])
+    everything = list(range(MICRO_BATCHES))
+    agents[0].step(0, 0, everything, computed=[0, 2, *everything])
+    agents[3].step(3, 0, [])
+    step = next(event.record for event in world.log if event.kind == "step")
+    assert step.computed == MICRO_BATCHES + 2 and world.job().ledger_violations == 0
+    agents[0].step(0, 1, everything, computed=[0, *everything])
+    agents[3].step(3, 1, [])
+    assert world.job().ledger_violations == 1, "nothing was lost in this one"
 
 
 def test_a_rank_that_is_stopped_by_a_signal_is_blamed_and_not_those_of_its_replica_that_wait_for_it():
