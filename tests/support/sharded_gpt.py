@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from detector.inject import injector  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
 from transition import elastic_buckets, groups, preparing, sharding, shards, unblock  # noqa: E402
+from transition.abort import Aborter  # noqa: E402
 from transition.gradient_slices import GradientSlices, own_parts_only  # noqa: E402
 from transition.layout import Layout  # noqa: E402
 
@@ -72,7 +73,7 @@ class Training:
         os.environ["UNICRON_MAX_RANKS"] = str(self.settings["most"] * self.size)
         preparing.prepare(self.layout, self.rank)
         self.model_parallel()
-        self.groups = groups.Groups(self.layout, self.unblocker)
+        self.groups = groups.Groups(self.layout, self.unblocker, Aborter())
 
     def model_parallel(self) -> None:
         parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, self.virtual)
