@@ -38,6 +38,7 @@ class Body:
     seen_lost: frozenset[int] = frozenset()
     shards: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     sent: bool = False
+    begun: int = 0  # micro-batches of the schedule at hand, whose gradients cannot be taken apart
 
 
 class Trainer(FakeAgent):
@@ -118,6 +119,8 @@ class Trainer(FakeAgent):
             mates = self.mates(slot)
             hit = not body.seen_lost.isdisjoint(mates)  # of a mate's end, or stop, nothing but the Break tells
             if hit or rank.phase != "computing" or self.complete(slot):
+                if body.begun:
+                    body.gradient, body.begun = [], 0
                 self.set(slot, state="stopped", done=self.told(slot))
 
     def complete(self, slot: int) -> bool:
@@ -172,6 +175,7 @@ class Trainer(FakeAgent):
         kept = rank.iteration == body.version and rank.phase != "stepped" and self.mates(slot) == before
         body.gradient = body.gradient if kept and slot not in plan.joiners else []
         body.reduced, body.fresh, body.seen_lost, body.agreed = None, True, frozenset(), None
+        body.begun = 0
         heads = layout.heads(plan.members, plan.replica)
         head = layout.head(plan.members, plan.replica, slot)
         if job.sharded:
@@ -320,7 +324,13 @@ class Trainer(FakeAgent):
             return True
         if any(not job.passes(mate, slot) for mate in mates):
             return False
-        body.gradient = list(body.assigned)
+        if job.size == 1:
+            body.gradient.append(next(index for index in body.assigned if index not in body.gradient))
+        else:
+            body.begun += 1
+            if body.begun < len(set(body.assigned) - set(body.gradient)):
+                return True
+            body.gradient, body.begun = list(body.assigned), 0
         self.set(slot, done=self.told(slot))
         self.settle(slot)
         return True

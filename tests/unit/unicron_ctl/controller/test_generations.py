@@ -20,6 +20,7 @@ SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at
     (2, 1, 2, 4),
     (2, 1, 4, 4),
     (2, 2, 2, 3),
+    (2, 2, 3, 3),
     (2, 4, 1, 1),
     (4, 2, 4, 4),
     (4, 4, 1, 2),
@@ -61,11 +62,10 @@ class Generations(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.training.world.run(seconds)
 
+    @precondition(lambda self: self.training.processing())
     @rule(data=st.data())
     def one_agent_obeys(self, data: st.DataObject) -> None:
-        waiting = self.training.processing()
-        if waiting:
-            data.draw(st.sampled_from(waiting)).process()
+        data.draw(st.sampled_from(self.training.processing())).process()
 
     @rule(data=st.data(), times=st.integers(1, 4))
     def one_rank_moves(self, data: st.DataObject, times: int) -> None:
@@ -93,8 +93,9 @@ class Generations(RuleBasedStateMachine):
         phase=st.sampled_from(["computing", "reducing", "synced", "stepped", "entering"]),
         most=st.integers(1, 60),
         obey=st.booleans(),
+        another=st.integers(0, 6),
     )
-    def a_rank_dies_at(self, data: st.DataObject, phase: str, most: int, obey: bool) -> None:
+    def a_rank_dies_at(self, data: st.DataObject, phase: str, most: int, obey: bool, another: int) -> None:
         """The ranks move one after the other until one of them is at that point; some are ahead of it then."""
         training = self.training
         order = data.draw(st.permutations(training.slots))
@@ -108,9 +109,13 @@ class Generations(RuleBasedStateMachine):
             if number >= most and rank is not None and phase in (rank.phase, rank.state):
                 break
         living = [s for s in order if training.rank(s) is not None and s not in training.killed]
-        if living:
+        for victim in living[: 1 + bool(another)]:  # the second one dies while the first Break is under way
             self.kills += 1
-            training.kill(living[0])
+            training.kill(victim)
+            for slot in data.draw(st.permutations(training.slots))[: another or 1]:
+                if training.trainer(slot).inbox and not training.trainer(slot).silent:
+                    training.trainer(slot).process()
+                training.trainer(slot).move(slot)
 
     @precondition(lambda self: self.kills < MOST_KILLS)
     @rule(data=st.data())
@@ -121,15 +126,16 @@ class Generations(RuleBasedStateMachine):
             self.kills += 1
             training.lose(data.draw(st.sampled_from(living)))
 
+    @precondition(lambda self: self.training.lost_elements)
     @rule()
     def a_lost_element_starts_elsewhere(self) -> None:
         for element in self.training.lost_elements:
             self.training.replace(element)
 
+    @precondition(lambda self: len(self.training.trainers) < self.training.nodes)
     @rule()
     def a_node_is_added(self) -> None:
-        if len(self.training.trainers) < self.training.nodes:
-            self.training.add(len(self.training.trainers))
+        self.training.add(len(self.training.trainers))
 
     @rule()
     def the_controller_starts_again(self) -> None:
@@ -166,7 +172,8 @@ class Generations(RuleBasedStateMachine):
         if not hasattr(self, "training"):
             return
         training, job = self.training, self.training.world.job()
-        self.a_lost_element_starts_elsewhere()
+        for element in training.lost_elements:
+            training.replace(element)
         whole = len(training.slots) // training.size * training.size
         for _ in range(ROUNDS):
             self.settle(0.5)
@@ -189,5 +196,5 @@ class Generations(RuleBasedStateMachine):
         return "\n".join([f"{job.phase} {job.order} {job.waits}", *lines, *told])
 
 
-Generations.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+Generations.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 test_the_generation_protocol = pytest.mark.filterwarnings("ignore")(Generations.TestCase)
