@@ -152,7 +152,7 @@ class Member:
         self.publish("entering", entering=plan.generation)
         with self.process.unblocker.building():
             store = groups.connect_store(plan.store, plan.prefix, self.watch.lost)
-            if newcomer and self.slot != plan.source:
+            if newcomer and plan.boundary:  # else all have got the plan by now, and nobody is at an iteration
                 groups.wait_for_members(store)
             else:
                 groups.open_to_newcomers(store)
