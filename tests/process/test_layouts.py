@@ -145,7 +145,7 @@ def run(references, tmp_path):
             assert len(values) == 1, f"iteration {iteration}: members report {values}"
             one, loss = next(iter(wanted[iteration])), values.pop()
             assert abs(loss - one) <= LOSSES * abs(one), f"iteration {iteration}: loss {loss}, undisturbed {one}"
-        differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica)
+        differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
         assert max(differences.values()) <= GRADIENTS, differences
         return ranks
 

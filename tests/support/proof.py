@@ -69,9 +69,11 @@ def losses(out: Path) -> dict[int, set[float]]:
     return found
 
 
-def gradient_differences(out: Path, reference: Path, iterations: int, size: int = 1) -> dict[int, float]:
-    """iteration -> the largest difference of any rank's reduced gradient to the reference's at its place, over the
-    largest there. size: ranks of a replica."""
+def gradient_differences(
+    out: Path, reference: Path, iterations: int, size: int = 1, relative: bool = False
+) -> dict[int, float]:
+    """iteration -> the largest difference of any rank's reduced gradient to the reference's at its place; relative:
+    over the largest there. size: ranks of a replica."""
     import torch
 
     found = {}
@@ -81,5 +83,6 @@ def gradient_differences(out: Path, reference: Path, iterations: int, size: int 
         for path in out.glob(f"step.{iteration}.*"):
             mine = torch.load(path)["gradient"]
             theirs = torch.load(wanted[int(path.suffix[1:]) % size])["gradient"]
-            found[iteration] = max(found[iteration], float((mine - theirs).abs().max() / theirs.abs().max()))
+            largest = float(theirs.abs().max()) if relative else 1.0
+            found[iteration] = max(found[iteration], float((mine - theirs).abs().max()) / largest)
     return found
