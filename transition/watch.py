@@ -180,6 +180,8 @@ class Watch:
         """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
         number."""
         with self._changed:
+            if not self.lost():
+                self.broken_at = time.monotonic()
             self._broken = max(self._broken, self._active)
             self._acknowledged = self._broken
             if self._offer is not None and self._offer.generation <= self._broken:
