@@ -2,8 +2,8 @@
 
     python -m benchmarks.layouts [--iterations 300] [--losses 30] [--only tp]...
 
-Real ranks, gloo and ZeroMQ under the test harness; Slurm and its messages are not in it. Each loss strikes a random rank
-of a whole job at a random moment; the process is started again and completes its replica with those that stood by.
+Real ranks, gloo and ZeroMQ under the test harness; Slurm and its messages are not in it. Each loss strikes a random
+rank of a whole job at a random moment; the process is started again and completes its replica with those that stood by.
 """
 
 from __future__ import annotations
