@@ -101,7 +101,7 @@ class Exchange:
         return told
 
     def tie_embeddings(self, model: Sequence[Any]) -> bool:
-        """Give the last stage the first one's embedding, where they share it; whether this rank is one of them."""
+        """Give the last stage the first one's embedding, where they share it; whether this rank's has changed."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_embedding_group(check_initialized=False)
@@ -113,8 +113,10 @@ class Exchange:
             module = module.module
         if not getattr(module, "share_embeddings_and_output_weights", False):
             return False
-        dist.broadcast(module.shared_embedding_or_output_weight().data, group=group, group_src=0)
-        return True
+        weight = module.shared_embedding_or_output_weight().data
+        before = weight.clone() if last else weight
+        dist.broadcast(weight, group=group, group_src=0)
+        return last and not torch.equal(before, weight)
 
 
 def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ divided by the tokens of all micro-batches after the reduce, whoever counted the
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,26 @@ from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
 
 DRAIN_SECONDS = 10.0
+UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
+
+
+@contextlib.contextmanager
+def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
+    """Inside, a thread goes on freeing what waits: one that has just begun to wait was not freed before."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(UNBLOCK_SECONDS):
+            unblock()
+
+    unblock()
+    thread = threading.Thread(target=repeat, name="unicron-drain", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class PeerLost(RuntimeError):
@@ -36,7 +57,7 @@ class Gradients:
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
     index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
     rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
-    this rank's own part only.
+    this rank's own part only. healed: a reduce may have to be undone.
     """
 
     def __init__(
@@ -53,6 +74,7 @@ class Gradients:
         place: int = 0,
         seed: int = 0,
         sharded: bool = False,
+        healed: bool = True,
     ):
         from megatron.core.utils import get_model_config
 
@@ -61,7 +83,7 @@ class Gradients:
         self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
-        self._slices = GradientSlices() if sharded else None
+        self._slices, self._healed = GradientSlices() if sharded else None, healed
         self._snapshots: dict[int, tuple[Any, torch.Tensor]] = {}
         self._fresh: set[int] = set()  # buckets whose snapshot belongs to the present reduce
         self._deferred: RuntimeError | None = None
@@ -89,12 +111,19 @@ class Gradients:
 
     def drop(self) -> None:
         """Nothing is in the gradient any more."""
+        for group in self._bucket_groups():  # Megatron asserts that a first backward pass was seen whole, or not
+            if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
+                group.per_param_grad_ready_counts = {}
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self._fresh.clear()
         if self._slices is not None:
             self._slices.forget()
         self._deferred, self._whole = None, True
+
+    def spoilt(self) -> None:
+        """What is in the gradient is not to be trusted."""
+        self._whole = False
 
     @property
     def first(self) -> bool:
@@ -158,13 +187,16 @@ class Gradients:
     def _schedule_configuration(self) -> Iterator[None]:
         """The schedule only accumulates."""
         finalize, sync = self.config.finalize_model_grads_func, self.config.grad_sync_func
+        gather = self.config.param_sync_func
         self.config.finalize_model_grads_func = None
+        self.config.param_sync_func = None  # a rank without work would not take part; the forward passes gather, too
         if self._ordered:
             self.config.grad_sync_func = None
         try:
             yield
         finally:
             self.config.finalize_model_grads_func, self.config.grad_sync_func = finalize, sync
+            self.config.param_sync_func = gather
 
     def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
         for number in range(count):
@@ -272,7 +304,7 @@ class Gradients:
             if self._in_backward and (self._deferred is not None or self.over()):
                 self._deferred = self._deferred or PeerLost("a member of the generation is gone")
                 return None  # raising inside an autograd hook would cut the backward pass short
-            if not (group.is_first_batch and group.grad_reduce_handle is not None):
+            if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
                 self._snapshot(group)
             try:
                 return original(*arguments, **keywords)
@@ -304,8 +336,8 @@ class Gradients:
         Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
         """
         if self._slices is not None:
-            unblock()
-            elastic_buckets.drain(self.model)
+            with again_and_again(unblock):
+                elastic_buckets.drain(self.model)
             return
         deadline = time.monotonic() + DRAIN_SECONDS
         for group in self._bucket_groups():

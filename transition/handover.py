@@ -19,8 +19,8 @@ TRANSFER_SECONDS = 1.0  # between two messages while the training state is trans
 
 
 class Handover:
-    """Of one rank. kept: of a distributed optimizer, whose state is not in `state`. saved: from where the job goes on,
-    if it does from a checkpoint."""
+    """Of one rank. kept: of a distributed optimizer, whose state is not in `state`. checkpoints: from where the job
+    goes on if it is beyond iteration `start`, at which the script begins."""
 
     def __init__(
         self,
@@ -28,9 +28,11 @@ class Handover:
         state: migrate.TrainingState,
         exchange: Exchange,
         kept: Safekeeping | None,
-        saved: Checkpoints | None,
+        checkpoints: Checkpoints | None,
+        start: int,
     ):
-        self._member, self._state, self._exchange, self._kept, self._saved = member, state, exchange, kept, saved
+        self._member, self._state, self._exchange, self._kept = member, state, exchange, kept
+        self._checkpoints, self._start = checkpoints, start
         self._transferred = 0  # bytes of the transfer at hand
         self._told = 0.0
 
@@ -41,26 +43,25 @@ class Handover:
         before = kept.newest if kept is not None else (0, -1)
         if kept is not None:
             kept.enter(plan.generation, plan.members, self._member.slot, size)
+        if kept is not None and plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
+            kept.adopt(*self._exchange.furthest(before))
         if plan.source is not None and plan.state is None:
             if not plan.boundary:
                 self._tie_embeddings()
             if plan.joiners:
                 iteration = self._migrate(plan, plan.source, newcomer, iteration)
-        if kept is not None:
-            iteration = self._take_shards(kept, plan, before, iteration)
+        if kept is not None and not plan.boundary:
+            iteration = self._take_shards(kept, plan, iteration)
         return iteration
 
-    def _take_shards(self, kept: Safekeeping, plan: Plan, before: tuple[int, int], iteration: int) -> int:
-        """The optimizer's state in the new layout: what a plan names, what the members had at the boundary, or, where
-        nobody has trained, what goes with the parameters."""
+    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int) -> int:
+        """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
+        parameters."""
         if plan.state is not None:
             kept.adopt(*plan.state)
             return plan.state[1]
-        if plan.boundary:
-            kept.adopt(*self._exchange.furthest(before))
-            return iteration
-        if self._saved is not None:
-            self._saved.load(self._state, iteration)  # this rank's shard is another one by now
+        if self._checkpoints is not None and iteration > self._start:
+            self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now
         else:
             self._state.optimizer.reload_model_params()
         kept.keep(iteration)
@@ -98,6 +99,7 @@ class Handover:
             self._exchange.data_parallel,
             note,
             moved,
+            member.watch.lost,
         )
         member.half_received = False
         return iteration

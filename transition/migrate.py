@@ -151,13 +151,14 @@ def transfer(
     group: Any = None,
     note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
     moved: Callable[[int], None] = lambda size: None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> int:
     """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
     with.
 
     holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was sent
-    so many wrong parts, before another member sends. moved(size): called after so many more bytes. Raises
-    :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
+    so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
+    generation is over. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
     given the state, RuntimeError when a peer is lost meanwhile.
     """
     me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
@@ -166,6 +167,8 @@ def transfer(
         receiving = me not in order
         found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved)
         differing = _gather(wrong, device, group)
+        if lost():  # an aborted NCCL collective leaves garbage and raises nothing
+            raise RuntimeError("the generation ended while the training state was transferred")
         bad = [rank for rank in order if differing[rank]]
         trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
         if trusted and me in bad:

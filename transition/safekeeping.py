@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgpack
 
-from transition import sharding
+from transition import elastic_buckets, groups, sharding
 from transition.exchange import Exchange
 from transition.layout import replicas
 from transition.migrate import TrainingState
@@ -28,6 +28,14 @@ class Safekeeping:
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, wire=process.device)
         self._shifts: list[int] = []
         self._version = -1
+
+    def check_untouched(self) -> None:
+        """Raises :class:`groups.UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
+        is of a shard that this rank will not have."""
+        if any(each.optimizer.state for each in elastic_buckets.distributed(self._state.optimizer)):
+            raise groups.UnsupportedLayout(
+                "unicron can't go on from an optimizer state that the script loaded: let transition.Checkpoints do it"
+            )
 
     @property
     def newest(self) -> tuple[int, int]:

@@ -123,6 +123,7 @@ class Session:
             self.slot % self.layout.size,
             self._state.seed,
             self._kept is not None,
+            self._channel is not None,
         )
         at_commit(optimizer, self._commit)
         parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
@@ -140,12 +141,13 @@ class Session:
         self._last_progress = 0.0
         self._self_stops = 0
         self._agreed_offer: Plan | None = None
-        self._stop_wanted = self._stopping = False
+        self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
         saved = checkpoints.load(self._state) if checkpoints is not None else None
         self.iteration = self.iteration if saved is None else saved
-        source = checkpoints if saved is not None else None
-        self._handover = Handover(self._member, self._state, self._exchange, self._kept, source)
+        if self._kept is not None and saved is None:
+            self._kept.check_untouched()
+        self._handover = Handover(self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration)
 
     def _join(self, current: process.Process) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -240,9 +242,10 @@ class Session:
     def _leave_schedule(self) -> None:
         """The ranks of a replica leave their schedule together: all go on to the reduce, or all stop before it. Else
         one could wait for another that has stopped, and what connects them would have to be broken."""
+        self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
         if self.layout.size > 1:
-            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_wanted)])
-            self._stop_wanted = self._stop_wanted or stop > 0
+            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
+            self._stop_agreed = stop > 0
             if lost > 0:
                 raise _ReplicaStopped("a member of the generation is gone")
         if self._watch.lost():
@@ -254,10 +257,12 @@ class Session:
         alone = self.layout.size == 1
         if self._channel is None or isinstance(error, FATAL) or (alone and not self._gradients.intact):
             return False  # half a micro-batch in the gradient cannot be taken out again
-        if self._watch.lost():
+        if self._watch.lost() or isinstance(error, _ReplicaStopped):
             return True
         self._self_stops += 1
-        in_collective = (not alone or self._phase in ("reducing", "synced")) and type(error) in BROKEN
+        # a forward pass may wait for peers, too: of its replica, or for gathered parameters
+        waits = not alone or self._kept is not None or self._phase in ("reducing", "synced")
+        in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
     def _reduce(self) -> float:
@@ -270,7 +275,7 @@ class Session:
         """
         self._gradients.reduce(self._ledger)
         proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
-        proof[3, 0] = float(self._stop_wanted)
+        proof[3, 0] = float(self._stop_agreed)
         for index in self._ledger.done:
             proof[0, index] += 1
             if index in self._ledger.losses:
@@ -297,8 +302,10 @@ class Session:
         if self._channel is None or self._committed:
             self._committed = True
             return
-        self._set_phase("synced")
         try:
+            if self.layout.size > 1 and self._kept is None and self._watch.lost():
+                raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
+            self._set_phase("synced")
             said = self._exchange.commit(self._watch.offer, self._gradients.first)
             self._agreed_offer, self._ordered_next = said.offer, said.first
         except (PeerLost, RuntimeError) as error:
@@ -330,8 +337,8 @@ class Session:
             self._scheduler.step(increment=self._samples)
         self._state.loss = self._loss
         self._keep()
-        self._watch.hold_off(False)
         self._watch.shelter(True)
+        self._watch.hold_off(False)
         self._self_stops = 0
         now = time.perf_counter()
         self._seconds = now - began
@@ -378,15 +385,19 @@ class Session:
     def _recover(self, error: Exception) -> bool:
         """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
         is, or when all have the state after it."""
-        member = self._member
+        member, before = self._member, self._member.members
         member.moments = {"caught": time.monotonic()}
-        if not self._gradients.intact:
+        self._agreed_offer = None
+        if not self._gradients.intact or self._unsure_parameters():
             self._ledger.drop()
+            self._gradients.spoilt()
         member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
         plan = member.wait_plan()
         member.moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
         plan = member.enter_until_in(plan)
         self._ordered_next = True
+        if plan.members != before:
+            self._self_stops = 0
         self._publish("running")
         if member.came_new:
             self._next_assignment = member.assigned(plan)
@@ -400,16 +411,24 @@ class Session:
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         self._gradients.restore()
         assigned = member.assigned(plan)
-        if assigned is None:
+        if assigned is None or plan.iteration not in (None, self._ledger.iteration):
             raise LedgerError(f"the plan for iteration {self._ledger.iteration} gives this replica nothing to compute")
         self._keep_or_drop(assigned)
         self._ledger.reassign(assigned)
         self._set_phase("computing")
         return False
 
+    def _unsure_parameters(self) -> bool:
+        """Parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather says
+        nothing."""
+        overlapped = self._kept is not None and self._model[0].ddp_config.overlap_param_gather
+        return overlapped and self._process.backend == "nccl"
+
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
         """What a replica has in its gradients stays there if all of its ranks have the same; else it is not one's."""
         if self.layout.size == 1:
+            if not self._gradients.intact:
+                self._gradients.drop()
             return
         mine = Ledger.signature(self._ledger.done if self._gradients.intact else None)
         most, least = self._exchange.inside([mine, -mine])
@@ -424,12 +443,14 @@ class Session:
         self.iteration = self._handover.take(plan, newcomer, self.iteration)
         self._gradients.seed = self._state.seed
         if newcomer:
+            self._stopping = False
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
 
     def _rescue(self) -> None:
         """Nobody leads the job any more: what this rank knows goes to disk before it ends."""
-        if self._checkpoints is not None:
+        unfinished = self._kept is not None and self._committed and self._phase == "synced"
+        if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
             turn = 0 if self._state.sharded else self._member.replica
             self._checkpoints.rescue(self._state, self.iteration, turn, self._writer())
 
@@ -458,8 +479,8 @@ class Session:
         return {
             "shards": self._kept.held() if self._kept is not None and rests else [],
             "iteration": self._ledger.iteration if self._member.inside else self.iteration,
-            "phase": self._phase,
-            "done": self._ledger.done,
+            "phase": self._phase if self._member.inside else "computing",
+            "done": self._ledger.done if self._member.inside else [],
             "micro_batches": self.micro_batches,
             "train_iterations": self.train_iterations,
             "flops_per_iteration": self._flops,

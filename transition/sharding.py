@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+TRIED = 8  # distances of whole nodes that are tried before all others
 QUANTUM = 128  # elements; Megatron starts buckets at 256-byte boundaries for parameters of two bytes
 
 
@@ -116,6 +117,14 @@ def heirs(nodes: Sequence[str], copies: int) -> list[int]:
             fresh += heir not in {node, *(nodes[(rank + earlier) % count] for earlier in shifts)}
         return fresh, apart, -shift
 
+    beside = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)  # ranks of the first node
+    usual = [shift for shift in range(beside, count, beside)]
     while len(shifts) < min(copies, count - 1):
-        shifts.append(max((shift for shift in range(1, count) if shift not in shifts), key=elsewhere))
+        best, shift = (-1, -1, 0), 0
+        for candidate in dict.fromkeys([*usual[:TRIED], *range(1, count)][: count + TRIED]):
+            if candidate not in shifts and (found := elsewhere(candidate)) > best:
+                best, shift = found, candidate
+            if best[0] == count:  # no other can be better
+                break
+        shifts.append(shift)
     return shifts

@@ -164,11 +164,13 @@ class Shards:
         """How many shards the set has, Adam's step, and which shards each rank of the group holds."""
         told = torch.tensor([old.count, old.step] if old else [0, 0], dtype=torch.float64, device=self.wire)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        self._check_alive()
         count, step = int(told[0]), float(told[1])
         mine = torch.zeros(max(count, 1), dtype=torch.int64)
         mine[list(old.shards) if old else []] = 1
         table = torch.empty(self.count * mine.numel(), dtype=torch.int64, device=self.wire)
         dist.all_gather_into_tensor(table, mine.to(self.wire), group=self.group)
+        self._check_alive()
         rows = table.view(self.count, -1).tolist()
         return count, step, [{shard for shard, held in enumerate(row) if held} for row in rows]
 

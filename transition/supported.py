@@ -48,6 +48,11 @@ def _model(config: Any) -> Iterator[str]:
     if getattr(config, "fp16", False):
         yield "fp16, whose loss scale is a state of its own: use bf16"
 
+    if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        yield "CUDA graphs, which hold the groups that they were captured with"
+    if getattr(config, "tp_comm_overlap", False):
+        yield "tp_comm_overlap, which holds groups of its own: unset it"
+
 
 def _reduces(model: Sequence[Any]) -> Iterator[str]:
     for chunk in model:
@@ -56,6 +61,8 @@ def _reduces(model: Sequence[Any]) -> Iterator[str]:
             yield "gradients averaged in the collective, since it weighs micro-batches itself: unset it"
         if settings.num_distributed_optimizer_instances > 1:
             yield "several instances of the distributed optimizer: set num_distributed_optimizer_instances to 1"
+        if getattr(settings, "reduce_scatter_with_fp32_accumulation", False):
+            yield "reduce_scatter_with_fp32_accumulation, whose reduce cannot be waited for: unset it"
         if getattr(settings, "use_megatron_fsdp", False) or getattr(settings, "use_custom_fsdp", False):
             yield "FSDP: use the distributed optimizer"
 

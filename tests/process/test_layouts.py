@@ -74,7 +74,8 @@ MATRIX = [
 ]
 SPREAD = {
     ("dp", "sharded", "step"),
-    ("dp", "sharded-overlap", "data"),
+    ("dp", "sharded-overlap", "after"),
+    ("dp", "sharded-overlap", "twice"),
     ("dp", "sharded-bf16", "in-reduce"),
     ("tp", "dropout", "both"),
     ("tp", "overlap", "reduce"),
