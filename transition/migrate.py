@@ -156,10 +156,10 @@ def transfer(
     """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
     with.
 
-    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was sent
-    so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
-    generation is over. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
-    given the state, RuntimeError when a peer is lost meanwhile.
+    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was
+    sent so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
+    generation is over. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
+    in a newcomer that could not be given the state, RuntimeError when a peer is lost meanwhile.
     """
     me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
     for attempt in range(TRIES):

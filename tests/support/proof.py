@@ -42,7 +42,8 @@ def exactly_once(ranks: Ranks, iterations: int) -> None:
             own = work[iteration][step["slot"], step["incarnation"]]
             if ranks.replica == 1 and ranks.environment.get("TINY_GATHER") == "1":
                 # a gather that fails in the forward pass comes after the fetch
-                assert sorted(step["computed"]) == sorted(step["micro_batches"]) == sorted(set(own)), (step, own)
+                assert sorted(step["computed"]) == sorted(step["micro_batches"]), step
+                assert set(step["computed"]) <= set(own), (step, own)
             elif ranks.replica == 1:
                 assert sorted(step["computed"]) == sorted(step["micro_batches"]) == sorted(own), (step, own)
             elif step["slot"] % ranks.replica == 0:  # one rank speaks for its replica

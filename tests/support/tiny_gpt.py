@@ -332,12 +332,14 @@ def install_points(chunks, optimizer) -> None:
 
     def saving_step():
         point("step")
-        if DISTOPT:
-            gather_gradients(chunks)
-        gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in every()]).clone()
-        while GATHERED:
-            data, was = GATHERED.pop()
-            data.copy_(was)
+        try:
+            if DISTOPT:
+                gather_gradients(chunks)
+            gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in every()]).clone()
+        finally:
+            while GATHERED:
+                data, was = GATHERED.pop()
+                data.copy_(was)
         outcome = step()
         parameters = torch.cat([p.detach().float().reshape(-1) for p in every()])
         if now["iteration"] < SAVE:
