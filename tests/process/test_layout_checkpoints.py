@@ -93,3 +93,12 @@ def test_all_ranks_lost_in_a_save_go_on_from_the_checkpoint_before(tmp_path, und
     found = [float(value) for value in losses(tmp_path / "run").values()]
     assert found == pytest.approx(list(undisturbed(layout, 2).values()), rel=LOSSES)
     assert whole(saves) == [6, 4]
+
+
+def test_main_parameters_beside_a_tied_embedding_stay_what_they_were(tmp_path):
+    """Defect: the stages that share the embedding made all their fp32 main parameters anew from the bf16 ones."""
+    calm = train(tmp_path / "calm", "1 2 1", 2, tmp_path / "calm-saves", 6, TINY_BF16="1")
+    train(tmp_path / "one", "1 2 1", 2, tmp_path / "saves", 2, TINY_BF16="1")
+    train(tmp_path / "other", "1 2 1", 2, tmp_path / "saves", 6, TINY_BF16="1")
+    assert not calm.breaks
+    assert losses(tmp_path / "one") | losses(tmp_path / "other") == losses(tmp_path / "calm")

@@ -194,3 +194,14 @@ def test_garbage_that_a_broken_collective_returns_without_an_error_is_not_believ
     size = size_of(LAYOUTS[layout][0])
     ranks = run(layout, kind, *moments(size)[moment])
     assert any(lost for _, lost, _ in ranks.breaks)
+
+
+@pytest.mark.parametrize("at", ["fetch", "reduce", "step"])
+def test_a_wish_to_stop_that_comes_at_any_moment_is_everybodys(tmp_path, at):
+    """Defect: one that came in the reduce reached the ranks of its own place only."""
+    wish = fault(1, 1, at, kind="stop")
+    ranks = Ranks(tmp_path, 4, [wish], fork=True, replica=2, TINY_LAYOUT="2 1 1", TINY_ITERATIONS="8")
+    ranks.drive()
+    assert set(map(tuple, ranks.exits.values())) == {(0,)}
+    ends = {slot: max(step["iteration"] for step in ranks.steps if step["slot"] == slot) for slot in range(4)}
+    assert set(ends.values()) == {1 if at == "fetch" else 2}, ends
