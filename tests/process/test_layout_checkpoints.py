@@ -56,8 +56,8 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (("2 2 1", 1), ("1 1 1", 2)),
-        (("1 1 1", 2), ("1 2 2", 2)),
+        pytest.param(("2 2 1", 1), ("1 1 1", 2), marks=pytest.mark.long),
+        pytest.param(("1 1 1", 2), ("1 2 2", 2), marks=pytest.mark.long),
         (("2 1 1" + SHARDED, 2), ("1 2 1" + SHARDED, 2)),
     ],
 )
@@ -72,7 +72,9 @@ def test_a_job_goes_on_in_another_layout(tmp_path, undisturbed, one, other):
     assert found == pytest.approx(undisturbed(*one), rel=LOSSES)
 
 
-@pytest.mark.parametrize("layout", ["2 1 1", "1 2 1", "2 1 1" + SHARDED])
+@pytest.mark.parametrize(
+    "layout", ["2 1 1" + SHARDED, *(pytest.param(layout, marks=pytest.mark.long) for layout in ("2 1 1", "1 2 1"))]
+)
 def test_a_rank_lost_in_a_save_costs_that_checkpoint_alone(tmp_path, undisturbed, layout):
     """Of the first replica, whose ranks write; then the other one's do. Or all do, each a shard."""
     saves = tmp_path / "saves"
@@ -83,7 +85,7 @@ def test_a_rank_lost_in_a_save_costs_that_checkpoint_alone(tmp_path, undisturbed
     assert whole(saves) == [6, 2], "the other replica's ranks came by iteration 4 before they had to write"
 
 
-@pytest.mark.parametrize("layout", ["2 1 1", "1 2 1"])
+@pytest.mark.parametrize("layout", ["1 2 1", pytest.param("2 1 1", marks=pytest.mark.long)])
 def test_all_ranks_lost_in_a_save_go_on_from_the_checkpoint_before(tmp_path, undisturbed, layout):
     saves = tmp_path / "saves"
     faults = [{"slot": slot, "iteration": 3, "at": "save", "count": 0, "kind": "kill"} for slot in (0, 1)]

@@ -53,9 +53,9 @@ def assert_same(one, other):
     [
         {},
         {"bf16": True, "piece": 1000, "spoil": 2},
-        {"overlap": True, "bf16": True, "copies": 2},
-        {"overlap": True, "gather": True},
-        {"tokens": True, "undo": True},
+        pytest.param({"overlap": True, "bf16": True, "copies": 2}, marks=pytest.mark.long),
+        pytest.param({"overlap": True, "gather": True}, marks=pytest.mark.long),
+        pytest.param({"tokens": True, "undo": True}, marks=pytest.mark.long),
     ],
     ids=lambda settings: "-".join(settings) or "fp32",
 )
@@ -72,9 +72,15 @@ def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, setti
 @pytest.mark.parametrize(
     ("settings", "phases"),
     [
-        ({"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]]),
+        pytest.param(
+            {"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]], marks=pytest.mark.long
+        ),
         ({"pp": 2, "bf16": True, "undo": True, "tokens": True}, [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]]),
-        ({"pp": 2, "virtual": 2, **OVERLAP}, [[[0, 1, 2, 3], 3], [[2, 1], 2], [[0, 1, 2, 3], 2]]),
+        pytest.param(
+            {"pp": 2, "virtual": 2, **OVERLAP},
+            [[[0, 1, 2, 3], 3], [[2, 1], 2], [[0, 1, 2, 3], 2]],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["tensor", "pipeline", "interleaved"],
 )
@@ -121,16 +127,16 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("at", "version", "settings"),
     [
-        ("forward:1", FAILED, {}),
+        pytest.param("forward:1", FAILED, {}, marks=pytest.mark.long),
         ("reduce:0", FAILED, {"bf16": True}),
-        ("reduce:1", FAILED, {**OVERLAP, "bf16": True}),
-        ("committed:0", FAILED, {}),
-        ("gather:0", FAILED, {"bf16": True}),
+        pytest.param("reduce:1", FAILED, {**OVERLAP, "bf16": True}, marks=pytest.mark.long),
+        pytest.param("committed:0", FAILED, {}, marks=pytest.mark.long),
+        pytest.param("gather:0", FAILED, {"bf16": True}, marks=pytest.mark.long),
         ("gather:1", FAILED, OVERLAP),
-        ("copy:0", FAILED, {}),
-        ("copy:0", FAILED, OVERLAP),
+        pytest.param("copy:0", FAILED, {}, marks=pytest.mark.long),
+        pytest.param("copy:0", FAILED, OVERLAP, marks=pytest.mark.long),
         ("ack:0", FAILED + 1, {}),
-        ("ack:0", FAILED + 1, {**OVERLAP, "bf16": True}),
+        pytest.param("ack:0", FAILED + 1, {**OVERLAP, "bf16": True}, marks=pytest.mark.long),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
@@ -139,13 +145,23 @@ def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
     heal(tmp_path, undisturbed, [2], at, version, settings)
 
 
-@pytest.mark.parametrize(("at", "version"), [("reduce:0", FAILED), ("copy:0", FAILED), ("ack:0", FAILED + 1)])
+@pytest.mark.parametrize(
+    ("at", "version"),
+    [
+        pytest.param("reduce:0", FAILED, marks=pytest.mark.long),
+        ("copy:0", FAILED),
+        pytest.param("ack:0", FAILED + 1, marks=pytest.mark.long),
+    ],
+)
 def test_two_copies_bear_a_rank_and_its_heir(tmp_path, undisturbed, at, version):
     """Both die at once."""
     heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
 
 
-@pytest.mark.parametrize("at", ["exchange:0", "gather:0", "copy:0", "ack:0", "reduce:0"])
+@pytest.mark.parametrize(
+    "at",
+    ["copy:0", *(pytest.param(at, marks=pytest.mark.long) for at in ("exchange:0", "gather:0", "ack:0", "reduce:0"))],
+)
 def test_a_second_rank_dies_before_there_are_new_copies(tmp_path, undisturbed, at):
     """What was held before is kept until the new copies are confirmed: the state is taken up once more."""
     then = {"ranks": [1], "at": at}

@@ -68,13 +68,13 @@ SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, ""),
-        (2, SHARDED + OVERLAP + "--overlap-param-gather"),
-        (2, TP),
-        (2, PP),
-        (2, INTERLEAVED + OVERLAP),
+        pytest.param(2, "", marks=pytest.mark.long),
+        pytest.param(2, SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
+        pytest.param(2, TP, marks=pytest.mark.long),
+        pytest.param(2, PP, marks=pytest.mark.long),
+        pytest.param(2, INTERLEAVED + OVERLAP, marks=pytest.mark.long),
         (4, TP + PP + SHARDED),
-        (4, TP + SHARDED + OVERLAP + "--overlap-param-gather"),
+        pytest.param(4, TP + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
         (4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather"),
         (2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss"),
     ],
@@ -99,8 +99,8 @@ UNTIED = ((1, []), (4, (TP + PP).split()))
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (4, TP + PP + SHARDED),
-        pytest.param(2, "", marks=pytest.mark.long),
+        pytest.param(4, TP + PP + SHARDED, marks=pytest.mark.long),
+        (2, ""),
         pytest.param(4, INTERLEAVED + SHARDED + OVERLAP, marks=pytest.mark.long),
         pytest.param(2, PP + "--calculate-per-token-loss", marks=pytest.mark.long),
     ],
@@ -126,7 +126,8 @@ def test_dropout_is_the_same_whoever_computes_a_micro_batch(dataset, reference):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(1, ""), (4, TP + PP), pytest.param(2, INTERLEAVED, marks=pytest.mark.long)]
+    ("ranks", "options"),
+    [(1, ""), *(pytest.param(ranks, more, marks=pytest.mark.long) for ranks, more in ((4, TP + PP), (2, INTERLEAVED)))],
 )
 def test_recomputed_activations_have_the_same_dropout_bit_for_bit(dataset, ranks, options):
     kept, recomputed = (train(dataset, ranks, *DROPOUT, *options.split(), *more) for more in ([], RECOMPUTED))
@@ -193,7 +194,11 @@ def test_a_checkpoint_of_any_layout_is_gone_on_with_in_any_other(dataset, refere
     ("ranks", "options"),
     [
         (2, SHARDED + "--bf16"),
-        (2, PP + "--untie-embeddings-and-output-weights --attention-dropout 0.1 --hidden-dropout 0.1"),
+        pytest.param(
+            2,
+            PP + "--untie-embeddings-and-output-weights --attention-dropout 0.1 --hidden-dropout 0.1",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_in_the_same_layout_it_goes_on_bit_for_bit(dataset, tmp_path, ranks, options):
@@ -232,7 +237,7 @@ print("null")
 """
 
 
-@pytest.mark.parametrize(("ranks", "sharded"), [(4, ""), (8, SHARDED)])
+@pytest.mark.parametrize(("ranks", "sharded"), [(8, SHARDED), pytest.param(4, "", marks=pytest.mark.long)])
 def test_ranks_read_their_parts_alone_in_worlds_without_peers(dataset, reference, tmp_path, ranks, sharded):
     """And write what they have read, each for itself; that is a checkpoint, too."""
     saves, script = tmp_path / "saves", tmp_path / "alone.py"
