@@ -9,6 +9,7 @@ from typing import Any
 _MODULES = {
     "CheckpointError": "checkpoint",
     "Checkpoints": "checkpoint",
+    "Layout": "layout",
     "Session": "session",
     "StepResult": "session",
     "init_process_group": "process",

@@ -1,41 +1,84 @@
 """Checkpoints on disk: the last resort of the nearest principle, for a job of which no rank is left
 (docs/design/micro-batch-reuse.md).
 
-A file holds what a newcomer gets from a replica (`migrate.TrainingState`): it does not depend on how many ranks there
-are. It is written beside the training, from a copy in the host's memory, under another name until it is whole; its
-checksums (the zip archive's) are checked before it is used, and a damaged one is passed over for the one before.
-Nothing is unpickled but tensors and plain values.
+A checkpoint is a folder of files that ranks write each for itself, without a word to each other: the state of one place
+of the layout, or a shard of it. A file's name tells of how many it is one, so the folder is whole when all are there;
+each is written beside the training, from a copy in the host's memory, under another name until it is whole. Its
+checksums (the zip archive's) are checked before it is used, and a checkpoint with a damaged file is passed over for the
+one before. Ranks of any layout read from it what they need (`transition/parts.py`). Nothing is unpickled but tensors
+and plain values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
 import time
 import zipfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from transition import parts
 from transition.migrate import StateMismatch, TrainingState
 
-VERSION = 1
+VERSION = 2
+OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
-# Of ranks that end without a plan the first member saves the state at once, the second after so long, and so on up to
-# the RESCUERSth, unless one before it has done so.
+# Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
+# to the RESCUERSth, unless one before it has done so.
 RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
-_NAME = re.compile(r"iteration-(\d+)\.pt")
+DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
+_OLD_NAME = re.compile(r"iteration-(\d+)\.pt")
+_FOLDER = re.compile(r"iteration-(\d+)")
+_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.pt")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or the last one cannot be written; one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What a rank's file is to the whole checkpoint: its place in the layout, and with a distributed optimizer its
+    shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files of
+    two runs that came by the same iteration are no whole together."""
+
+    place: int = 0
+    size: int = 1
+    shard: int = 0
+    count: int = 1
+    layout: str = ""
+    loss: float | None = None
+
+    @property
+    def mark(self) -> str:
+        """The same in all files that belong together."""
+        return hashlib.blake2b(repr((self.layout, self.loss)).encode(), digest_size=4).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.mark}.place-{self.place}-of-{self.size}.shard-{self.shard}-of-{self.count}.pt"
+
+
+class Found(NamedTuple):
+    """A checkpoint that has all its files. iteration: the one to go on with."""
+
+    iteration: int
+    paths: tuple[Path, ...]
 
 
 class Checkpoints:
@@ -49,154 +92,329 @@ class Checkpoints:
         if interval < 0 or keep < 1:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
         self.folder, self.interval, self.keep = Path(folder), interval, keep
-        self._writer: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.written: int | None = None  # the iteration of the last one that this process wrote
 
-    def found(self) -> list[tuple[int, Path]]:
-        """(iteration to go on with, path) of all that are there, the newest first."""
+    # ------------------------------------------------------------ reading
+    def found(self) -> list[Found]:
+        """All whole ones, the newest first."""
         if not self.folder.is_dir():
             return []
-        matches = ((_NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+        whole: list[Found] = []
+        for path in self.folder.iterdir():
+            if match := _OLD_NAME.fullmatch(path.name):
+                whole.append(Found(int(match[1]), (path,)))
+            elif match := _FOLDER.fullmatch(path.name):
+                whole += [Found(int(match[1]), paths) for paths in _whole(path)]
+        return sorted(whole, key=lambda each: (each.iteration, each.paths), reverse=True)
 
-    def load(self, state: TrainingState) -> int | None:
-        """Puts the newest sound one into `state`; returns the iteration to go on with, None where there is none.
+    def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
+        """Puts the newest sound one into `state`, or that of `iteration`; returns the iteration to go on with, None
+        where there is none. No other rank is waited for; the layout may be another than the one that wrote it.
 
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
         reasons = []
-        for iteration, path in self.found():
-            try:
-                data = _read(path)
-            except (OSError, CheckpointError) as error:
-                reasons.append(f"{path}: {error}")
-                _say(f"checkpoint passed over: {reasons[-1]}")
+        for each in self.found():
+            if iteration not in (None, each.iteration):
                 continue
-            _restore(state, data, path)
-            return iteration
+            try:
+                _load(state, each)
+            except (OSError, _Damaged) as error:
+                reasons.append(f"{error}")
+                _say(f"checkpoint of iteration {each.iteration} passed over: {error}")
+                continue
+            return each.iteration
         if reasons:
             raise CheckpointError(f"no checkpoint can be read ({reasons[0]}): move {self.folder} away to start anew")
+        if iteration is not None:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
+    # ------------------------------------------------------------ writing
     def due(self, iteration: int) -> bool:
         """Whether one is to be written when `iteration` iterations are done."""
         return bool(self.interval) and iteration % self.interval == 0 and iteration != self.written
 
-    def save(self, state: TrainingState, iteration: int) -> None:
-        """Copies the state, and lets a thread write it. Waits for the write before, if that still goes on."""
+    def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
+        """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
+        write before, if that still goes on. With a distributed optimizer every rank calls it, without one those of one
+        replica do."""
         self.wait()
-        data = {
-            "version": VERSION,
-            "header": state.header(iteration),
-            "tensors": [tensor.detach().to("cpu", copy=True) for tensor in state.tensors()],
-        }
+        writer = writer or Writer()
+        data = _copied(state, iteration, writer)
         self._error, self.written = None, iteration
-        self._writer = threading.Thread(target=self._write, args=(data, iteration), name="unicron-checkpoint")
-        self._writer.start()
+        self._thread = threading.Thread(target=self._write, args=(data, iteration, writer), name="unicron-checkpoint")
+        self._thread.start()
 
     def wait(self) -> None:
         """Until the last write is over, however it ended."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
-    def save_last(self, state: TrainingState, iteration: int) -> None:
-        """The final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot be written."""
+    def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
+        """This rank's part of the final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot
+        be written."""
         self.wait()
         if self.written != iteration or self._error is not None:
-            self.save(state, iteration)
+            self.save(state, iteration, writer)
             self.wait()
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint was not written: {self._error}: make room in {self.folder}")
 
-    def rescue(self, state: TrainingState, iteration: int, place: int) -> None:
-        """The state of a rank that nobody leads any more, on disk when this returns. place: of the rank among the
-        members; all hold the same, so a later one writes only what those before it have not written in time.
+    def rescue(self, state: TrainingState, iteration: int, turn: int = 0, writer: Writer | None = None) -> None:
+        """The part of a rank that nobody leads any more, on disk when this returns. turn: how many other ranks hold the
+        same and come first; a later one writes only what those before it have not written in time.
 
         Raises :class:`CheckpointError` when it cannot be written.
         """
         self.wait()
-        began, turn = time.monotonic(), RESCUE_SECONDS * min(place, RESCUERS)
+        writer = writer or Writer()
+        began, patience = time.monotonic(), RESCUE_SECONDS * min(turn, RESCUERS)
         grew: dict[Path, tuple[tuple[int, int], float]] = {}
-        while not self._saved(iteration):
-            written = self._being_written(iteration, grew)
-            if time.monotonic() - began >= turn and not written:
-                self.save_last(state, iteration)
+        while not self._saved(iteration, writer):
+            written = self._being_written(iteration, writer, grew)
+            if time.monotonic() - began >= patience and not written:
+                self.save_last(state, iteration, writer)
                 _say(f"no plan came: the state was saved in {self.folder}, to go on with iteration {iteration}")
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _saved(self, iteration: int) -> bool:
-        return any(number >= iteration for number, _ in self.found())
+    def _path(self, iteration: int, writer: Writer) -> Path:
+        return self.folder / f"iteration-{iteration:08d}" / writer.name
 
-    def _being_written(self, iteration: int, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
+    def _saved(self, iteration: int, writer: Writer) -> bool:
+        return self._path(iteration, writer).exists() or any(each.iteration > iteration for each in self.found())
+
+    def _being_written(self, iteration: int, writer: Writer, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
         """Another process is at it: its file has changed within the time that one has. grew: what was seen so far of
         such files, and since when on this process's clock; the file server's may differ by minutes."""
         now, written = time.monotonic(), False
         long_ago = time.time() - RESCUERS * RESCUE_SECONDS
-        for path in self.folder.glob(f"iteration-{iteration:08d}.pt.*.new"):
+        path = self._path(iteration, writer)
+        for new in path.parent.glob(f"{path.name}.*.new"):
             with contextlib.suppress(OSError):
-                status = path.stat()
+                status = new.stat()
                 found = status.st_mtime_ns, status.st_size
-                seen = grew.get(path)
+                seen = grew.get(new)
                 if seen is None and status.st_mtime < long_ago:
                     continue
                 if seen is None or seen[0] != found:
-                    seen = grew[path] = found, now
+                    seen = grew[new] = found, now
                 written = written or now - seen[1] < RESCUE_SECONDS
         return written
 
-    def _write(self, data: dict[str, Any], iteration: int) -> None:
-        path = self.folder / f"iteration-{iteration:08d}.pt"
+    def _write(self, data: dict[str, Any], iteration: int, writer: Writer) -> None:
+        path = self._path(iteration, writer)
         unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.new")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
                 torch.save(data, file)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
+            with contextlib.suppress(FileNotFoundError):
+                (path.parent / f"{writer.mark}.{DAMAGED}").unlink()
             self._prune()
-        except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+        except Exception as error:  # whatever it is, it must not count as written
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
                 unfinished.unlink()
             _say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _prune(self) -> None:
-        for _, path in self.found()[self.keep :]:
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob("iteration-*.new"):
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                path.unlink(missing_ok=True)
+        """Remove what is older than those that stay. All ranks do, at the same time."""
+        whole = sorted({each.iteration for each in self.found()}, reverse=True)
+        oldest = whole[self.keep - 1] if len(whole) >= self.keep else 0
+        for path in self.folder.iterdir():
+            match = _OLD_NAME.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
+            if match and int(match[1]) < oldest:
+                _remove(path)
+        for new in [*self.folder.glob("iteration-*/*.new"), *self.folder.glob("iteration-*.new")]:
+            with contextlib.suppress(OSError):
+                if time.time() - new.stat().st_mtime > STALE_SECONDS:
+                    new.unlink()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _whole(folder: Path) -> list[tuple[Path, ...]]:
+    """The sets of files in one checkpoint's folder that are complete."""
+    sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
+    names = {path.name for path in folder.iterdir()}
+    for path in map(folder.joinpath, names):
+        match = _FILE.fullmatch(path.name)
+        if match and f"{match[1]}.{DAMAGED}" not in names:
+            place, size, shard, count = map(int, match.groups()[1:])
+            sets[match[1], size][place, count][shard] = path
+    return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _chosen(files, size)) is not None]
+
+
+def _chosen(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
+    """For each place all its shards; None where some are missing. files: (place, count) -> shard -> path."""
+    chosen: list[Path] = []
+    for place in range(size):
+        whole = [shards for (at, count), shards in sorted(files.items()) if at == place and len(shards) == count]
+        if not whole:
+            return None
+        chosen += [path for _, path in sorted(whole[0].items())]
+    return tuple(chosen)
+
+
+# ------------------------------------------------------------ what is in a file
+def _copied(state: TrainingState, iteration: int, writer: Writer) -> dict[str, Any]:
+    """What the file of this rank is to hold, apart from the state that goes on changing."""
+    tensors: list[torch.Tensor] = []
+    index = []
+    for part in parts.parts(state.model, state.optimizer):
+        if part.duplicate:
+            continue
+        keys = {key: len(tensors) + number for number, key in enumerate(part.tensors)}
+        tensors += [tensor.detach().to("cpu", copy=True) for tensor in part.tensors.values()]
+        scalars = {key: value.detach().to("cpu", copy=True) for key, value in part.scalars.items()}
+        index.append((*part.box, part.begin, part.end, keys, scalars))
+    return {
+        "version": VERSION,
+        "iteration": iteration,
+        "layout": writer.layout,
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups
+        ],
+        "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
+        "seed": getattr(state, "seed", 0),
+        "index": index,
+        "tensors": tensors,
+    }
+
+
+class _Damaged(CheckpointError):
+    """A file is not as it was written, or not all that it takes is there."""
+
+
+def _load(state: TrainingState, found: Found) -> None:
+    """Raises _Damaged, or CheckpointError for what is sound and yet of no use here."""
+    first = found.paths[0]
+    if _OLD_NAME.fullmatch(first.name):
+        return _load_old(state, first)
+    try:
+        _assemble(state, [_open(path) for path in found.paths], first.parent)
+    except _Damaged as error:  # so that ranks that read other files of it pass it over as well
+        with contextlib.suppress(OSError):
+            first.with_name(f"{first.name.split('.')[0]}.{DAMAGED}").write_text(f"{error}\n")
+        raise
+
+
+@dataclass
+class _File:
+    """A checkpoint's file: `data` is read from the disk where it is used."""
+
+    path: Path
+    data: dict[str, Any]
+    checked: bool = False
+
+    def tensor(self, number: int) -> torch.Tensor:
+        if not self.checked:
+            _check(self.path)
+            self.checked = True
+        value = self.data["tensors"][number]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+def _open(path: Path) -> _File:
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch names damage in many ways
+        raise _Damaged(f"{path}: damaged ({type(error).__name__})") from None
+    if not isinstance(data, dict) or data.get("version") not in (OLD_VERSION, VERSION):
+        raise _Damaged(f"{path}: not a checkpoint of this release")
+    return _File(path, data)
+
+
+def _check(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        data = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # zipfile and torch name damage in many ways
-        raise CheckpointError(f"damaged ({type(error).__name__})") from None
+    except Exception as error:  # so does zipfile
+        raise _Damaged(f"{path}: damaged ({type(error).__name__})") from None
     if damaged:
-        raise CheckpointError(f"damaged ({damaged} does not match its checksum)")
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        raise CheckpointError("not a checkpoint of this release")
-    return data
+        raise _Damaged(f"{path}: damaged ({damaged} does not match its checksum)")
 
 
-def _restore(state: TrainingState, data: dict[str, Any], path: Path) -> None:
-    other = CheckpointError(f"{path} is of another model: give the options that it was written with, or another folder")
+def _other_model(path: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of another model ({why}): give the options that it was written with, or another folder"
+    )
+
+
+def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
+    sources: dict[str, list[parts.Source]] = defaultdict(list)
+    saved: dict[str, tuple[Iterable[str], dict[str, torch.Tensor]]] = {}
+    for file in files:
+        for name, whole, offset, extent, begin, end, keys, scalars in file.data["index"]:
+
+            def read(key: str, file: _File = file, keys: dict[str, int] = keys) -> torch.Tensor:
+                return file.tensor(keys[key])
+
+            box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
+            sources[name].append(parts.Source(box, begin, end, read))
+            saved[name] = [key for key in keys if key != parts.PARAMETER], scalars
     try:
-        state.adopt(data["header"])
-    except (StateMismatch, ValueError, KeyError):
-        raise other from None
-    mine, saved = list(state.tensors()), data["tensors"]
+        parts.restore(state.model, state.optimizer, sources, saved)
+    except (parts.Missing, KeyError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _other_model(folder, error) from None
+    data = files[0].data
+    if hasattr(state, "seed"):
+        state.seed = int(data["seed"])
+    _restore_groups(state, data["groups"])
+    _restore_schedule(state.scheduler, data["scheduler"])
+
+
+def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
+    """The step counts of optimizers that have one for a group; with torch's schedules its learning rate too. Megatron's
+    schedule sets that by itself."""
+    own = hasattr(state.scheduler, "num_steps")
+    for number, group in enumerate(state.optimizer.param_groups):
+        values = saved[min(number, len(saved) - 1)] if saved else {}
+        group.update({key: value for key, value in values.items() if key in group and (key == "step" or not own)})
+
+
+def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
+    if scheduler is None or saved is None:
+        return
+    if hasattr(scheduler, "num_steps"):  # Megatron's: how far it is; the rest is what the script says today
+        scheduler.num_steps = 0
+        scheduler.step(increment=saved["num_steps"])
+    else:
+        scheduler.load_state_dict(saved)
+
+
+def _load_old(state: TrainingState, path: Path) -> None:
+    file = _open(path)
+    _check(path)
+    if file.data["version"] != OLD_VERSION:
+        raise _Damaged(f"{path}: not a checkpoint of this release")
+    try:
+        state.adopt(file.data["header"])
+    except (StateMismatch, ValueError, KeyError) as error:
+        raise _other_model(path, error) from None
+    mine, saved = list(state.tensors()), file.data["tensors"]
     if [(tensor.shape, tensor.dtype) for tensor in mine] != [(tensor.shape, tensor.dtype) for tensor in saved]:
-        raise other
+        raise _other_model(path, "its tensors have other shapes")
     for tensor, value in zip(mine, saved, strict=True):
         tensor.copy_(value)
 

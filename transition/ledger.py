@@ -7,6 +7,7 @@ The micro-batch is the unit of reuse; each is in exactly one rank's gradient sum
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,10 @@ class LedgerError(RuntimeError):
     """A micro-batch would be counted twice, or not at all: the optimizer must not step."""
 
 
-def deal(total: int, members: Sequence[int]) -> dict[int, list[int]]:
-    """The undisturbed assignment: micro-batch i belongs to the (i mod len(members))-th member. Same on every rank,
-    without a message."""
-    return {slot: list(range(position, total, len(members))) for position, slot in enumerate(members)}
+def deal(total: int, replicas: int, replica: int) -> list[int]:
+    """The undisturbed assignment: micro-batch i belongs to the (i mod replicas)-th replica. Same on every rank, without
+    a message."""
+    return list(range(replica, total, replicas))
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Ledger:
     done: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     losses: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
+    tokens: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, of a loss per token
 
     def todo(self) -> list[int]:
         """What is assigned and not yet in the gradient."""
@@ -49,6 +51,10 @@ class Ledger:
         self.done.append(index)
         self.computed.append(index)
 
+    def drop(self) -> None:
+        """Nothing is in the gradient any more."""
+        self.done = []
+
     def reassign(self, indices: Iterable[int]) -> None:
         """Take over a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the
         gradient."""
@@ -57,6 +63,12 @@ class Ledger:
         if dropped:
             raise LedgerError(f"the plan for iteration {self.iteration} drops finished micro-batches {sorted(dropped)}")
         self.assigned = assigned
+
+    @staticmethod
+    def signature(done: Sequence[int] | None) -> float:
+        """The same for the same micro-batches, in whatever order; another one for None: a part of one."""
+        text = "none" if done is None else ",".join(map(str, sorted(done)))
+        return float(zlib.crc32(text.encode()))
 
     @staticmethod
     def check_counts(iteration: int, counts: Sequence[int]) -> None:

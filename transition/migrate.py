@@ -33,11 +33,16 @@ class CorruptTransfer(RuntimeError):
 
 
 class TrainingState:
-    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, random-number state,
-    iteration."""
+    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, the seed of the random
+    numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
+    (:mod:`transition.safekeeping`)."""
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
-        self.model, self.optimizer, self.scheduler = list(model), optimizer, scheduler
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
+        self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
+        self.loss: float | None = None  # of the last finished iteration
+        self.sharded = any(
+            chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
+        )
 
     def _inner_optimizers(self) -> list[Any]:
         outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -51,13 +56,21 @@ class TrainingState:
     def _plain_groups(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
 
-    def _schedule(self) -> dict[str, Any] | None:
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning-rate schedule."""
         return self.scheduler.state_dict() if self.scheduler is not None else None
+
+    def adopt_schedule(self, saved: dict[str, Any] | None) -> None:
+        """Take up such a state."""
+        if self.scheduler is not None:
+            if hasattr(self.scheduler, "num_steps"):
+                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+            self.scheduler.load_state_dict(saved)
 
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
         layout = [
-            [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
+            [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
             for inner, group in self._groups()
         ]
         return msgpack.packb(
@@ -65,17 +78,15 @@ class TrainingState:
                 "iteration": iteration,
                 "groups": self._plain_groups(),
                 "layout": layout,
-                "scheduler": self._schedule(),
-                "rng": torch.get_rng_state().numpy().tobytes(),
-                "trackers": {
-                    name: state.cpu().numpy().tobytes() for name, state in _rng_tracker().get_states().items()
-                },
+                "scheduler": self.schedule(),
+                "seed": self.seed,
+                "loss": self.loss,
             }
         )
 
     def settings(self) -> torch.Tensor:
         """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule. Shape (2,)."""
-        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self._schedule()])
+        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self.schedule()])
         return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
 
     @staticmethod
@@ -100,18 +111,10 @@ class TrainingState:
             group.update(
                 {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()}
             )
-            for parameter, layout in zip(group["params"], layouts, strict=True):
+            for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
-        if self.scheduler is not None:
-            if hasattr(self.scheduler, "num_steps"):
-                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
-            self.scheduler.load_state_dict(data["scheduler"])
-        torch.set_rng_state(torch.frombuffer(bytearray(data["rng"]), dtype=torch.uint8))
-        states = {
-            name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in data["trackers"].items()
-        }
-        if states:
-            _rng_tracker().set_states(states)
+        self.adopt_schedule(data["scheduler"])
+        self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
         return int(data["iteration"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -121,18 +124,12 @@ class TrainingState:
             for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
                 seen.add(tensor.data_ptr())
                 yield tensor.data
-        for inner, group in self._groups():
+        for inner, group in () if self.sharded else self._groups():
             for parameter in group["params"]:
                 if parameter.data_ptr() not in seen:
                     yield parameter.data
                 state = inner.state.get(parameter, {})
                 yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
-
-
-def _rng_tracker() -> Any:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker()
 
 
 def _room(value: Any, parameter: torch.Tensor) -> Any:
@@ -151,22 +148,27 @@ def transfer(
     newcomer: bool,
     device: torch.device,
     holders: Sequence[int] = (),
+    group: Any = None,
     note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
     moved: Callable[[int], None] = lambda size: None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Collective over the world: rank `source` sends, newcomers receive; returns the iteration to go on with.
+    """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
+    with.
 
-    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was sent
-    so many wrong parts, before another member sends. moved(size): called after so many more bytes. Raises
-    :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a newcomer that could not be
-    given the state, RuntimeError when a peer is lost meanwhile.
+    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was
+    sent so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
+    generation is over. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
+    in a newcomer that could not be given the state, RuntimeError when a peer is lost meanwhile.
     """
-    me, order = dist.get_rank(), [source, *(rank for rank in holders if rank != source)]
+    me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
     for attempt in range(TRIES):
         sender = order[attempt % len(order)]
         receiving = me not in order
-        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, moved)
-        differing = _gather(wrong, device)
+        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved)
+        differing = _gather(wrong, device, group)
+        if lost():  # an aborted NCCL collective leaves garbage and raises nothing
+            raise RuntimeError("the generation ended while the training state was transferred")
         bad = [rank for rank in order if differing[rank]]
         trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
         if trusted and me in bad:
@@ -200,13 +202,14 @@ def _send_once(
     source: int,
     receiving: bool,
     device: torch.device,
+    group: Any,
     moved: Callable[[int], None],
 ) -> tuple[int, int]:
     """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
-    am_source = dist.get_rank() == source
+    am_source = dist.get_rank(group) == source
     spoil = am_source and injector.spoils_transfer()
-    header, sound = _broadcast_bytes(state.header(iteration) if am_source else None, source, device)
-    if any(_gather(int(receiving and not sound), device)):  # nobody knows the tensors that would follow
+    header, sound = broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
+    if any(_gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
         return iteration, int(receiving and not sound)
     if receiving:
         iteration = state.adopt(header)
@@ -218,38 +221,40 @@ def _send_once(
             _spoil(wire)
         flat = wire.contiguous().view(-1)
         for piece in flat.split(max(1, PIECE // flat.element_size())):  # the same pieces in all ranks
-            dist.broadcast(piece, source)
+            dist.broadcast(piece, group=group, group_src=source)
             moved(piece.numel() * piece.element_size())
         if receiving and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         sums.append(checksum(tensor))
     mine = torch.stack(sums)
-    sent, sound = _broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device)
+    sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
     if not sound or len(sent) != mine.numel() * mine.element_size():
         return iteration, int(receiving)
     theirs = torch.frombuffer(bytearray(sent), dtype=torch.int64).reshape(mine.shape)
     return iteration, int((mine != theirs).any(dim=1).sum())
 
 
-def _broadcast_bytes(data: bytes | None, source: int, device: torch.device) -> tuple[bytes, bool]:
-    """The source's bytes, and whether they arrived as they were sent."""
+def broadcast_bytes(
+    data: bytes | None, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[bytes, bool]:
+    """The bytes of rank `source` of the group (or world), and whether they arrived as they were sent."""
     told = torch.tensor([len(data or b""), zlib.crc32(data or b"")], dtype=torch.int64, device=device)
-    dist.broadcast(told, source)
+    dist.broadcast(told, group=group, group_src=source)
     size, wanted = told.tolist()
     wire = torch.empty(size, dtype=torch.uint8, device=device)
-    if data is not None:
+    if data:
         wire.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(wire, source)
+    dist.broadcast(wire, group=group, group_src=source)
     received = wire.cpu().numpy().tobytes()
     return received, zlib.crc32(received) == wanted
 
 
-def _gather(number: int, device: torch.device) -> list[int]:
-    """Every rank's number."""
-    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    numbers[dist.get_rank()] = number
+def _gather(number: int, device: torch.device, group: Any) -> list[int]:
+    """The number of every rank of the group."""
+    numbers = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    numbers[dist.get_rank(group)] = number
     numbers = numbers.to(device)
-    dist.all_reduce(numbers)
+    dist.all_reduce(numbers, group=group)
     return numbers.tolist()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 from detector.inject import injector
 from detector.rank_channel import RankChannel
-from transition import groups
+from transition import elastic_buckets, groups, preparing
+from transition.abort import Aborter, settle
+from transition.layout import Layout
 from transition.pulse import Pulse
 from transition.unblock import Unblocker
 from transition.watch import Watch
@@ -19,10 +22,11 @@ class Process:
     """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
     channel."""
 
-    def __init__(self, backend: str):
-        self.backend = backend
+    def __init__(self, backend: str, layout: Layout):
+        self.backend, self.layout = backend, layout
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
-        self.unblocker = Unblocker()
+        self.aborter = Aborter()
+        self.unblocker = Unblocker(self.aborter)
         self.watch = Watch(self.slot, self.unblocker.unblock)
         injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
@@ -52,15 +56,18 @@ def current() -> Process:
     return _process
 
 
-def init_process_group(backend: str) -> None:
-    """In place of `torch.distributed.init_process_group`.
+def init_process_group(backend: str, layout: Layout | None = None) -> None:
+    """In place of `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
 
-    Under an agent the rank starts in a world of its own, to build its model in; the session takes it into the job's
-    generations. Without an agent it is torch's own call with the usual environment variables.
+    Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
+    into the job's generations. Without an agent it is torch's own call with the usual environment variables.
     """
     global _process
-    _process = Process(backend)
+    settle(backend)
+    _process = Process(backend, layout or Layout())
+    if find_spec("megatron") is not None:
+        elastic_buckets.prepare()
     if _process.channel is None:
         dist.init_process_group(backend, timeout=groups.collective_timeout())
-        return
-    groups.init_world(backend, dist.HashStore(), 0, 1)
+    else:
+        preparing.prepare(_process.layout, _process.slot)

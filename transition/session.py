@@ -1,15 +1,14 @@
 """The training loop that survives: one object between a Megatron training script and the generation protocol
 (docs/design/generations.md).
 
-A rank prepares itself in a world of its own (model, optimizer, data), then enters generations. When a member is lost
-every survivor stops between two micro-batches or in its reduce, reports, and goes on with the same iteration under the
+A rank prepares itself in a world without peers (model, optimizer, data), then enters generations. When a member is lost
+every survivor stops between two micro-batches or at its reduce, reports, and goes on with the same iteration under the
 controller's plan. Newcomers and leavers change the membership at an iteration boundary, which all members reach in the
 same iteration because the commit all-reduce carries the offer that each holds.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transition import groups, migrate, process
-from transition.checkpoint import CheckpointError, Checkpoints
+from transition import groups, migrate, process, supported
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.exchange import Exchange, at_commit
 from transition.gradients import Gradients, PeerLost
+from transition.handover import Handover
 from transition.ledger import Ledger, LedgerError, deal
+from transition.member import Member
+from transition.safekeeping import Safekeeping
 from transition.watch import Plan, PlanTimeout
 
-# Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
-PLAN_TIMEOUT = 900.0
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
-TRANSFER_SECONDS = 1.0  # the same while the training state is transferred
 FATAL = (  # never answered by another try
     migrate.StateMismatch,
     migrate.CorruptTransfer,
@@ -38,6 +38,7 @@ FATAL = (  # never answered by another try
 )
 # How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
 SELF_STOPS = 3
+BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a collective's ways to say that a peer is gone
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,21 @@ class _Rejoined(Exception):
     """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
 
 
+class _Again(Exception):
+    """The generation was lost before the commit: the iteration is reduced once more, under a new plan."""
+
+
+class _ReplicaStopped(PeerLost):
+    """All ranks of the replica have finished their schedule, and stop together."""
+
+
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: list of DDP chunks (one, in a data-parallel job). micro_batches: per iteration, over all ranks. forward_step,
-    fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the first member
-    saves. Raises :class:`transition.groups.UnsupportedLayout` for a layout that it cannot heal, and
+    model: list of DDP chunks (one, without a virtual pipeline). micro_batches: per iteration, over all ranks.
+    forward_step, fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the
+    first member saves. seed: of the random numbers of the training, by default torch's own. Raises
+    :class:`transition.groups.UnsupportedLayout` for what it cannot heal, and
     :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
     """
 
@@ -80,61 +90,88 @@ class Session:
         train_iterations: int,
         start_iteration: int = 0,
         checkpoints: Checkpoints | None = None,
+        seed: int | None = None,
     ):
-        self._process = process.current()
         if micro_batches < 1 or train_iterations < start_iteration:
             raise ValueError(
                 f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and "
                 f"{start_iteration}"
             )
-        groups.check_layout()
-        self._watch, self._channel, self.slot = self._process.watch, self._process.channel, self._process.slot
+        self._process = current = process.current()
+        self.layout = current.layout
+        supported.check(model, optimizer, self.layout)
+        self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = list(model), optimizer, scheduler
         self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
-        self._state = migrate.TrainingState(model, optimizer, scheduler)
+        self._state = migrate.TrainingState(model, optimizer, scheduler, torch.initial_seed() if seed is None else seed)
+        self._member = self._join(current)
+        self._exchange = Exchange(current)
+        healed = self._channel is not None and self._state.sharded
+        self._kept = Safekeeping(current, self._state, self._exchange) if healed else None
+        if self._kept is not None:
+            current.unblocker.also(self._kept.shards.abort)
         self._gradients = Gradients(
             model,
             forward_step,
             fetch,
             micro_batches,
             {"seq_length": seq_length, "micro_batch_size": micro_batch_size},
+            self._watch.lost if self.layout.size == 1 else self._watch.hit,
             self._watch.lost,
             self._progress,
+            self.layout,
+            self.slot % self.layout.size,
+            self._state.seed,
+            self._kept is not None,
+            self._channel is not None,
         )
+        at_commit(optimizer, self._commit)
         parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
         self._samples = micro_batches * micro_batch_size
-        self._flops = (
-            6.0 * parameters * self._samples * seq_length
-        )  # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1)
-        self._members: list[int] = list(range(dist.get_world_size())) if self._channel is None else []
-        self._rank = dist.get_rank() if self._channel is None else 0
-        self.generation = 0
-        self._entered_first = self._channel is None
+        # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
+        self._flops = 6.0 * parameters * self.layout.size * self._samples * seq_length
         self._phase = "computing"
         self._next_assignment: list[int] | None = None
+        self._ordered_next = True
         self._ledger = Ledger(start_iteration, micro_batches, [])
         self._seconds = 0.0
         self._loss: float | None = None
+        self._committed = False
         self._reduce_seconds = self._outside_seconds = 0.0
         self._last_progress = 0.0
-        self._transferred = 0  # bytes of the transfer at hand
         self._self_stops = 0
-        self._moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
-        self._half_received = self._came_new = False
-        self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
-        self._roles: dict[str, Any] | None = None
         self._agreed_offer: Plan | None = None
-        self._stop_wanted = self._stopping = False
-        self._note: dict[str, Any] | None = None
+        self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
-        if checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
-            self.iteration = saved
+        saved = checkpoints.load(self._state) if checkpoints is not None else None
+        self.iteration = self.iteration if saved is None else saved
+        if self._kept is not None and saved is None:
+            self._kept.check_untouched()
+        self._handover = Handover(self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration)
+
+    def _join(self, current: process.Process) -> Member:
+        """This rank's part in the generations; without an agent, in the one world that there is."""
+        member = Member(current, FATAL)
+        if self._channel is None:
+            replica, place = self.layout.from_megatron_rank(dist.get_rank(), dist.get_world_size() // self.layout.size)
+            self.slot = member.slot = replica * self.layout.size + place
+            member.members, member.inside = list(range(dist.get_world_size())), True
+            return member
+        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
+        member.groups.note_holders(groups.group_holders(self._model, self._optimizer))
+        member.report, member.take, member.rescue = self._report, self._take, self._rescue
+        return member
+
+    @property
+    def generation(self) -> int:
+        """The generation that this rank is in."""
+        return self._member.generation
 
     # ------------------------------------------------------------ the loop
     def __iter__(self) -> Iterator[StepResult]:
         if self._channel is not None:
-            self._rest("waiting")
-            self._enter_until_in(self._wait_plan())
+            self._member.rest("waiting")
+            self._change_to(self._member.enter_until_in(self._member.wait_plan()))
         while self.iteration < self.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()
@@ -142,101 +179,115 @@ class Session:
                 continue
             left = time.perf_counter()
             yield result
-            if self._checkpoints is not None and self._is_first() and self._checkpoints.due(self.iteration):
-                self._checkpoints.save(self._state, self.iteration)
+            if self._checkpoints is not None and self._writes() and self._checkpoints.due(self.iteration):
+                self._checkpoints.save(self._state, self.iteration, self._writer())
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
-                self._change_membership(self._agreed_offer)
+                self._change_to(self._member.enter_until_in(self._agreed_offer))
         self._finish()
 
-    def _change_membership(self, offer: Plan) -> None:
-        """At an iteration boundary: enter what everybody holds, or the plan that follows when it breaks on the way."""
-        plan = self._enter_until_in(offer)
+    def _change_to(self, plan: Plan) -> None:
+        """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
+        self._ordered_next = True
+        self._publish("running")
         if not plan.boundary:
-            self._next_assignment = plan.assignment.get(self.slot)
+            self._next_assignment = self._member.assigned(plan)
 
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
-        self._agreed_offer = None
-        assigned = (
-            self._next_assignment
-            if self._next_assignment is not None
-            else deal(self.micro_batches, self._members)[self._my_place()]
-        )
+        self._agreed_offer, self._committed = None, False
+        assigned = self._next_assignment
+        if assigned is None:
+            assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
         self._next_assignment = None
         self._ledger = Ledger(self.iteration, self.micro_batches, assigned)
-        self._gradients.begin()
+        self._gradients.begin(self._ordered_next or self._member.replicas > self.micro_batches)
         self._optimizer.zero_grad()
         self._set_phase("computing")
-        loss = self._until_committed()
-        result = self._step(loss, began)
+        result = self._until_stepped(began)
         self._set_phase("stepped")
         return result
 
-    def _is_first(self) -> bool:
-        """The lowest member of the present generation, which may be another process than before."""
-        return self._rank == 0 if self._channel is None else self.slot == min(self._members, default=self.slot)
+    def _writes(self) -> bool:
+        """This rank writes a part of each checkpoint: those of the first replica do, and with a distributed optimizer
+        all."""
+        return self._state.sharded or self._member.replica == 0
 
-    def _my_place(self) -> int:
-        return self.slot if self._channel is not None else self._rank
+    def _writer(self) -> Writer:
+        """What this rank's part is to the whole."""
+        shard, shards = (self._member.replica, self._member.replicas) if self._state.sharded else (0, 1)
+        size = self.layout.size
+        return Writer(self.slot % size, size, shard, shards, layout=self.layout.text, loss=self._state.loss)
 
-    def _until_committed(self) -> float:
-        """Compute, reduce and commit, over as many generations as it takes; returns the iteration's loss."""
-        loss = 0.0
+    def _until_stepped(self, began: float) -> StepResult:
+        """Compute, reduce and step, over as many generations as it takes."""
         while True:
             try:
                 self._gradients.compute(self._ledger)
+                self._leave_schedule()
                 self._set_phase("reducing")
                 reducing = time.perf_counter()
-                loss = self._reduce()
-                self._set_phase("synced")
-                self._agreed_offer = self._commit()
+                self._loss = self._reduce()
                 self._reduce_seconds = time.perf_counter() - reducing
-                return loss
+                return self._step(began)
+            except _Again:
+                continue
             except (PeerLost, RuntimeError) as error:
-                if not self._is_loss(error):
+                undone = self._kept is not None  # what a step has changed already
+                if (self._committed and not undone) or not self._is_loss(error):
                     raise
                 if self._recover(error):
-                    return loss
+                    raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
+
+    def _leave_schedule(self) -> None:
+        """The ranks of a replica leave their schedule together: all go on to the reduce, or all stop before it. Else
+        one could wait for another that has stopped, and what connects them would have to be broken."""
+        self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
+        if self.layout.size > 1:
+            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
+            self._stop_agreed = stop > 0
+            if lost > 0:
+                raise _ReplicaStopped("a member of the generation is gone")
+        if self._watch.lost():
+            raise PeerLost("a member of the generation is gone")
+        self._watch.shelter(False)
 
     def _is_loss(self, error: Exception) -> bool:
         """Whether `error` means a broken generation rather than a fault of the training script itself."""
-        if self._channel is None or isinstance(error, FATAL) or not self._gradients.intact:
+        alone = self.layout.size == 1
+        if self._channel is None or isinstance(error, FATAL) or (alone and not self._gradients.intact):
             return False  # half a micro-batch in the gradient cannot be taken out again
-        if self._watch.lost():
+        if self._watch.lost() or isinstance(error, _ReplicaStopped):
             return True
         self._self_stops += 1
-        in_collective = self._phase in ("reducing", "synced") and type(error) in (
-            RuntimeError,
-            dist.DistBackendError,
-            dist.DistNetworkError,
-        )
+        # a forward pass may wait for peers, too: of its replica, or for gathered parameters
+        waits = not alone or self._kept is not None or self._phase in ("reducing", "synced")
+        in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
     def _reduce(self) -> float:
         """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
         loss.
 
-        The losses travel with the counts so that the job's loss does not depend on who computed what, and the wishes
-        to stop so that all who have the reduced gradients agree on the end.
+        The proof is that of the data-parallel group of this rank's place, and comes after the buckets, on the same
+        communicator. The losses travel with the counts so that the job's loss does not depend on who computed what,
+        and the wishes to stop so that all who have the reduced gradients agree on the end.
         """
-        proof = torch.zeros(3, self.micro_batches, dtype=torch.float64)
-        proof[2, 0] = float(self._stop_wanted)
-        for index, loss in self._ledger.losses.items():
-            if index in self._ledger.done:
-                proof[1, index] = loss.double().cpu()
+        self._gradients.reduce(self._ledger)
+        proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
+        proof[3, 0] = float(self._stop_agreed)
         for index in self._ledger.done:
             proof[0, index] += 1
-        proof = proof.to(self._process.device)
-        if self._channel is None and dist.get_world_size() == 1:
-            self._gradients.reduce()
-        else:
-            work = dist.all_reduce(proof, async_op=True)
-            self._gradients.reduce()
-            work.wait()
+            if index in self._ledger.losses:
+                proof[1, index] = self._ledger.losses[index].double().cpu()
+            if (tokens := self._ledger.tokens.get(index)) is not None:
+                proof[2, index] = float(tokens)
+        proof = self._exchange.over_replicas(proof)
         Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
-        self._stopping = bool(proof[2, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
-        return float(proof[1].mean())
+        self._stopping = bool(proof[3, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
+        count = float(proof[2].sum()) if self._gradients.per_token else float(self.micro_batches)
+        loss = float(proof[1].sum()) / max(count, 1.0)
+        return self._exchange.from_last_stage(loss)
 
     def request_stop(self) -> None:
         """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a
@@ -244,216 +295,172 @@ class Session:
         """
         self._stop_wanted = True
 
-    def _commit(self) -> Plan | None:
-        """Nobody steps before all are synced. Returns the offer that every member holds, if there is one."""
-        if self._channel is None:
-            return None
-        offer = self._watch.offer
-        held = torch.zeros(len(self._members), dtype=torch.int64)
-        held[self._members.index(self.slot)] = offer.generation if offer else 0
-        held = held.to(self._process.device)
-        dist.all_reduce(held)
-        return offer if offer is not None and set(held.tolist()) == {offer.generation} else None
+    def _commit(self) -> None:
+        """Right before the parameters change, after all else of the step that communicates: nobody steps before all
+        can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration
+        reduced once more."""
+        if self._channel is None or self._committed:
+            self._committed = True
+            return
+        try:
+            if self.layout.size > 1 and self._kept is None and self._watch.lost():
+                raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
+            self._set_phase("synced")
+            said = self._exchange.commit(self._watch.offer, self._gradients.first)
+            self._agreed_offer, self._ordered_next = said.offer, said.first
+        except (PeerLost, RuntimeError) as error:
+            if not self._is_loss(error):
+                raise
+            if not self._recover(error):
+                raise _Again from error
+        self._committed = True
+        self._watch.hold_off(self._kept is None)  # nothing of the step waits for a peer any more
 
-    def _step(self, loss: float, began: float) -> StepResult:
+    def _keep(self) -> None:
+        """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
+        Raises _Again where a plan has the iteration reduced once more, from the state before it."""
+        if self._kept is None:
+            return
+        try:
+            self._kept.keep(self._ledger.iteration + 1)
+        except (PeerLost, RuntimeError) as error:
+            if not self._is_loss(error):
+                raise
+            if not self._recover(error):
+                raise _Again from error
+
+    def _step(self, began: float) -> StepResult:
         stepping = time.perf_counter()
         succeeded, grad_norm, _ = self._optimizer.step()
+        self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
+        self._state.loss = self._loss
+        self._keep()
+        self._watch.shelter(True)
+        self._watch.hold_off(False)
         self._self_stops = 0
         now = time.perf_counter()
-        self._seconds, self._loss = now - began, loss
-        phases = {**self._gradients.seconds, "reduce": self._reduce_seconds, "step": now - stepping}
-        phases["outside"] = self._outside_seconds
+        self._seconds = now - began
         result = StepResult(
-            self.iteration,
-            loss,
+            self._ledger.iteration,
+            self._loss or 0.0,
             None if grad_norm is None else float(grad_norm),
             float(self._optimizer.param_groups[0]["lr"]),
             self._seconds,
             self.generation,
-            len(self._members),
+            len(self._member.members),
         )
-        if self._channel is not None:
-            self._channel.send(
-                "step",
-                generation=self.generation,
-                iteration=self.iteration,
-                micro_batches=self._ledger.done,
-                computed=self._ledger.computed,
-                total=self.micro_batches,
-                seconds=self._seconds,
-                loss=loss,
-                phases=phases,
-                at=time.time(),
-            )
-            if self._moments:
-                self._channel.send("timing", generation=self.generation, at=time.time(), seconds=self._recovery_parts())
-        self.iteration += 1
+        self._say_step({"reduce": self._reduce_seconds, "step": now - stepping})
+        self.iteration = self._ledger.iteration + 1
         return result
+
+    def _say_step(self, phases: dict[str, float]) -> None:
+        if self._channel is None:
+            return
+        speaks = self.slot % self.layout.size == 0  # one of the replica's ranks says what all of them have computed
+        self._channel.send(
+            "step",
+            generation=self.generation,
+            iteration=self._ledger.iteration,
+            micro_batches=self._ledger.done if speaks else [],
+            computed=self._ledger.computed if speaks else [],
+            total=self.micro_batches,
+            seconds=self._seconds,
+            loss=self._loss,
+            phases={**self._gradients.seconds, **phases, "outside": self._outside_seconds},
+            at=time.time(),
+        )
+        if self._member.moments:
+            self._channel.send("timing", generation=self.generation, at=time.time(), seconds=self._recovery_parts())
 
     def _recovery_parts(self) -> dict[str, float]:
         """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
         stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
-        moments, self._moments = {**self._moments, "stepped": time.monotonic()}, {}
+        moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
         began = min(moments.values())
         return {what: moment - began for what, moment in moments.items()}
 
     # ------------------------------------------------------------ generations
     def _recover(self, error: Exception) -> bool:
         """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
-        is."""
-        self._moments = {"caught": time.monotonic()}
-        self._stop(error)
-        plan = self._wait_plan()
-        self._moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
-        plan = self._enter_until_in(plan)
-        if self._came_new:
+        is, or when all have the state after it."""
+        member, before = self._member, self._member.members
+        member.moments = {"caught": time.monotonic()}
+        self._agreed_offer = None
+        if not self._gradients.intact or self._unsure_parameters():
+            self._ledger.drop()
+            self._gradients.spoilt()
+        member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
+        plan = member.wait_plan()
+        member.moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
+        plan = member.enter_until_in(plan)
+        self._ordered_next = True
+        if plan.members != before:
+            self._self_stops = 0
+        self._publish("running")
+        if member.came_new:
+            self._next_assignment = member.assigned(plan)
             raise _Rejoined
-        if plan.step == self._ledger.iteration and self._phase == "synced":
-            self._next_assignment = plan.assignment.get(self.slot)
+        steps = plan.step == self._ledger.iteration and self._phase == "synced"
+        if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
+            self._next_assignment = member.assigned(plan)
+            self._watch.shelter(False)
             return True
+        self._committed = False
+        self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         self._gradients.restore()
-        self._ledger.reassign(plan.assignment[self.slot])
+        assigned = member.assigned(plan)
+        if assigned is None or plan.iteration not in (None, self._ledger.iteration):
+            raise LedgerError(f"the plan for iteration {self._ledger.iteration} gives this replica nothing to compute")
+        self._keep_or_drop(assigned)
+        self._ledger.reassign(assigned)
         self._set_phase("computing")
         return False
 
-    def _stop(self, error: Exception) -> None:
-        """All collectives of the generation are left for good; say where this rank stands."""
-        self._watch.give_up()
-        self._process.unblocker.unblock()  # the neighbours learn of it at once
-        self._gradients.drain(self._process.unblocker.unblock)
-        fault = None
-        if not isinstance(error, PeerLost):
-            fault = {"type": type(error).__name__, "text": str(error)[:2000], "at": time.time()}
-        self._rest("stopped", fault)
+    def _unsure_parameters(self) -> bool:
+        """Parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather says
+        nothing."""
+        overlapped = self._kept is not None and self._model[0].ddp_config.overlap_param_gather
+        return overlapped and self._process.backend == "nccl"
 
-    def _rest(self, state: str, fault: dict[str, Any] | None = None) -> None:
-        """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes
-        before a plan."""
-        self._resting = (state, fault)
-        self._publish(state, fault=fault)
+    def _keep_or_drop(self, assigned: Sequence[int]) -> None:
+        """What a replica has in its gradients stays there if all of its ranks have the same; else it is not one's."""
+        if self.layout.size == 1:
+            if not self._gradients.intact:
+                self._gradients.drop()
+            return
+        mine = Ledger.signature(self._ledger.done if self._gradients.intact else None)
+        most, least = self._exchange.inside([mine, -mine])
+        if most != -least or not self._gradients.intact or not set(self._ledger.done) <= set(assigned):
+            self._gradients.drop()
+            self._gradients.restore()
+            self._ledger.drop()
 
-    def _wait_plan(self) -> Plan:
-        """The next plan that has this rank as a member."""
-        limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
-        while True:
-            left = self._resting[0] == "left"
-            try:
-                plan = self._watch.wait_plan(None if left else limit)  # a spare is ended by Slurm or its agent
-            except PlanTimeout:
-                self._rescue()
-                raise
-            if plan is None:
-                self._watch.give_up()
-                self._publish(self._resting[0], fault=self._resting[1])
-            elif self.slot in plan.members:
-                return plan
-            elif not left:
-                self._leave()
+    def _take(self, plan: Plan, newcomer: bool) -> None:
+        """The groups of `plan` are there."""
+        self._gradients.adopt_groups()
+        self.iteration = self._handover.take(plan, newcomer, self.iteration)
+        self._gradients.seed = self._state.seed
+        if newcomer:
+            self._stopping = False
+            self._next_assignment = self._member.assigned(plan)
+            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
 
     def _rescue(self) -> None:
         """Nobody leads the job any more: what this rank knows goes to disk before it ends."""
-        if self._checkpoints is not None and self._entered_first and not self._half_received:
-            self._checkpoints.rescue(self._state, self.iteration, sorted(self._members).index(self.slot))
-
-    def _enter_until_in(self, plan: Plan) -> Plan:
-        """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
-        while True:
-            if self.slot not in plan.members:
-                self._leave()
-                plan = self._wait_plan()
-            try:
-                self._enter(plan)
-                return plan
-            except (PeerLost, RuntimeError, ConnectionError) as error:
-                if isinstance(error, FATAL):
-                    raise
-                self._watch.give_up()
-                self._process.unblocker.unblock()
-                if not self._entered_first:
-                    self._watch.put_back()
-                self._rest("stopped" if self._entered_first else "waiting")
-                plan = self._wait_plan()
-
-    def _leave(self) -> None:
-        """A plan went on without this rank: let go of everything, so that the others do not wait for it. It
-        may come back as a newcomer."""
-        self._watch.give_up()
-        self._roles = self._roles or groups.roles()
-        groups.tear_down()
-        self._process.unblocker.disarm()
-        self._watch.put_back()
-        self._entered_first = False
-        self._rest("left")
-
-    def _enter(self, plan: Plan) -> None:
-        if self._half_received and self.slot not in plan.joiners:
-            raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
-        self._watch.enter(plan)
-        self._moments.setdefault("caught", time.monotonic())
-        newcomer = self._came_new = not self._entered_first or self.slot in plan.joiners
-        self._publish("entering", entering=plan.generation)
-        old = self._roles or groups.roles()
-        self._roles = old  # what Megatron's objects point to until they are re-pointed, however often this is tried
-        groups.tear_down()
-        with self._process.unblocker.building():
-            store = groups.connect_store(plan.store, plan.prefix, self._watch.lost)
-            if newcomer and self.slot != plan.source:
-                groups.wait_for_members(store)
-            else:
-                groups.open_to_newcomers(store)
-            self._check_alive()
-            groups.rebuild(self._process.backend, store, plan.members, self.slot, self._watch.lost)
-            self._check_alive()
-        groups.repoint(groups.group_holders(self._model, self._optimizer), old, groups.roles())
-        self._roles = None
-        self._gradients.adopt_groups()
-        self._moments["grouped"] = time.monotonic()
-        self._members = list(plan.members)
-        if plan.joiners and plan.source is not None:
-            self._migrate(plan, plan.source, newcomer)
-        self._check_alive()
-        self.generation, self._entered_first = plan.generation, True
-        self._watch.entered()
-        self._moments["entered"] = time.monotonic()
-        if newcomer:
-            self._next_assignment = plan.assignment.get(self.slot)
-            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
-        self._publish("running")
-
-    def _migrate(self, plan: Plan, sender: int, newcomer: bool) -> None:
-        source = plan.members.index(sender)
-        self._half_received = self._half_received or (newcomer and self.slot != sender)
-        holders = [place for place, slot in enumerate(plan.members) if slot not in plan.joiners]
-
-        def note(*what: int) -> None:
-            self._note = migrate.note(plan.members, *what)
-            self._publish("entering", entering=plan.generation, moved=self._transferred)
-
-        def moved(size: int) -> None:
-            self._transferred += size
-            if (newcomer or self.slot == sender) and self._due(TRANSFER_SECONDS):
-                self._publish("entering", entering=plan.generation, moved=self._transferred)
-
-        self._transferred = 0
-        self.iteration = migrate.transfer(
-            self._state, self.iteration, source, newcomer, self._process.device, holders, note, moved
-        )
-        self._half_received = False
-
-    def _check_alive(self) -> None:
-        if self._watch.lost():
-            raise PeerLost("a member was lost while the generation was entered")
+        unfinished = self._kept is not None and self._committed and self._phase == "synced"
+        if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
+            turn = 0 if self._state.sharded else self._member.replica
+            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer())
 
     # ------------------------------------------------------------ telling the agent
     def _set_phase(self, phase: str) -> None:
         self._phase = phase
-        if self._channel is not None:
-            self._publish("running")
+        self._publish("running")
 
     def _progress(self) -> None:
-        if self._channel is not None and self._due(PROGRESS_SECONDS):
+        if self._due(PROGRESS_SECONDS):
             self._publish("running")
 
     def _due(self, seconds: float) -> bool:
@@ -463,36 +470,28 @@ class Session:
         self._last_progress = now if due else self._last_progress
         return due
 
-    def _publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None, moved: int = 0) -> None:
-        if self._channel is None:
-            return
-        self._channel.send(
-            "rank",
-            state=state,
-            generation=self.generation,
-            entering=entering,
-            broken=self._watch.broken,
-            iteration=self._reported_iteration(),
-            phase=self._phase,
-            done=self._ledger.done,
-            micro_batches=self.micro_batches,
-            train_iterations=self.train_iterations,
-            flops_per_iteration=self._flops,
-            iteration_seconds=self._seconds,
-            loss=self._loss,
-            fault=fault,
-            note=self._note,
-            moved=moved,
-        )
+    def _publish(self, state: str) -> None:
+        self._member.publish(state)
 
-    def _reported_iteration(self) -> int:
-        """The iteration that the ledger is about; before the first one, the iteration to start with."""
-        return self._ledger.iteration if self._entered_first else self.iteration
+    def _report(self, state: str) -> dict[str, Any]:
+        """This session's part of the rank's status."""
+        rests = self._kept is not None and state in ("stopped", "standby")
+        return {
+            "shards": self._kept.held() if self._kept is not None and rests else [],
+            "iteration": self._ledger.iteration if self._member.inside else self.iteration,
+            "phase": self._phase if self._member.inside else "computing",
+            "done": self._ledger.done if self._member.inside else [],
+            "micro_batches": self.micro_batches,
+            "train_iterations": self.train_iterations,
+            "flops_per_iteration": self._flops,
+            "iteration_seconds": self._seconds,
+            "loss": self._loss,
+        }
 
     def _finish(self) -> None:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
-        if self._checkpoints is not None and self._is_first():
-            self._checkpoints.save_last(self._state, self.iteration)
+        if self._checkpoints is not None and self._writes():
+            self._checkpoints.save_last(self._state, self.iteration, self._writer())
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()

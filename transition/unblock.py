@@ -2,7 +2,10 @@
 
 gloo: `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its TCP
 sockets does, within 50 ms. Only sockets that were opened while a generation's groups were built are touched, never the
-script's own. NCCL: the communicator abort.
+script's own. NCCL: the communicator abort, of all of them together, from here and nowhere else.
+
+The connections inside a replica are apart: while a healthy replica is in its schedule they are left alone, and they may
+outlive the generation.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 def tcp_sockets() -> dict[int, int]:
@@ -31,48 +34,83 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 class Unblocker:
-    """Knows which sockets belong to the present generation. Thread-safe."""
+    """Knows which sockets belong to the present generation. Thread-safe.
 
-    def __init__(self) -> None:
+    abort(inside): what else has to be done to free the main thread, for groups that are no sockets (NCCL).
+    """
+
+    def __init__(self, abort: Callable[[bool], int] = lambda inside: 0) -> None:
+        self._abort = abort
         self._lock = threading.Lock()
         self._foreign: set[int] | None = None  # while groups are built: what was open before
-        self._own: set[int] = set()
+        self._across: set[int] = set()
+        self._inside: set[int] = set()
         self._armed = False
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Around the building of a generation's groups: every TCP socket opened inside belongs to the generation."""
+        """Around the building of a generation's groups: every TCP socket opened inside belongs to the generation, and
+        so do the connections inside the replica until :meth:`forget_inside`."""
         with self._lock:
             self._foreign = set(tcp_sockets())
-            self._own, self._armed = set(), True
+            self._across, self._armed = set(), True
+            self._inside &= self._foreign
         try:
             yield
         finally:
             with self._lock:
-                self._own = set(tcp_sockets()) - (self._foreign or set())
+                self._across = set(tcp_sockets()) - (self._foreign or set()) - self._inside
                 self._foreign = None
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Within :meth:`building`: what is opened here are connections inside the replica."""
+        before = set(tcp_sockets())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside |= set(tcp_sockets()) - before
+
+    def also(self, free: Callable[[], None]) -> None:
+        """Call this, too, when the main thread is to be freed."""
+        before = self._abort
+
+        def both(inside: bool) -> int:
+            free()
+            return before(inside)
+
+        self._abort = both
+
+    def forget_inside(self) -> None:
+        """The connections inside the replica do not live on."""
+        with self._lock:
+            self._inside = set()
 
     def own(self) -> dict[int, int]:
         """inode -> file descriptor of the generation's connections; none while they are being built."""
         with self._lock:
             if not self._armed or self._foreign is not None:
                 return {}
-            return {inode: descriptor for inode, descriptor in tcp_sockets().items() if inode in self._own}
+            mine = self._across | self._inside
+            return {inode: descriptor for inode, descriptor in tcp_sockets().items() if inode in mine}
 
     def disarm(self) -> None:
         """The generation is over: its sockets must not be looked for again, since inodes are re-used."""
         with self._lock:
-            self._armed, self._own = False, set()
+            self._armed, self._across, self._inside = False, set(), set()
 
-    def unblock(self) -> int:
-        """Break every connection of the generation; returns how many. Idempotent."""
+    def unblock(self, inside: bool = True) -> int:
+        """Break every connection of the generation, those inside the replica only if so; returns how many.
+        Idempotent."""
         with self._lock:
             if not self._armed:
                 return 0
             now = tcp_sockets()
-            mine = (set(now) - self._foreign) if self._foreign is not None else (set(now) & self._own)
+            mine = set(now) - self._foreign if self._foreign is not None else set(now) & self._across
+            mine = mine | (set(now) & self._inside) if inside else mine - self._inside
             count = sum(_shutdown(now[inode]) for inode in mine)
-        return count + _abort_nccl()
+        return count + self._abort(inside)
 
 
 def _shutdown(descriptor: int) -> bool:
@@ -84,17 +122,3 @@ def _shutdown(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _abort_nccl() -> int:
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
-        return 0
-    aborted = 0
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):
-            if dist.get_backend(group) == "nccl":
-                group.abort()
-                aborted += 1
-    return aborted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,13 @@ class Plan:
     members: list[int]
     store: str
     prefix: str
+    replica: int = 1
     boundary: bool = False
     joiners: list[int] = field(default_factory=list)
     source: int | None = None
     step: int | None = None
     iteration: int | None = None
+    state: tuple[int, int] | None = None
     assignment: dict[int, list[int]] = field(default_factory=dict)
     reason: str = ""
 
@@ -48,10 +50,10 @@ class PlanTimeout(RuntimeError):
 
 
 class Watch:
-    """Thread-safe. `unblock` is called from a thread of its own, again and again, while the main thread has not
-    acknowledged a Break."""
+    """Thread-safe. `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not
+    acknowledged a Break. inside: the connections inside its replica, too."""
 
-    def __init__(self, slot: int, unblock: Callable[[], Any]):
+    def __init__(self, slot: int, unblock: Callable[[bool], Any]):
         self.slot = slot
         self._unblock = unblock
         self._changed = threading.Condition()
@@ -63,6 +65,10 @@ class Watch:
         self._acknowledged = 0
         self._plan: Plan | None = None
         self._offer: Plan | None = None
+        self._replica: frozenset[int] = frozenset()
+        self._hit = False  # a rank of this replica is lost
+        self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
+        self._held_off = False  # the main thread changes the parameters
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
@@ -70,14 +76,17 @@ class Watch:
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Take in a `break`, a `withdraw` or a `plan`; other kinds are not for the rank."""
         if message["kind"] == "break":
-            self._on_break(int(message["generation"]))
+            self._on_break(int(message["generation"]), frozenset(message.get("lost") or ()))
         elif message["kind"] == "withdraw":
             self._on_withdraw(int(message["generation"]))
         elif message["kind"] == "plan":
             self._on_plan(Plan.from_message(message))
 
-    def _on_break(self, generation: int) -> None:
+    def _on_break(self, generation: int, lost: frozenset[int]) -> None:
         with self._changed:
+            if generation >= self._active and lost & self._replica and not self._hit:
+                self._hit = True  # said later, too, when more are lost of what has been broken before
+                self._changed.notify_all()
             if generation <= self._broken:
                 return
             if not self.lost():
@@ -128,9 +137,33 @@ class Watch:
         """The generation that this rank is in, or is entering, is over."""
         return bool(self._active) and self._broken >= self._active
 
-    def enter(self, plan: Plan) -> None:
-        """The main thread starts to enter `plan`."""
+    def hit(self) -> bool:
+        """The generation is over, and a rank of this replica is lost."""
+        return self._hit and self.lost()
+
+    def disturbed(self, inside: bool) -> bool:
+        """What a collective delivered may be garbage: its connections may have been broken before it was over. inside:
+        it was among the ranks of the replica."""
+        return self.lost() and (not inside or self._ends_inside())
+
+    def shelter(self, sheltered: bool) -> None:
+        """The main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of its own
+        replica breaks the connections inside."""
         with self._changed:
+            self._sheltered = sheltered
+            self._changed.notify_all()
+
+    def hold_off(self, hold: bool) -> None:
+        """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
+        with self._changed:
+            self._held_off = hold
+            self._changed.notify_all()
+
+    def enter(self, plan: Plan, replica: Iterable[int] = ()) -> None:
+        """The main thread starts to enter `plan`; `replica` are the slots of its own."""
+        with self._changed:
+            self._replica, self._hit, self._sheltered = frozenset(replica), False, False
+            self._held_off = False
             self._active, self._member = plan.generation, True
             self._joining = plan.boundary and self.slot in plan.joiners
             if self._offer is not None and self._offer.generation <= plan.generation:
@@ -147,6 +180,8 @@ class Watch:
         """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
         number."""
         with self._changed:
+            if not self.lost():
+                self.broken_at = time.monotonic()
             self._broken = max(self._broken, self._active)
             self._acknowledged = self._broken
             if self._offer is not None and self._offer.generation <= self._broken:
@@ -174,6 +209,15 @@ class Watch:
     def _kick(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.lost() and self._acknowledged < self._broken)
-                self._unblock()  # under the lock, so that the main thread cannot be on to the next generation's sockets
+                self._changed.wait_for(self._unacknowledged)
+                # under the lock, so that the main thread cannot be on to the next generation's sockets
+                self._unblock(self._ends_inside())
+                if not self._ends_inside():
+                    self._changed.wait_for(lambda: self._ends_inside() or not self._unacknowledged())
             time.sleep(KICK_SECONDS)
+
+    def _unacknowledged(self) -> bool:
+        return self.lost() and self._acknowledged < self._broken and not self._held_off
+
+    def _ends_inside(self) -> bool:
+        return self._hit or not self._sheltered

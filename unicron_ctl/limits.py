@@ -91,6 +91,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "FORGET_AGAIN_SECONDS", 86400.0, "between two looks for records that may go"),
     Limit("controller", "PROGRESS_SECONDS", 0.2, "between two statuses of an agent that tell of mere progress"),
     Limit("controller", "LOOK_SECONDS", 0.5, "between two looks for overdue actions"),
+    Limit("controller", "BLOCKED_SECONDS", 0.1, "between two looks for who waits for a stopped rank of its replica"),
     Limit(
         "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
     ),
@@ -176,6 +177,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("rank", "COLLECTIVE_TIMEOUT", 1800.0, "of a collective in training", "UNICRON_COLLECTIVE_TIMEOUT"),
     Limit("rank", "BOUNDARY_TIMEOUT", DAY, "that a newcomer waits for the end of the iteration"),
     Limit("rank", "DRAIN_SECONDS", 10.0, "for reduces under way to end after a Break"),
+    Limit("rank", "UNBLOCK_SECONDS", 0.02, "between two tries to free them"),
     Limit("rank", "PROGRESS_SECONDS", 0.2, "between two messages of progress"),
     Limit("rank", "TRANSFER_SECONDS", 1.0, "the same while the training state is transferred"),
     Limit("rank", "RETRY_SECONDS", 5.5, "for which packets sent again and again count as progress of a collective"),

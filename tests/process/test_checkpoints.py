@@ -30,4 +30,4 @@ def test_all_ranks_die_and_the_job_goes_on_from_its_checkpoint(tmp_path):
             assert losses.setdefault(one["iteration"], one["loss"]) == pytest.approx(one["loss"], rel=1e-6)
         assert sorted(losses) == list(range(ITERATIONS))
     names = sorted(path.name for path in (tmp_path / "saves").iterdir())
-    assert names == ["iteration-00000010.pt", "iteration-00000012.pt"]
+    assert names == ["iteration-00000010", "iteration-00000012"]

@@ -42,7 +42,7 @@ def test_nobody_is_freed_while_the_next_generation_is_entered():
     """The unblocking thread works under the lock: once `give_up` has returned, it touches no socket any more."""
     acknowledged, touched = threading.Event(), []
 
-    def unblock():
+    def unblock(inside):
         time.sleep(0.002)
         touched.append(acknowledged.is_set())
 

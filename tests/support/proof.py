@@ -40,7 +40,14 @@ def exactly_once(ranks: Ranks, iterations: int) -> None:
         assert missing <= silent, f"iteration {iteration} lacks {missing}, which nobody had"
         for step in steps:
             own = work[iteration][step["slot"], step["incarnation"]]
-            assert sorted(step["computed"]) == sorted(step["micro_batches"]) == sorted(own), (step, own)
+            if ranks.replica == 1 and ranks.environment.get("TINY_GATHER") == "1":
+                # a gather that fails in the forward pass comes after the fetch
+                assert sorted(step["computed"]) == sorted(step["micro_batches"]), step
+                assert set(step["computed"]) <= set(own), (step, own)
+            elif ranks.replica == 1:
+                assert sorted(step["computed"]) == sorted(step["micro_batches"]) == sorted(own), (step, own)
+            elif step["slot"] % ranks.replica == 0:  # one rank speaks for its replica
+                assert set(step["micro_batches"]) <= set(step["computed"]) <= set(own), (step, own)
 
 
 def nothing_thrown_away(ranks: Ranks) -> None:
@@ -66,13 +73,20 @@ def losses(out: Path) -> dict[int, set[float]]:
     return found
 
 
-def gradient_differences(out: Path, reference: Path, iterations: int) -> dict[int, float]:
-    """iteration -> the largest absolute difference of any rank's reduced gradient to the reference's."""
+def gradient_differences(
+    out: Path, reference: Path, iterations: int, size: int = 1, relative: bool = False
+) -> dict[int, float]:
+    """iteration -> the largest difference of any rank's reduced gradient to the reference's at its place; relative:
+    over the largest there. size: ranks of a replica."""
     import torch
 
     found = {}
     for iteration in range(iterations):
-        wanted = torch.load(next(iter(sorted(reference.glob(f"step.{iteration}.*")))))["gradient"]
-        mine = [torch.load(path)["gradient"] for path in out.glob(f"step.{iteration}.*")]
-        found[iteration] = max(float((gradient - wanted).abs().max()) for gradient in mine)
+        wanted = {int(path.suffix[1:]) % size: path for path in sorted(reference.glob(f"step.{iteration}.*"))}
+        found[iteration] = 0.0
+        for path in out.glob(f"step.{iteration}.*"):
+            mine = torch.load(path)["gradient"]
+            theirs = torch.load(wanted[int(path.suffix[1:]) % size])["gradient"]
+            largest = float(theirs.abs().max()) if relative else 1.0
+            found[iteration] = max(found[iteration], float((mine - theirs).abs().max()) / largest)
     return found

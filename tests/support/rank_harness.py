@@ -20,6 +20,7 @@ import zmq
 
 from tests.support.processes import state_of
 from tests.support.zygote import ForkedChild
+from transition import layout
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.agent.sockets import for_rank
@@ -64,8 +65,9 @@ class Ranks:
     """`size` ranks of tiny_gpt; `drive()` runs them to the end and heals what breaks.
 
     restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
-    leave: slot -> the iteration after which it is offered to go. comeback: a rank that left is offered to come back.
-    fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs: SIGKILL at any point.
+    replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left
+    is offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs:
+    SIGKILL at any point.
     """
 
     def __init__(
@@ -79,9 +81,12 @@ class Ranks:
         comeback: bool = False,
         fork: bool = False,
         kills: list[tuple[float, int]] | None = None,
+        replica: int = 1,
+        most: int | None = None,
         **settings: str,
     ):
-        self.out, self.size = out, size
+        self.out, self.size, self.replica = out, size, replica
+        self.former: list[int] = []  # members of the generation that its ranks were in last, replica by replica
         self.folder = tempfile.TemporaryDirectory(prefix="unicron-test-")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -92,7 +97,7 @@ class Ranks:
             element=0,
             node="n1",
             address="127.0.0.1",
-            settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=size),
+            settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=most or size),
         )
         base = {
             **os.environ,
@@ -231,7 +236,7 @@ class Ranks:
         return any(status.state in ("stopped", "waiting") and status.broken > self.broken for status in statuses)
 
     def _newcomers(self) -> list[int]:
-        states = ("waiting", "left") if self.comeback else ("waiting",)
+        states = ("waiting", "standby", "left") if self.comeback else ("waiting", "standby")
         return [
             slot
             for slot, rank in self.ranks.items()
@@ -256,20 +261,40 @@ class Ranks:
         if not waiting or (not self.members and len(waiting) < sum(rank.alive for rank in self.ranks.values())):
             return
         self.reformed = self.reformed or (not self.members and bool(self.steps))
+        source, members, joiners = self._composed(waiting)
+        if source is None:
+            return
         self.generation += 1
-        members = sorted([*self.members, *waiting])
-        source = self.members[0] if self.members else members[0]
         self._announce(
             wire.Plan(
                 generation=self.generation,
                 members=members,
+                replica=self.replica,
                 store=self.store,
                 prefix=self._prefix(),
                 boundary=bool(self.members),
-                joiners=[slot for slot in waiting if slot != source],
+                joiners=joiners,
                 source=source,
             )
         )
+
+    def _composed(self, waiting: list[int]) -> tuple[int | None, list[int], list[int]]:
+        """Who hands the state on, all members, and who joins, when those who wait compose replicas; source None where
+        they compose none."""
+        inside = layout.replicas(self.members, self.replica)
+        if inside:
+            new, _ = layout.compose(waiting, self.replica)
+            if not new:
+                return None, [], []
+            members = layout.arranged([*inside, *new])
+            return inside[0][0], members, [slot for slots in new for slot in slots]
+        furthest = sorted(waiting, key=lambda slot: (-self.ranks[slot].status.iteration, slot))
+        first = [next((s for s in furthest if s % self.replica == place), None) for place in range(self.replica)]
+        if None in first:
+            return None, [], []
+        assert len({self.ranks[slot].status.iteration for slot in first}) == 1, "no common state is left"
+        new, _ = layout.compose(set(waiting) - set(first), self.replica)
+        return first[0], layout.arranged([first, *new]), [slot for slots in new for slot in slots]
 
     def _let_go(self) -> None:
         """Offer to go on without a rank that is to leave."""
@@ -278,14 +303,16 @@ class Ranks:
             for slot, iteration in self.leave.items()
             if slot in self.members and self.ranks[slot].status.iteration > iteration
         ]
-        if due and len(self.members) > 1:
+        if due and len(self.members) > self.replica:
             self.generation += 1
             self.leave.pop(due[0])
-            staying = [slot for slot in self.members if slot != due[0]]
+            kept = [slots for slots in layout.replicas(self.members, self.replica) if due[0] not in slots]
+            staying = layout.arranged(kept)
             self._announce(
                 wire.Plan(
                     generation=self.generation,
                     members=staying,
+                    replica=self.replica,
                     store=self.store,
                     prefix=self._prefix(),
                     boundary=True,
@@ -311,15 +338,20 @@ class Ranks:
             self.members = before
             if lost or self._self_stopped(everyone):
                 return self._break(lost)
-        self.members = plan.members
+            if plan.boundary and all(self.ranks[slot].status.state == "finished" for slot in before):
+                for slot in plan.joiners:  # offered too late: the training is over
+                    self.ranks[slot].kill()
+                self.restart = False
+                return
+        self.members = self.former = plan.members
         for slot in set(everyone) - set(plan.members):
-            if not self.comeback:
+            if not self.comeback and self.ranks[slot].status.state != "standby":
                 self.ranks[slot].kill()
 
     def _in(self, slot: int, plan: wire.Plan) -> bool:
         status = self.ranks[slot].status
         if slot not in plan.members:
-            return status.state in ("left", "finished", "exited")
+            return status.state in ("left", "standby", "finished", "exited")
         return status.state == "finished" or (status.state == "running" and status.generation == plan.generation)
 
     def _break(self, lost: list[int]) -> None:
@@ -328,7 +360,8 @@ class Ranks:
         self.members = [slot for slot in self.members if slot not in lost]
         self._send(wire.Break(generation=self.generation, lost=lost, reason="test"), list(self.ranks))
         deadline = time.monotonic() + STOP_LIMIT
-        while not all(self._at_rest(slot) for slot in self.members if self.ranks[slot].status.state != "left"):
+        resting = ("left", "standby")
+        while not all(self._at_rest(slot) for slot in self.members if self.ranks[slot].status.state not in resting):
             assert time.monotonic() < deadline, self._where()
             self._hear(10)
             more = self._collect()
@@ -339,11 +372,19 @@ class Ranks:
         self.members = sorted(stopped)
         ends = [rank.status.train_iterations for rank in self.ranks.values() if rank.status.state == "finished"]
         decision = (
-            resume.decide(stopped, next(iter(stopped.values())).micro_batches, max(ends, default=None))
+            resume.decide(
+                stopped,
+                next(iter(stopped.values())).micro_batches,
+                max(ends, default=None),
+                size=self.replica,
+                former=self.former,
+            )
             if stopped
             else None
         )
         if decision is None:
+            self.members = []  # those who have stopped wait for what completes a replica
+            self._stand_by(sorted(stopped))
             return
         self.generation += 1
         self.rests.append(time.time() - self.breaks[-1][2])
@@ -351,6 +392,8 @@ class Ranks:
             wire.Plan(
                 generation=self.generation,
                 members=decision.members,
+                replica=self.replica,
+                state=decision.state,
                 store=self.store,
                 prefix=self._prefix(),
                 step=decision.step,
@@ -359,6 +402,12 @@ class Ranks:
                 reason=decision.reason,
             )
         )
+
+    def _stand_by(self, slots: list[int]) -> None:
+        """Tell the living ranks of broken replicas that the job waits for more: a plan without members."""
+        self.generation += 1
+        plan = wire.Plan(generation=self.generation, members=[], replica=self.replica, store="", prefix="")
+        self._send(plan, slots)
 
     def _at_rest(self, slot: int) -> bool:
         status = self.ranks[slot].status

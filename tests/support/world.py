@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from detector.classify import Classifier
+from transition import layout
 from unicron_ctl.agreement.resume import deal
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.core import Core
@@ -27,7 +28,11 @@ CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no tw
 
 
 class FakeAgent:
-    """One agent with its ranks; `obedient` agents follow Break and Plan at once."""
+    """One agent with its ranks; `obedient` agents follow Break and Plan at once.
+
+    replica: ranks of a replica. Where that is more than one, a rank whose replica a Break does not hit finishes what it
+    has begun first, at once while it is `prompt`, else when :meth:`finish` says so.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class FakeAgent:
         weight: float = 1.0,
         min_nodes: int = 1,
         name: str = "",
+        replica: int = 1,
     ):
         self.world, self.job, self.element, self.node = world, job, element, node
         self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
@@ -47,16 +53,12 @@ class FakeAgent:
             name=f"job{job}", user="ann", ranks_per_node=ranks, max_nodes=nodes, min_nodes=min_nodes, weight=weight
         )
         self.slots = [element * ranks + local for local in range(ranks)]
-        self.ranks = {
-            slot: wire.RankStatus(
-                state="starting",
-                micro_batches=MICRO_BATCHES,
-                train_iterations=100,
-                flops_per_iteration=1e9,
-                iteration_seconds=0.5,
-            )
-            for slot in self.slots
-        }
+        self.replica = replica
+        self.ranks = {slot: self.new_rank() for slot in self.slots}
+        self.prompt = True
+        self.plans: dict[int, wire.Plan] = {}  # slot -> the generation that it was in last
+        self.rested: dict[int, str] = {}  # slot -> its state before it was to enter
+        self.checkpoint = 0  # the iteration with which a new process begins
         self.obedient, self.silent = True, False
         self.asker = EVERYBODY  # who makes its credentials
         self.cut = False  # it lives, and is silent only to the controller
@@ -71,6 +73,19 @@ class FakeAgent:
         self.offers: dict[int, wire.Plan] = {}
         self.steps = 0
         world.agents.append(self)
+
+    def new_rank(self, incarnation: int = 0) -> wire.RankStatus:
+        return wire.RankStatus(
+            state="starting",
+            incarnation=incarnation,
+            micro_batches=MICRO_BATCHES,
+            train_iterations=100,
+            flops_per_iteration=1e9,
+            iteration_seconds=0.5,
+            changed=self.world.now + 1e-9 * next(CHANGES) if incarnation else 0.0,
+            replica=self.replica,
+            layout=f"TP{self.replica}" if self.replica > 1 else "",
+        )
 
     @property
     def route(self) -> tuple[bytes, ...]:
@@ -156,6 +171,9 @@ class FakeAgent:
                 self.asked_at = self.world.now
                 self.register()
                 self.status()
+            case wire.Break() if self.replica > 1:
+                for slot in self.slots:
+                    self._break(slot, message)
             case wire.Break():
                 for slot, rank in self.ranks.items():
                     if rank.state in ("running", "entering") and rank.broken < message.generation:
@@ -166,8 +184,9 @@ class FakeAgent:
             case wire.Withdraw():
                 self.offers = {s: plan for s, plan in self.offers.items() if plan.generation > message.generation}
                 for slot, rank in self.ranks.items():
-                    if rank.state == "entering" and rank.entering <= message.generation and not rank.generation:
-                        self.set(slot, state="waiting", broken=rank.entering, entering=0)
+                    joins = slot in self.rested if self.replica > 1 else not rank.generation
+                    if rank.state == "entering" and rank.entering <= message.generation and joins:
+                        self.set(slot, state=self.rested.get(slot, "waiting"), broken=rank.entering, entering=0)
             case wire.Plan():
                 for slot in self.slots:
                     self._plan(slot, message)
@@ -178,15 +197,7 @@ class FakeAgent:
                     )
             case wire.StartRank():
                 if message.slot in self.ranks and self.ranks[message.slot].incarnation < message.incarnation:
-                    self.ranks[message.slot] = wire.RankStatus(
-                        state="starting",
-                        incarnation=message.incarnation,
-                        micro_batches=MICRO_BATCHES,
-                        train_iterations=100,
-                        flops_per_iteration=1e9,
-                        iteration_seconds=0.5,
-                        changed=self.world.now + 1e-9 * next(CHANGES),
-                    )
+                    self.ranks[message.slot] = self.new_rank(message.incarnation)
                     self.status()
             case wire.StopRank():
                 if message.slot in self.ranks and self.ranks[message.slot].incarnation == message.incarnation:
@@ -200,10 +211,12 @@ class FakeAgent:
             self.offers[slot] = plan
         elif slot not in plan.members:
             if rank.state in ("stopped", "running"):
-                self.set(slot, state="left", generation=plan.generation)
-        elif plan.boundary and rank.state == "waiting":
+                self._leave(slot, plan)
+        elif plan.boundary and rank.state in ("waiting", "standby"):
+            self.rested[slot] = rank.state
             self.set(slot, state="entering", entering=plan.generation)
-        elif rank.state in ("waiting", "stopped"):
+        elif rank.state in ("waiting", "stopped", "standby"):
+            before, self.plans[slot] = self.mates(slot), plan
             iteration = plan.iteration if plan.iteration is not None else self.world.iteration(self.job)
             self.set(
                 slot,
@@ -211,8 +224,50 @@ class FakeAgent:
                 generation=plan.generation,
                 iteration=iteration,
                 phase="computing",
-                done=[] if slot in plan.joiners else [i for i in rank.done if rank.iteration == iteration],
+                done=rank.done if rank.iteration == iteration and self._keeps(slot, plan, before) else [],
             )
+
+    def _leave(self, slot: int, plan: wire.Plan) -> None:
+        """A plan goes on without the rank. Where it is a part of a replica it keeps what it has."""
+        if self.replica > 1:
+            self.set(slot, state="standby", broken=max(self.ranks[slot].broken, plan.generation - 1))
+        else:
+            self.set(slot, state="left", generation=plan.generation)
+
+    def _keeps(self, slot: int, plan: wire.Plan, before: list[int]) -> bool:
+        """What is in the gradient stays there: the replica is the same, and is to have it."""
+        if slot in plan.joiners:
+            return False
+        mates = self.mates(slot)
+        return self.replica == 1 or (mates == before and set(self.ranks[slot].done) <= set(plan.assignment[mates[0]]))
+
+    def mates(self, slot: int) -> list[int]:
+        """The slots of the replica that the rank was in last."""
+        plan = self.plans.get(slot)
+        if plan is None or slot not in plan.members:
+            return [slot]
+        return next(one for one in layout.replicas(plan.members, plan.replica) if slot in one)
+
+    def _break(self, slot: int, message: wire.Break) -> None:
+        rank, broken = self.ranks[slot], message.generation
+        if rank.state == "entering" and rank.entering <= broken:
+            joins = slot in self.rested or not rank.generation
+            self.set(slot, state=self.rested.get(slot, "waiting") if joins else "stopped", broken=broken, entering=0)
+        elif rank.state == "running" and rank.generation <= broken:
+            if not set(self.mates(slot)).isdisjoint(message.lost):
+                self.set(slot, state="stopped", broken=broken)
+            else:
+                self.set(slot, broken=broken)
+                if self.prompt:
+                    self.finish(slot)
+        elif rank.state in ("waiting", "stopped", "standby") and rank.broken < broken:
+            self.set(slot, broken=broken)
+
+    def finish(self, slot: int, done: list[int] | None = None) -> None:
+        """What the rank's replica had begun is done, and it stops at the reduce."""
+        rank = self.ranks[slot]
+        if rank.state == "running" and rank.broken >= rank.generation:
+            self.set(slot, state="stopped", done=rank.done if done is None else done)
 
     def take_offer(self) -> None:
         """The iteration ends: whoever holds an offer enters it."""
@@ -222,9 +277,10 @@ class FakeAgent:
             if plan.generation <= max(rank.broken, rank.generation) or rank.state != "running":
                 continue
             if slot in plan.members:
+                self.plans[slot] = plan
                 self.set(slot, state="running", generation=plan.generation, iteration=rank.iteration + 1, done=[])
             else:
-                self.set(slot, state="left", generation=plan.generation)
+                self._leave(slot, plan)
             self.world.let_in(self.job, plan)
 
     def step(self, slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> None:
@@ -410,6 +466,8 @@ class World:
             for slot in plan.joiners:
                 agent, rank = ranks[slot]
                 if rank.state == "entering":
+                    agent.plans[slot] = plan
+                    agent.rested.pop(slot, None)
                     agent.set(
                         slot, state="running", generation=plan.generation, entering=0, iteration=self.iteration(job)
                     )
@@ -503,11 +561,11 @@ class World:
 
     def iterate(self, job: str, iteration: int) -> None:
         """All members train one iteration, report it and begin the next."""
-        members = sorted(self.job(job).members)
-        shares = deal(range(MICRO_BATCHES), members)
+        members = self.job(job).order
+        shares = deal(range(MICRO_BATCHES), layout.heads(members, self.job(job).replica))
         agents = {slot: a for a in self.agents if a.job == job and not a.silent for slot in a.slots}
         for slot in members:
-            agents[slot].step(slot, iteration, shares[slot])
+            agents[slot].step(slot, iteration, shares.get(slot, []))
             agents[slot].set(slot, iteration=iteration + 1, done=[])
 
     def kinds(self, job: str = "1") -> list[str]:

@@ -21,7 +21,7 @@ QUIET_STATES = ("running",)  # a change within these may wait for the next beat 
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
 
 CANNOT_START = 127  # as a shell says it
-RANK_STATES = ("waiting", "entering", "running", "stopped", "left", "finished")  # what a rank may say of itself
+RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: |$)")
@@ -167,6 +167,7 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
             "UNICRON_AGENT": endpoint,
             "UNICRON_STACKS": stacks_file(endpoint, slot),
             "UNICRON_SLOT": str(slot),
+            "UNICRON_MAX_RANKS": str(place.settings.max_nodes * place.settings.ranks_per_node),
             "UNICRON_INCARNATION": str(incarnation),
             "RANK": "0",
             "WORLD_SIZE": "1",

@@ -217,7 +217,7 @@ class Agreement:
         if term.voter.stand is not Stand.PLEDGED or message.ballot != term.voter.ballot:
             return
         self._seen = max(self._seen, message.broken)
-        self.orders.append(wire.Break(generation=message.broken, lost=[], reason=message.reason))
+        self.orders.append(wire.Break(generation=message.broken, lost=message.lost, reason=message.reason))
         self._send(term, message.element, self._promise(term), now)
 
     def _on_chosen(self, term: _Term, message: peers.Chosen, now: float) -> None:
@@ -227,7 +227,8 @@ class Agreement:
             term.taken, term.voter.accepted = proposal, proposal
             self._seen = max(self._seen, plan.generation)
             self.agreed, self.news = _agreed(proposal, True), True
-            over = wire.Break(generation=plan.generation - 1, lost=[], reason=plan.reason)
+            lost = [one.slot for one in proposal.lost]
+            over = wire.Break(generation=plan.generation - 1, lost=lost, reason=plan.reason)
             self.orders += [over, plan]  # the ranks of one who was left out still run
             self._seat(self._company(plan, sharing.leaders(proposal.share), proposal.share.peers))
         self._send(

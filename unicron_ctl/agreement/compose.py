@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from transition.layout import heads
 from unicron_ctl.agreement import resume
 from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.protocol.peers import Ballot, Promise, Proposal
@@ -77,10 +78,11 @@ def compose(
     }
     ends = [_end(status) for status in ranks.values() if status.state == "finished"]
     reports = {slot: status for slot, status in ranks.items() if status.state == "stopped" and status.end is None}
+    former, size = company.plan.members, company.plan.replica
     decision = None
     while reports:
         total = max(status.micro_batches for status in reports.values())
-        decision = resume.decide(reports, total, max(ends, default=None))
+        decision = resume.decide(reports, total, max(ends, default=None), size=size, former=former)
         if decision is None or not decision.unusable:
             break
         reports = {slot: status for slot, status in reports.items() if slot not in decision.unusable}
@@ -101,6 +103,8 @@ def compose(
         iteration=decision.iteration,
         assignment=decision.assignment,
         reason=f"{said}: {decision.reason}",
+        replica=size,
+        state=decision.state,
     )
     common = sharing.common(plan, leading(plan, company.peers.get, company.per_node))
     gone = [_lost(company, slot, promises) for slot in lost]
@@ -109,21 +113,23 @@ def compose(
 
 
 def part(proposal: Proposal, element: int, company: Company) -> Proposal:
-    """The proposal as one agent gets it: all of it for those who lead or will, else its own ranks' micro-batches."""
+    """The proposal as one agent gets it: all of it for those who lead or will, else the micro-batches of the replicas
+    in which it has a rank."""
     ahead = {peer.element for peer in (*company.leaders, *sharing.leaders(proposal.share))}
     common, dealt = proposal.share.common, proposal.share.assignment
     if element in ahead:
         share = wire.PlanShare(common=common, assignment=dealt, peers=list(company.peers.values()))
     else:
         own = range(element * company.per_node, (element + 1) * company.per_node)
-        share = wire.PlanShare(common=common, assignment={slot: dealt[slot] for slot in own if slot in dealt})
+        mine = sharing.heads(proposal.share, own)
+        share = wire.PlanShare(common=common, assignment={slot: dealt[slot] for slot in mine if slot in dealt})
     return Proposal(since=proposal.since, ballot=proposal.ballot, share=share, lost=proposal.lost, by=proposal.by)
 
 
 def whole(proposal: Proposal) -> bool:
     """It says what everybody computes, so it can be proposed again."""
     plan = sharing.whole(proposal.share)
-    return all(slot in plan.assignment for slot in plan.members)
+    return all(slot in plan.assignment for slot in heads(plan.members, plan.replica))
 
 
 def by_agents(prefix: str) -> bool:

@@ -31,6 +31,7 @@ BALLOT_SECONDS = 15.0  # without a step forward; then a ballot is given up
 PAUSE_SECONDS = 2.0  # after a ballot that was given up
 ANNOUNCE_SECONDS = 10.0  # for which a plan is announced to those who do not answer
 
+INSIDE = ("running", "entering", "stopped", "finished")  # states of a rank that is in its generation, or ended well
 Sends = list[tuple[int, AnyPeer]]  # (element, message)
 
 
@@ -82,6 +83,9 @@ class Leader:
         self._accepts: set[int] = set()
         self._proposal: Proposal | None = None
         self._broken = 0  # the generation that is halted
+        self._lost: set[int] = set()  # members that are lost, as far as it is known
+        self._told = 0  # how many of them the others have been told of
+        self._closed = False  # who has not answered by now is lost
         self._since = self._sent_at = self._majority_at = 0.0
         self._not_before = float("-inf")
 
@@ -158,10 +162,11 @@ class Leader:
         return max(found, key=lambda proposal: (proposal.ballot, whole(proposal)), default=None)
 
     def _halting(self, now: float) -> None:
-        everybody = len(self._promises) == len(self._company.elements)
-        if not everybody and now - self._majority_at < GATHER_SECONDS:
-            return
         waited = now - self._majority_at
+        gathering = len(self._promises) < len(self._company.elements) and waited < GATHER_SECONDS
+        self._name_lost(gathering)
+        if gathering:
+            return
         if any(waited < seconds for seconds in self._awaited.values()):
             return
         made = compose(self._company, self._promises, self._number(), self._ballot, self._me.agent, self._awaited)
@@ -174,10 +179,27 @@ class Leader:
         """Which of an agent's ranks are still waited for."""
         for slot, status in promise.ranks.items():
             if slot in self._company.slots:
+                if status.end is not None or status.state not in INSIDE:
+                    self._lost.add(slot)
+                else:
+                    self._lost.discard(slot)
                 if resting(status, self._broken):
                     self._awaited.pop(slot, None)
                 else:
                     self._awaited[slot] = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
+
+    def _name_lost(self, gathering: bool) -> None:
+        """Ranks of replicas that are hit must not wait for what a lost one was to send them. Who has not answered once
+        all could have is lost, too."""
+        if self._company.plan.replica == 1:
+            return
+        if not gathering and not self._closed:
+            self._closed = True
+            silent = set(self._company.elements) - self._promises.keys()
+            self._lost |= {slot for slot in self._company.plan.members if slot // self._company.per_node in silent}
+        if len(self._lost) != self._told:
+            self._told = len(self._lost)
+            self.sends += [(element, self._halt()) for element in self._promises]
 
     def _number(self) -> int:
         """Of the plan: above all that anybody has heard of."""
@@ -205,6 +227,7 @@ class Leader:
             self._highest = max(self._highest, self._ballot[0]) + 1
             self._ballot = (self._highest, self._me.element)
             self._promises, self._accepts, self._proposal = {}, set(), None
+            self._lost, self._told, self._closed = set(), 0, False
         elif following is Lead.HALTING:
             self._halt_all()
         elif following is Lead.ANNOUNCING:
@@ -247,7 +270,8 @@ class Leader:
 
     def _halt(self) -> Halt:
         reason = "ranks are lost while the controller is away"
-        return Halt(**self._head(), ballot=self._ballot, broken=self._broken, reason=reason)
+        lost = sorted(self._lost) if self._company.plan.replica > 1 else []
+        return Halt(**self._head(), ballot=self._ballot, broken=self._broken, reason=reason, lost=lost)
 
     def _head(self) -> dict[str, int]:
         return {"generation": self._company.plan.generation, "element": self._me.element}

@@ -113,6 +113,8 @@ def _notes(job: dict[str, Any]) -> list[str]:
         found.append(f"set aside: see `unicronctl explain {job['job']}`")
     if job.get("waits"):
         found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
+    if said := replicas(job):
+        found.append(said)
     if job.get("silent"):
         found.append(f"silent, and not taken for lost: element {', '.join(job['silent'])}")
     if job.get("left_out"):
@@ -124,6 +126,17 @@ def _notes(job: dict[str, Any]) -> list[str]:
     if job["last_failure"]:
         found.append(f"last failure: {failure_text(job['last_failure'])}")
     return found
+
+
+def replicas(job: dict[str, Any]) -> str:
+    """How a job's ranks make replicas, and who waits to complete one; empty where a rank is a replica."""
+    if job.get("replica", 1) == 1 or job["ended"]:
+        return ""
+    count, standbys = job["replicas"], job["standbys"]
+    named = f"{job['layout']}: " if job["layout"] else ""
+    waiting = f", standbys: slots {' '.join(map(str, standbys[:8]))}" if standbys else ""
+    more = f" and {len(standbys) - 8} more" if len(standbys) > 8 else ""
+    return f"{named}{count} replica{'s' if count != 1 else ''} of {job['replica']} ranks{waiting}{more}"
 
 
 def _slow(job: dict[str, Any]) -> str:
@@ -224,6 +237,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
     if data.get("set_aside") and not data["ended"]:
         lines.append(f"set aside: {data['set_aside']}")
+    if said := replicas(data):
+        lines.append(f"replicas: {said}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
     if data.get("bounds"):

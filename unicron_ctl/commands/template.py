@@ -16,7 +16,14 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "script": ("any_script.sbatch", (), "any training script, unmodified: restart mode"),
     "gpt": (
         "gpt_elastic.sbatch",
-        ("train_gpt.py", "build_dataset.py", "training_metrics.py", "cpu_adapter.py"),
+        (
+            "train_gpt.py",
+            "gpt_options.py",
+            "gpt_model.py",
+            "build_dataset.py",
+            "training_metrics.py",
+            "cpu_adapter.py",
+        ),
         "a GPT with Megatron-core that is healed within the iteration: session mode",
     ),
 }

@@ -22,7 +22,7 @@ from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import Failure, JobState
+from unicron_ctl.controller.model.job import Failure, JobState, Phase
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.plan import planning
@@ -185,6 +185,7 @@ def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
         "max_nodes": state.settings.max_nodes,
         "planned_nodes": core.state.assignment.get(state.job),
         "members": sorted(state.members),
+        **_replicas(core, state),
         "iteration": state.iteration,
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
@@ -204,6 +205,21 @@ def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
         "last_failure": failure_record(last) if last else None,
         "reason": state.decisions[-1].reason if state.decisions else "",
         "elements": _elements(core, state) if full else [],
+    }
+
+
+def _replicas(core: Core, state: JobState) -> dict[str, Any]:
+    """layout: how the ranks of a replica share its model, in words, and `replica`: how many they are. replicas: those
+    that train. standbys: slots of living ranks that complete none and have kept their state."""
+    view = core.view.job(state)
+    size = view.replica
+    kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
+    standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
+    return {
+        "layout": view.live.layout,
+        "replica": size,
+        "replicas": len(state.members) // size if not state.ended else 0,
+        "standbys": standbys if not state.ended else [],
     }
 
 
@@ -319,6 +335,7 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "mode_reason": state.settings.mode_reason,
         "state": state.phase.value,
         "generation": state.generation,
+        **_replicas(core, state),
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
         "waits": state.waits,

@@ -21,8 +21,7 @@ from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
 from unicron_ctl.controller.intake import Intake
-from unicron_ctl.controller.job import adoption, confirmation
-from unicron_ctl.controller.job import events as job_events
+from unicron_ctl.controller.job import adoption, candidates, confirmation
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import mode_of
 from unicron_ctl.controller.judge import agents as judge_agents
@@ -423,7 +422,7 @@ class Core:
         period = self.config.metrics_seconds
         self.take(peers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
         if job.restart_mode:
-            waiting = job_events.waiting_elements(self.view, view)
+            waiting = candidates.waiting_elements(self.view, view)
             self.take(mode_of(job).look(self.view, view, waiting, desk.told))
         self.turns.advance(job)
         self.take(adoption.say_awaited(self.view, view, desk))

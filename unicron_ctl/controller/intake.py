@@ -315,6 +315,7 @@ class Intake:
             view.live.changed.update(changed)
             view.notice_agent(agent)
             if agent.fresh and not job.over:
+                view.live.shape(agent, changed)
                 self._take(registration.ready_ranks(job, agent, changed))
         elif job.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say

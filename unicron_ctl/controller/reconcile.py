@@ -19,7 +19,16 @@ from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
 from unicron_ctl.controller.plan.ahead import Aheads
-from unicron_ctl.controller.plan.inputs import came_to_nothing, dead_elements, ending, inputs, key_of, plan_for, reaches
+from unicron_ctl.controller.plan.inputs import (
+    came_to_nothing,
+    dead_elements,
+    ending,
+    inputs,
+    key_of,
+    plan_for,
+    reaches,
+    unit_of,
+)
 from unicron_ctl.controller.plan.placement import OCCUPIES, WORKS, Need, Placement, held_by_others, place
 from unicron_ctl.controller.plan.pools import pools
 from unicron_ctl.controller.throttle import Throttle
@@ -145,6 +154,7 @@ def _place(
             avoid=view.avoided(job),
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
+            unit=unit_of(view, job),
         )
         for job in jobs
     ]

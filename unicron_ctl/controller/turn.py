@@ -110,6 +110,7 @@ class Turns:
             for sensor in SENSORS:
                 for finding in list(sensor(self._view, view)):
                     self._judge(finding)
+            self._unblock(job, view)
             live.overdue = progress.late_to_enter(self._view, view, desk.times)
             for look in (progress.late_to_stop, progress.never_entered):
                 self._take(look(self._view, view, desk.times))
@@ -117,6 +118,13 @@ class Turns:
             for agent in elsewhere.unbound(self._view, view):
                 over = elsewhere.last_vote(job, agent)
                 self._order(agent, f"over {over}", wire.Ping(over=over))
+
+    def _unblock(self, job: JobState, view: JobView) -> None:
+        """Whoever waits for a rank of its replica that has stopped is told to stop, too."""
+        found = progress.blocked(self._view, view)
+        if found - view.live.blocked:
+            view.live.blocked |= found
+            view.live.touched.update(job.elements(job.hit(view.live.blocked)))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
         """After a rank stopped by itself every agent is asked whether it lives."""
@@ -202,8 +210,9 @@ class Turns:
         if job.over:
             return Letter(job)
         desk = self._desk(job)
-        if desk.letter is None or not desk.letter.holds(job, arrivals):
-            desk.letter = Letter(job, arrivals)
+        blocked = view.live.blocked
+        if desk.letter is None or not desk.letter.holds(job, arrivals, blocked):
+            desk.letter = Letter(job, arrivals, blocked=blocked)
         return desk.letter
 
     @staticmethod

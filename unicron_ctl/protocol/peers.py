@@ -69,6 +69,7 @@ class Halt(PeerMessage, tag="halt"):
     ballot: Ballot
     broken: ranges.Count
     reason: ranges.Reason
+    lost: ranges.Slots = []
 
 
 class Propose(PeerMessage, tag="propose"):

@@ -13,6 +13,8 @@ from msgspec import Meta
 MOST_ELEMENTS = 1 << 22  # of a job: Slurm's largest MaxArraySize is 4,000,001
 MOST_RANKS = 1024  # of one node
 MOST_SLOTS = 1 << 20  # of a plan
+MOST_REPLICA = 1 << 16  # ranks of a replica
+MOST_COPIES = 64  # states of which a rank holds shards at a time
 MOST_MICRO_BATCHES = 1 << 20  # of an iteration
 MOST_COUNT = 1 << 48  # what rises by one: generations, iterations, numbers of messages
 MOST_INCARNATIONS = 1 << 31
@@ -41,6 +43,9 @@ RanksPerNode = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 Iteration = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]  # -1: before the first
 Incarnation = Annotated[int, Meta(ge=-1, le=MOST_INCARNATIONS)]  # -1: never started
+Replica = Annotated[int, Meta(ge=1, le=MOST_REPLICA)]
+Ways = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]  # that a state is sharded
+Shard = Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]
 MicroBatch = Annotated[int, Meta(ge=0, lt=MOST_MICRO_BATCHES)]
 MicroBatchCount = Annotated[int, Meta(ge=0, le=MOST_MICRO_BATCHES)]
 Step = Annotated[int, Meta(ge=0, le=1 << 32)]  # of Slurm
@@ -66,7 +71,7 @@ Reason = Annotated[str, Meta(max_length=REASON)]
 Credential = Annotated[str, Meta(max_length=CREDENTIAL)]
 Mode = Annotated[str, Meta(pattern=r"^(session|restart)\Z")]
 RankState = Annotated[
-    str, Meta(pattern=r"^(starting|waiting|entering|running|stopped|left|finished|exited)\Z", max_length=8)
+    str, Meta(pattern=r"^(starting|waiting|entering|running|stopped|standby|left|finished|exited)\Z", max_length=8)
 ]
 RankPhase = Annotated[str, Meta(pattern=r"^(computing|reducing|synced|stepped)\Z", max_length=9)]
 EventSource = Annotated[str, Meta(pattern=r"^(kernel|memory|link)\Z")]
@@ -79,6 +84,8 @@ Slots = Annotated[list[Slot], Meta(max_length=MOST_SLOTS)]
 NodeSlots = Annotated[list[Slot], Meta(min_length=1, max_length=MOST_RANKS)]
 MicroBatches = Annotated[list[MicroBatch], Meta(max_length=MOST_MICRO_BATCHES)]
 Assignment = Annotated[dict[Slot, MicroBatches], Meta(max_length=MOST_SLOTS)]
+Shards = Annotated[list[Shard], Meta(max_length=MOST_SLOTS)]
+State = tuple[Count, Count]  # of sharded state: the generation in whose layout, and the number of steps
 Runs = Annotated[list[tuple[Slot, Slot]], Meta(max_length=MOST_SLOTS)]
 Values = Annotated[dict[Kind, Value], Meta(max_length=KINDS)]
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]

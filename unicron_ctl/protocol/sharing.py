@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from transition import layout
 from unicron_ctl.protocol import ranges, wire
 
 
 class PlanCommon(msgspec.Struct, omit_defaults=True):
-    """What all agents are told of a plan; members and joiners as runs [first, last]. leaders: the agents of the first
-    members' elements, who act for the controller while it is away."""
+    """What all agents are told of a plan; members and joiners, in their order, as runs [first, last]. leaders: the
+    agents of the first members' elements, who act for the controller while it is away."""
 
     generation: ranges.Count
     members: ranges.Runs
@@ -27,12 +29,14 @@ class PlanCommon(msgspec.Struct, omit_defaults=True):
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
     leaders: Annotated[list[wire.Peer], Meta(max_length=ranges.MOST_LEADERS)] = []
+    replica: ranges.Replica = 1
+    state: ranges.State | None = None
 
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """The slots, ascending, as runs (first, last): 16,384 members are one pair."""
+    """The slots, in their order, as runs (first, last): 16,384 members are one pair."""
     found: list[tuple[int, int]] = []
-    for slot in sorted(slots):
+    for slot in slots:
         if found and found[-1][1] == slot - 1:
             found[-1] = found[-1][0], slot
         else:
@@ -43,8 +47,8 @@ def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
 def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     """The slots of such runs. Raises :class:`wire.BadMessage` for runs that are none."""
     backwards = any(last < first for first, last in found)
-    unordered = any(after[0] <= before[1] for before, after in pairwise(found))
-    if backwards or unordered or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
+    twice = any(after[0] <= before[1] for before, after in pairwise(sorted(found)))
+    if backwards or twice or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
         raise wire.BadMessage("the plan's members are no runs of slots")
     return [slot for first, last in found for slot in range(first, last + 1)]
 
@@ -63,25 +67,38 @@ def common(plan: wire.Plan, leaders: Sequence[wire.Peer] = ()) -> msgspec.Raw:
         plan.iteration,
         plan.reason,
         list(leaders),
+        plan.replica,
+        plan.state,
     )
     return msgspec.Raw(wire.encode(part))
 
 
 def share(
-    plan: wire.Plan, encoded: msgspec.Raw, slots: Iterable[int], peers: Sequence[wire.Peer] = ()
+    plan: wire.Plan,
+    encoded: msgspec.Raw,
+    slots: Iterable[int],
+    peers: Sequence[wire.Peer] = (),
+    heads: Mapping[int, int] | None = None,
 ) -> wire.PlanShare:
-    """What the agent with these slots is told; `encoded` is :func:`common` of the plan."""
-    own = {slot: plan.assignment[slot] for slot in slots if slot in plan.assignment}
-    return wire.PlanShare(common=encoded, assignment=own, peers=list(peers))
+    """What the agent with these slots is told; `encoded` is :func:`common` of the plan, and `heads` are
+    :func:`transition.layout.heads_of` its members, for who tells many agents."""
+    if heads is None:
+        heads = layout.heads_of(plan.members, plan.replica)
+    own = dict.fromkeys(heads.get(slot, slot) for slot in slots)
+    micro_batches = {slot: plan.assignment[slot] for slot in own if slot in plan.assignment}
+    return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers))
 
 
 def whole(part: wire.PlanShare) -> wire.Plan:
     """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises
     :class:`wire.BadMessage`."""
     known = _known(part)
+    members = expand(known.members)
+    if len(members) % known.replica:
+        raise wire.BadMessage(f"the plan's {len(members)} members are no multiple of a replica's {known.replica} ranks")
     return wire.Plan(
         generation=known.generation,
-        members=expand(known.members),
+        members=members,
         store=known.store,
         prefix=known.prefix,
         boundary=known.boundary,
@@ -91,12 +108,28 @@ def whole(part: wire.PlanShare) -> wire.Plan:
         iteration=known.iteration,
         assignment=part.assignment,
         reason=known.reason,
+        replica=known.replica,
+        state=known.state,
     )
 
 
 def leaders(part: wire.PlanShare) -> list[wire.Peer]:
     """Who acts for the controller while it is away, the first first. Raises :class:`wire.BadMessage`."""
     return _known(part).leaders
+
+
+def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
+    """The heads of the replicas in which these slots are. Raises :class:`wire.BadMessage`."""
+    if _known(part).replica == 1:
+        return list(slots)
+    found = _heads_of(bytes(part.common))
+    return list(dict.fromkeys(found[slot] for slot in slots if slot in found))
+
+
+@lru_cache(maxsize=4)
+def _heads_of(common: bytes) -> dict[int, int]:
+    plan = whole(wire.PlanShare(common=msgspec.Raw(common)))
+    return layout.heads_of(plan.members, plan.replica)
 
 
 def _known(part: wire.PlanShare) -> PlanCommon:

@@ -71,12 +71,25 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     lived: ranges.Seconds = 0.0
 
 
+class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a rank holds of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
+    of generation `base`: the shards `held` of its place, its own and copies of others'."""
+
+    base: ranges.Count
+    version: ranges.Count
+    count: ranges.Ways
+    held: ranges.Shards
+
+
 class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """One rank as its agent knows it.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
-    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | left
-    (a plan went on without it) | finished (trained to the end) | exited.
+    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | standby
+    (in no complete replica, its training state kept; can enter) | left (a plan went on without it) | finished (trained
+    to the end) | exited.
+    replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
+    stopped or standby.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
@@ -107,6 +120,9 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     fault: Fault | None = None
     note: Fault | None = None  # what last went wrong and was put right without the controller
     moved: ranges.Count = 0
+    replica: ranges.Replica = 1
+    layout: ranges.Kind = ""
+    shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
 
     @property
     def end(self) -> Exit | None:
@@ -376,7 +392,12 @@ class Withdraw(Message, tag="withdraw"):
 
 class Plan(Message, tag="plan"):
     """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds
-    it."""
+    it.
+
+    replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
+    (:mod:`transition.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
+    version) of the optimizer's shards from which all go on (:class:`Shards`).
+    """
 
     generation: ranges.Count
     members: ranges.Slots
@@ -389,6 +410,8 @@ class Plan(Message, tag="plan"):
     iteration: ranges.Iteration | None = None
     assignment: ranges.Assignment = {}
     reason: ranges.Reason = ""
+    replica: ranges.Replica = 1
+    state: ranges.State | None = None
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -402,7 +425,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class PlanShare(Message, tag="plan_share"):
     """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
-    micro-batches of the agent's own slots. peers: all agents of the generation, for its leaders only."""
+    micro-batches of the replicas in which it has a slot. peers: all agents of the generation, for its leaders only."""
 
     common: msgspec.Raw
     assignment: ranges.Assignment = {}

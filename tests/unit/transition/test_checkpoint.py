@@ -1,4 +1,5 @@
-"""The state of a job that nobody leads any more is saved by one of its ranks."""
+"""Files that ranks write each for itself: when they are a whole checkpoint, what is read from them, and the rescue of a
+job that nobody leads any more."""
 
 from __future__ import annotations
 
@@ -6,22 +7,43 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from transition import checkpoint
-from transition.checkpoint import CheckpointError, Checkpoints
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.migrate import TrainingState
 
 
-class State:
-    """A training state of one tensor."""
+def training(seed: int = 0, width: int = 3) -> TrainingState:
+    """A plain model and Adam, after one step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(width, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.rand(5, width)).square().sum().backward()
+    optimizer.step()
+    for _ in range(seed):
+        scheduler.step()
+    return TrainingState([model], optimizer, scheduler)
 
-    def header(self, iteration: int) -> bytes:
-        return iteration.to_bytes(4, "big")
 
-    def tensors(self):
-        return iter([torch.ones(3)])
+def everything(state: TrainingState) -> list[torch.Tensor]:
+    inner = state.optimizer.state
+    kept = [inner[parameter][key] for parameter in state.model[0].parameters() for key in sorted(inner[parameter])]
+    return [*state.model[0].state_dict().values(), *kept]
+
+
+def same(one: TrainingState, other: TrainingState) -> bool:
+    pairs = zip(everything(one), everything(other), strict=True)
+    return all(torch.equal(mine, its) for mine, its in pairs)
+
+
+@pytest.fixture
+def state():
+    return training()
 
 
 @pytest.fixture(autouse=True)
@@ -34,36 +56,174 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_first_member_writes_at_once(tmp_path, capsys):
-    Checkpoints(tmp_path).rescue(State(), 7, 0)
-    assert names(tmp_path) == ["iteration-00000007.pt"]
+def written(folder: Path, state: TrainingState, iteration: int, *writers: Writer, keep: int = 2) -> None:
+    for writer in writers:
+        Checkpoints(folder, keep=keep).save_last(state, iteration, writer)
+
+
+# ------------------------------------------------------------ reading
+def test_everything_comes_back_bit_for_bit(tmp_path, state):
+    state.seed, other = 77, training(seed=3)
+    other.seed = 0
+    written(tmp_path, state, 7, Writer())
+    assert not same(other, state)
+    assert Checkpoints(tmp_path).load(other) == 7
+    assert same(other, state) and other.seed == 77
+    assert other.scheduler.state_dict() == state.scheduler.state_dict()
+    assert other.optimizer.param_groups[0]["lr"] == state.optimizer.param_groups[0]["lr"]
+
+
+def test_megatrons_schedule_is_as_far_as_it_was_and_else_what_the_script_says_today(tmp_path, state):
+    class Schedule:
+        """Megatron's counts samples, and refuses a state of other settings."""
+
+        def __init__(self, rate: float, samples: int = 0):
+            self.rate, self.num_steps = rate, samples
+
+        def state_dict(self) -> dict:
+            return {"max_lr": self.rate, "num_steps": self.num_steps}
+
+        def step(self, increment: int) -> None:
+            self.num_steps += increment
+
+    state.scheduler = Schedule(0.1, 48)
+    written(tmp_path, state, 7, Writer())
+    other = training(seed=3)
+    other.scheduler = Schedule(0.2)
+    Checkpoints(tmp_path).load(other)
+    assert (other.scheduler.rate, other.scheduler.num_steps) == (0.2, 48)
+
+
+def test_without_all_its_files_it_is_no_checkpoint(tmp_path, state):
+    written(tmp_path, state, 5, Writer())
+    written(tmp_path, state, 7, Writer(place=1, size=2), Writer(place=0, size=2, shard=0, count=2))
+    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [5]
+    written(tmp_path, state, 7, Writer(place=0, size=2, shard=1, count=2))
+    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [7, 5]
+    assert Checkpoints(tmp_path).load(state) == 7 and Checkpoints(tmp_path).load(state, 5) == 5
+    with pytest.raises(CheckpointError, match="no whole checkpoint of iteration 6"):
+        Checkpoints(tmp_path).load(state, 6)
+
+
+def test_files_of_two_runs_or_layouts_are_no_whole(tmp_path, state):
+    halves = Writer(place=0, size=2, layout="TP2", loss=1.0), Writer(place=1, size=2, layout="TP2", loss=1.0 + 2**-52)
+    written(tmp_path, state, 7, *halves, Writer(place=1, size=2, layout="PP2", loss=1.0))
+    assert Checkpoints(tmp_path).found() == [] and Checkpoints(tmp_path).load(state) is None
+
+
+def test_a_damaged_one_is_passed_over_for_the_one_before_by_all(tmp_path, state, capsys):
+    written(tmp_path, state, 5, Writer())
+    later = training(seed=3)
+    written(tmp_path, later, 7, Writer(loss=1.0))
+    path = tmp_path / "iteration-00000007" / Writer(loss=1.0).name
+    damaged = bytearray(path.read_bytes())
+    place = damaged.find(next(later.model[0].parameters()).detach().numpy().tobytes())
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
+    assert Checkpoints(tmp_path).load(later) == 5 and same(later, state)
+    assert "iteration 7 passed over" in capsys.readouterr().err
+    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [5], "others read other files of it"
+    written(tmp_path, later, 7, Writer(loss=1.0))
+    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [7, 5], "written again it is sound"
+
+
+def test_where_none_can_be_read_nothing_is_begun_anew(tmp_path, state):
+    written(tmp_path, state, 5, Writer())
+    (tmp_path / "iteration-00000005" / Writer().name).write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        Checkpoints(tmp_path).load(state)
+
+
+def test_another_model_is_said_to_be_one(tmp_path, state):
+    written(tmp_path, state, 5, Writer())
+    with pytest.raises(CheckpointError, match=r"of another model .*give the options that it was written with"):
+        Checkpoints(tmp_path).load(training(width=5))
+
+
+def test_a_file_of_the_release_before_is_still_read(tmp_path, state):
+    """One file for all, of a data-parallel job."""
+    tensors = [torch.full((2, 3), 5.0), torch.arange(4.0)]
+    torch.save({"version": 1, "header": b"all else", "tensors": tensors}, tmp_path / "iteration-00000005.pt")
+    mine, headers = [torch.zeros(2, 3), torch.zeros(4)], []
+    old = SimpleNamespace(adopt=headers.append, tensors=lambda: iter(mine))
+    assert Checkpoints(tmp_path).load(old) == 5
+    assert headers == [b"all else"] and all(map(torch.equal, mine, tensors))
+    written(tmp_path, state, 6, Writer())
+    written(tmp_path, state, 7, Writer())
+    assert names(tmp_path) == ["iteration-00000006", "iteration-00000007"], "and it makes room like any other"
+
+
+# ------------------------------------------------------------ writing
+def test_so_many_whole_ones_stay(tmp_path, state):
+    one, two = Writer(place=0, size=2), Writer(place=1, size=2)
+    for iteration in (1, 2, 3):
+        written(tmp_path, state, iteration, one, two)
+    assert names(tmp_path) == ["iteration-00000002", "iteration-00000003"]
+    written(tmp_path, state, 4, one)
+    assert names(tmp_path) == ["iteration-00000002", "iteration-00000003", "iteration-00000004"], "half of it is there"
+
+
+def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatch, capsys):
+    """Whatever it is: it must not count as written."""
+
+    def fail(*_):
+        raise ValueError("no such thing")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint.torch, "save", fail)
+        checkpoints = Checkpoints(tmp_path, interval=1)
+        checkpoints.save(state, 1)
+        checkpoints.wait()
+        assert "iteration 1 not written" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="make room"):
+            checkpoints.save_last(state, 1)
+    checkpoints.save_last(state, 1)
+    assert [each.iteration for each in checkpoints.found()] == [1]
+    assert names(tmp_path / "iteration-00000001") == [Writer().name]
+
+
+# ------------------------------------------------------------ rescue
+def iterations(folder: Path) -> list[int]:
+    return sorted(each.iteration for each in Checkpoints(folder).found())
+
+
+def test_the_first_member_writes_at_once(tmp_path, state, capsys):
+    Checkpoints(tmp_path).rescue(state, 7, 0)
+    assert iterations(tmp_path) == [7]
     assert "to go on with iteration 7" in capsys.readouterr().err
 
 
-def test_the_others_write_what_those_before_them_did_not(tmp_path):
+def test_the_others_write_what_those_before_them_did_not(tmp_path, state):
     began = time.monotonic()
-    Checkpoints(tmp_path).rescue(State(), 7, 2)
-    assert names(tmp_path) == ["iteration-00000007.pt"] and time.monotonic() - began >= 0.8
+    Checkpoints(tmp_path).rescue(state, 7, 2)
+    assert iterations(tmp_path) == [7] and time.monotonic() - began >= 0.8
 
 
-def test_what_is_there_is_not_written_again(tmp_path):
-    Checkpoints(tmp_path).rescue(State(), 8, 0)
-    Checkpoints(tmp_path).rescue(State(), 7, 0)
-    Checkpoints(tmp_path).rescue(State(), 8, 5)
-    assert names(tmp_path) == ["iteration-00000008.pt"]
+def test_what_is_there_is_not_written_again(tmp_path, state):
+    Checkpoints(tmp_path).rescue(state, 8, 0)
+    Checkpoints(tmp_path).rescue(state, 7, 0)
+    Checkpoints(tmp_path).rescue(state, 8, 5)
+    assert iterations(tmp_path) == [8]
 
 
-def test_who_is_further_saves_what_it_knows(tmp_path):
+def test_each_place_writes_its_own_part(tmp_path, state):
+    for place in (1, 0):
+        Checkpoints(tmp_path).rescue(state, 7, 0, Writer(place=place, size=2))
+    assert iterations(tmp_path) == [7]
+
+
+def test_who_is_further_saves_what_it_knows(tmp_path, state):
     """It has stepped, the first member has not."""
-    Checkpoints(tmp_path).rescue(State(), 7, 0)
-    Checkpoints(tmp_path).rescue(State(), 8, 1)
-    assert names(tmp_path) == ["iteration-00000007.pt", "iteration-00000008.pt"]
+    Checkpoints(tmp_path).rescue(state, 7, 0)
+    Checkpoints(tmp_path).rescue(state, 8, 1)
+    assert iterations(tmp_path) == [7, 8]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 60.0, -2.0])
-def test_a_file_in_the_making_is_waited_for(tmp_path, ahead):
+def test_a_file_in_the_making_is_waited_for(tmp_path, state, ahead):
     """Whatever the file server's clock says: ahead of this node's, seconds."""
-    new = tmp_path / "iteration-00000007.pt.n1.99.new"
+    path = tmp_path / "iteration-00000007" / Writer().name
+    new = path.with_name(f"{path.name}.n1.99.new")
     done = threading.Event()
 
     def another() -> None:
@@ -71,28 +231,31 @@ def test_a_file_in_the_making_is_waited_for(tmp_path, ahead):
             os.utime(new, (time.time() + ahead,) * 2)
             time.sleep(0.1)
         done.set()
-        new.replace(tmp_path / "iteration-00000007.pt")
+        new.replace(path)
 
     thread = threading.Thread(target=another)
+    path.parent.mkdir()
     new.touch()
     os.utime(new, (time.time() + ahead,) * 2)
     thread.start()
-    Checkpoints(tmp_path).rescue(State(), 7, 1)
+    Checkpoints(tmp_path).rescue(state, 7, 1)
     assert done.is_set()
     thread.join()
-    assert names(tmp_path) == ["iteration-00000007.pt"]
+    assert names(path.parent) == [path.name]
 
 
 @pytest.mark.parametrize("age", [0.0, 3600.0])
-def test_a_writer_that_died_is_not_waited_for(tmp_path, age):
-    left = tmp_path / "iteration-00000007.pt.n1.99.new"
+def test_a_writer_that_died_is_not_waited_for(tmp_path, state, age):
+    folder = tmp_path / "iteration-00000007"
+    left = folder / f"{Writer().name}.n1.99.new"
+    folder.mkdir()
     left.touch()
     os.utime(left, (time.time() - age,) * 2)
-    Checkpoints(tmp_path).rescue(State(), 7, 1)
-    assert "iteration-00000007.pt" in names(tmp_path)
+    Checkpoints(tmp_path).rescue(state, 7, 1)
+    assert iterations(tmp_path) == [7]
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_what_cannot_be_written_is_said(tmp_path, state):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="make room"):
-        Checkpoints(tmp_path / "file" / "folder").rescue(State(), 7, 0)
+        Checkpoints(tmp_path / "file" / "folder").rescue(state, 7, 0)

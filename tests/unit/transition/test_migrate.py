@@ -27,13 +27,14 @@ class World:
         self.box: dict = {}
         self.number = 0
 
-    def get_rank(self) -> int:
+    def get_rank(self, group=None) -> int:
         return self.ranks.me
 
-    def get_world_size(self) -> int:
+    def get_world_size(self, group=None) -> int:
         return self.size
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, group=None, group_src: int = 0) -> None:
+        source = group_src
         if self.get_rank() == source:
             sent = tensor.clone()
             if self.damage(source, self.number) and sent.dtype == torch.float32:
@@ -45,7 +46,7 @@ class World:
             tensor.copy_(self.box["sent"])
         self.barrier.wait()
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, group=None) -> None:
         self.box[self.get_rank()] = tensor.clone()
         self.barrier.wait()
         tensor.copy_(sum(self.box[rank] for rank in range(self.size)))
@@ -94,6 +95,7 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False, mov
                 me in newcomers,
                 torch.device("cpu"),
                 holders,
+                None,
                 lambda *what: notes.append((me, *what)),
                 moved,
             )

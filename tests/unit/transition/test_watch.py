@@ -31,7 +31,7 @@ class Kicks:
     def __init__(self):
         self.count = 0
 
-    def __call__(self):
+    def __call__(self, inside: bool = True):
         self.count += 1
 
 
@@ -192,7 +192,7 @@ def test_who_is_in_with_all_others_stays_in(watch):
 )
 def test_no_order_of_messages_leads_back(events):
     """Whatever comes when: no plan of a broken generation, or of one that was entered before, is ever handed out."""
-    watch, entered = Watch(0, lambda: None), 0
+    watch, entered = Watch(0, lambda inside: None), 0
     for what, generation in events:
         before = watch.broken
         if what == "break":
@@ -220,7 +220,7 @@ def test_no_order_of_messages_leads_back(events):
 # ---------------------------------------------------------------- the threads
 def test_messages_and_the_main_thread_at_the_same_time():
     """A storm of Breaks and plans while the main thread enters and gives up: it always ends in the newest plan."""
-    watch, last = Watch(0, lambda: None), 300
+    watch, last = Watch(0, lambda inside: None), 300
 
     def controller():
         for generation in range(1, last):

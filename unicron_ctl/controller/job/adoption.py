@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from unicron_ctl.controller.job.candidates import forming_slots, missing_places, waiting_elements
+from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -29,6 +31,8 @@ from unicron_ctl.protocol import sharing, wire
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MISSED_SAID = 16  # elements of one generation that are said to be missed
 MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
+LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
+PACE = 5e-5  # seconds per agent more
 ASKED = 3  # agents that are asked at once what the plan was
 
 
@@ -216,7 +220,9 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(view, job, e, sorted(mine))) is not None]
     store = next((job.agents[element].store for element in sorted(inside) if job.agents[element].store), "")
     reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
-    plan = wire.Plan(generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}")
+    plan = wire.Plan(
+        generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.live.replica
+    )
     out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 
@@ -331,14 +337,34 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     return found
 
 
+def _say_incomplete(view: View, job: JobView) -> Outcome:
+    """A job that is to be formed anew, of which ranks have kept their state, lacks ranks for other places."""
+    out, state, live = Outcome(), job.state, job.live
+    if view.now < live.nobody_until or state.restart_mode:
+        return out
+    live.nobody_until = view.now + LOOK_SECONDS + PACE * len(live.agents)
+    slots = forming_slots(view, job, waiting_elements(view, job, True))
+    kept = [slot for slot in slots if (status := job.status(slot)) is not None and status.state != "waiting"]
+    missing = missing_places(slots, job.replica)
+    if kept and missing:
+        reason = (
+            f"slots {kept[:20]} have kept their training state, and of the {job.replica} ranks of a replica those for "
+            f"the places {missing[:20]} are missing: the job waits for them"
+        )
+        _wait(state, kept, reason, out)
+    return out
+
+
 def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     """Puts on record, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
+    if state.phase is Phase.FORMING:
+        return _say_incomplete(view, job)
     here = state.phase is Phase.BREAKING and not job.live.awaited and job.waited(view.now) > SAY_SECONDS
     if not here or desk.state_awaited == state.broken:
         return out
     slots = may_come_back(view, job)
-    if slots and not job.anybody_stopped():
+    if slots and (not job.anybody_stopped() or (job.replica > 1 and decided(job) is None)):
         desk.state_awaited = state.broken
         nodes = ", ".join(sorted({state.node(slot) for slot in slots}))
         reason = (

@@ -93,14 +93,15 @@ class JobDesk:
             self.unheard_until = max(self.unheard_until, message.iteration)
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
         self.times.take(message)
-        accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound)
+        drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
+        accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
         for account in accounts:
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(
                 iteration=account.iteration,
                 loss=account.loss if math.isfinite(account.loss) else None,
                 seconds=account.seconds,
-                ranks=account.ranks,
+                ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
                 nodes=self._nodes(state),
                 flops=status.flops_per_iteration if status else 0.0,
                 train_iterations=status.train_iterations if status else 0,

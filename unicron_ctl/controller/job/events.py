@@ -5,9 +5,17 @@ Who is lost is not found here: a failure on record has condemned members (`judge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from unicron_ctl.controller.job.adoption import may_come_back
+from unicron_ctl.controller.job.candidates import (
+    forming_slots,
+    leavers,
+    may_work,
+    missing_places,
+    newcomers,
+    waiting_elements,
+)
 from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
@@ -76,24 +84,24 @@ def _ready(view: View, job: JobView) -> Happening | None:
     config, state = view.config, job.state
     if not _look_now(view, job, len(job.agents)):
         return None
-    whole = waiting_elements(view, job)
-    if not whole or not job.has_store():
+    whole = waiting_elements(view, job, True)
+    slots = sorted(forming_slots(view, job, whole))
+    if missing_places(slots, job.replica) or not job.has_store():
         return None
     inside = set(whole)
-    coming = [e for e, a in job.agents.items() if a.alive and e not in inside and _may_work(view, job, e)]
+    coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
     mode, expected = mode_of(state), view.expected(state)
-    if len(whole) < mode.least(state):
+    if len(whole) < mode.least(state) and job.replica == 1:
         return None
-    slots = tuple(sorted(slot for element in whole for slot in job.agents[element].slots))
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= state.settings.max_nodes or none_else:
-        return Happening(Event.READY, f"all {len(whole)} nodes that are to be had are ready", slots)
-    arrival = max(job.agents[e].progress.get(slot, 0.0) for e in whole for slot in job.agents[e].slots)
+        return Happening(Event.READY, f"all {len(whole)} nodes that are to be had are ready", tuple(slots))
+    arrival = max(job.agents[state.element(slot)].progress.get(slot, 0.0) for slot in slots)
     since = mode.settle_from(view, job, coming, arrival)
-    settle = config.forming_settle_seconds
-    if len(whole) >= state.settings.min_nodes and view.now - since >= settle:
-        said = f"{len(whole)} nodes are ready and no other came for {settle:g} s"
-        return Happening(Event.READY, said, slots)
+    settle, count = config.forming_settle_seconds, len(state.elements(slots))
+    if count >= state.settings.min_nodes and view.now - since >= settle:
+        said = f"{count} nodes are ready and no other came for {settle:g} s"
+        return Happening(Event.READY, said, tuple(slots))
     return None
 
 
@@ -110,45 +118,6 @@ def _hopeless(view: View, job: JobView) -> Happening | None:
     return Happening(Event.FAILED, reason, code=1) if reason else None
 
 
-def waiting_elements(view: View, job: JobView) -> list[int]:
-    """Elements of which every rank can enter now."""
-    return [e for e in sorted(job.live.ready) if _may_work(view, job, e) and _waiting(job, e, job.agents[e].slots)]
-
-
-def _waiting(job: JobView, element: int, slots: Iterable[int]) -> bool:
-    """All of these ranks of the element can enter now."""
-    agent = job.agents[element]
-    ranks = [agent.ranks.get(slot) for slot in slots]
-    return agent.alive and all(rank and rank.state == "waiting" and rank.end is None for rank in ranks)
-
-
-def newcomers(view: View, job: JobView) -> dict[int, list[int]]:
-    """element -> slots that can come in now: those of an element that is inside already by themselves, else all of it
-    together."""
-    state, found = job.state, {}
-    for element in sorted(job.live.ready):
-        agent = job.agents[element]
-        if element in state.leaving or not _may_work(view, job, element):
-            continue
-        outside = [slot for slot in agent.slots if slot not in state.members]
-        if len(outside) < len(agent.slots) and not state.restart_mode:
-            outside = [slot for slot in outside if _waiting(job, element, [slot])]
-        elif not _waiting(job, element, agent.slots) or len(outside) < len(agent.slots):
-            continue
-        if outside:
-            found[element] = outside
-    return found
-
-
-def _may_work(view: View, job: JobView, element: int) -> bool:
-    allotted, agent = job.state.allotted, job.agents.get(element)
-    if element in job.state.parted:
-        return False
-    if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
-        return False
-    return allotted is None or element in allotted
-
-
 # ---------------------------------------------------------------- running
 def _change(view: View, job: JobView) -> Happening | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
@@ -158,22 +127,15 @@ def _change(view: View, job: JobView) -> Happening | None:
     if not state.leaving and not _look_now(view, job, len(job.live.ready)):
         return None
     mode = mode_of(state)
-    joiners: list[int] = []
-    for element, slots in newcomers(view, job).items():
-        latest = max(job.agents[element].progress.get(slot, 0.0) for slot in slots)
-        if view.now - latest >= mode.join_delay(view.config):
-            joiners += slots
-    leavers = [s for s in state.members if state.element(s) in state.leaving] if state.leaving else []
-    if len(leavers) >= len(state.members):
-        leavers = []  # the last ones never leave: nobody else has the state
-    if not (joiners or leavers) or len(job.live.unfinished) < len(state.members):
+    joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
+    if not (joiners or gone) or len(job.live.unfinished) < len(state.members):
         return None
     words = " and ".join(
         f"{len(group)} rank{'s' if len(group) > 1 else ''} {verb}"
-        for group, verb in ((joiners, "join"), (leavers, "leave"))
+        for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )
-    return mode.change(view, job, words, sorted(joiners), sorted(leavers))
+    return mode.change(view, job, words, joiners, sorted(gone))
 
 
 # ---------------------------------------------------------------- entering and offering

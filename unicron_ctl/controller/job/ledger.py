@@ -49,13 +49,15 @@ class OpenIteration:
         self.computed.update(computed)
         self.times_computed += len(computed)
 
-    def account(self, iteration: int, unsure: bool) -> Account:
-        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way."""
+    def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
+        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again: ranks
+        that lived on may have had to compute something again."""
         missing = list(islice((index for index in range(self.total) if index not in self.summed), NAMED))
         problems = [f"micro-batch {index} is in {count} gradients" for index, count in self._doubled(self.summed)]
         problems += [
             f"micro-batch {index} was computed {count} times by ranks that lived on"
             for index, count in self._doubled(self.computed)
+            if not again
         ]
         strangers = {index for index in (*self.summed, *self.computed) if not 0 <= index < self.total}
         problems += [f"micro-batch {index} does not exist" for index in sorted(strangers)]
@@ -84,11 +86,14 @@ class JobLedger:
     open: dict[int, OpenIteration] = field(default_factory=dict)
     closed: int = -1
 
-    def add(self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool]) -> list[Account]:
+    def add(
+        self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+    ) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
         members: who is in the job now (a set or the keys of a dict). disturbed: whether reports on an iteration may be
-        missing.
+        missing. drops: after a Break ranks may have to drop what is in their gradients: in a replica that is composed
+        anew, or where a step has to be done again.
         """
         if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
             return []
@@ -102,7 +107,8 @@ class JobLedger:
             if not self._complete(iteration, members, disturbed):
                 break
             heard = _all_in(members, self.open[iteration]) or self._later(iteration, members)
-            done.append(self.open.pop(iteration).account(iteration, unsure=disturbed(iteration) or not heard))
+            unsure = disturbed(iteration)
+            done.append(self.open.pop(iteration).account(iteration, unsure or not heard, unsure and drops))
             self.closed = max(self.closed, iteration)
         return done
 

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.live import JobView, keeps
 from unicron_ctl.controller.model.view import Outcome, View
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without a steady world in between
+PACE = 5e-5  # seconds per member between two looks at what survivors have
 BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again later is not waited for
 
 
@@ -53,9 +55,9 @@ class Session:
         return Happening(Event.CHANGE, words, tuple(joiners), tuple(leavers))
 
     def stopped(self, view: View, job: JobView) -> Happening | None:
-        """All survivors are at rest: they go on, if one of them knows the training state."""
-        if not job.anybody_stopped():
-            return Happening(Event.NOBODY, "no member is left that has the training state")
+        """All survivors are at rest: they go on, if those who know the training state make a replica."""
+        if nobody := _nobody(view, job):
+            return Happening(Event.NOBODY, nobody)
         if not job.has_store():
             return None
         return Happening(Event.REPORTED, "all survivors have stopped")
@@ -67,6 +69,17 @@ class Session:
     def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
         """What a running job's mode has to say. Called at every tick."""
         return Outcome()
+
+
+def _nobody(view: View, job: JobView) -> str:
+    """Why no survivor can go on; empty where some can."""
+    if view.now < job.live.nobody_until or not job.anybody_stopped():
+        return "no member is left that has the training state"
+    reports = job.reports()
+    if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
+        return ""
+    job.live.nobody_until = view.now + PACE * len(job.state.members)
+    return "the survivors make no replica with a training state that is whole"
 
 
 @dataclass

@@ -9,39 +9,58 @@ from functools import cached_property, partial
 
 import msgspec
 
+from transition.layout import heads_of
 from unicron_ctl.agreement.compose import elements_of, leading
 from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.protocol import sharing, wire
 
-BREAKABLE = frozenset({"waiting", "entering", "running", "stopped"})
+BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
 class Letter:
     """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
 
     arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
-    than the job's phase is about.
+    than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
+    they are as lost.
     """
 
-    def __init__(self, job: JobState, arrivals: float = 0.0, plan: wire.Plan | None = None) -> None:
+    def __init__(
+        self,
+        job: JobState,
+        arrivals: float = 0.0,
+        plan: wire.Plan | None = None,
+        blocked: frozenset[int] = frozenset(),
+    ) -> None:
         self.plan = plan or _plan(job)
         self._job, self._known, self._arrivals = job, job.plan, arrivals
         self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
-        lost = sorted(job.lost)
+        self._blocked = blocked
+        lost = sorted(job.lost.keys() | blocked)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
-        self.break_key = f"break {job.broken} {bool(lost)}"  # who else is lost changes nothing for those who stop
+        # Who else is lost changes nothing for those who stop, unless it is one of their replica.
+        self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
-    def holds(self, job: JobState, arrivals: float) -> bool:
+    def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
         """Another one would say the same. It is asked at each turn, and the plan of a large job takes milliseconds."""
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
-        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost)
+        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost.keys() | blocked)
 
     @property
     def _per_node(self) -> int:
         return max(1, self._job.settings.ranks_per_node)
+
+    @cached_property
+    def hit(self) -> frozenset[int]:
+        """Slots that are to stop at once, whatever they have begun."""
+        return self._job.hit(self._blocked) if self._job.phase is Phase.BREAKING else frozenset()
+
+    @cached_property
+    def _heads(self) -> dict[int, int]:
+        return heads_of(self.plan.members, self.plan.replica) if self.plan is not None else {}
 
     @cached_property
     def confirmed(self) -> Letter:
@@ -66,7 +85,8 @@ class Letter:
         """The agent's part of the plan."""
         if self.plan is None:
             return None
-        return sharing.share(self.plan, self.common, agent.slots, self.peers if agent.element in self.leaders else ())
+        peers = self.peers if agent.element in self.leaders else ()
+        return sharing.share(self.plan, self.common, agent.slots, peers, self._heads)
 
     @cached_property
     def peers(self) -> list[wire.Peer]:
@@ -103,7 +123,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
     if job.state.ended:
         yield "end", ending(job.state.ended)
         return
-    if _must_break(job.state, agent):
+    if _must_break(job.state, agent, letter):
         yield letter.break_key, letter.broken
     if stale := _withdrawn(job.state, agent):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
@@ -117,13 +137,18 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         yield from _processes(job.state, agent, now)
 
 
-def _must_break(job: JobState, agent: AgentView) -> bool:
+def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
     if not job.broken:
         return False
     breaking = job.phase is Phase.BREAKING
-    for status in agent.ranks.values():
+    for slot, status in agent.ranks.items():
         stops = status.state in BREAKABLE or (job.restart_mode and status.state == "finished")
-        if status.broken >= job.broken or not stops or max(status.generation, status.entering) > job.broken:
+        if not stops or max(status.generation, status.entering) > job.broken:
+            continue
+        if status.broken >= job.broken:
+            # It finishes what it has begun, unless its replica is hit, perhaps only since it heard of the Break.
+            if job.replica > 1 and status.state in ("entering", "running") and slot in letter.hit:
+                return True
             continue
         # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
         # breaking.

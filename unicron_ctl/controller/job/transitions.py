@@ -4,38 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from transition import layout
 from unicron_ctl.agreement import resume
+from unicron_ctl.controller.job.candidates import formed, remaining, without_match
+from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Action, Event
 from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.judge.common import start
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.wire import Plan, RankStatus
+from unicron_ctl.protocol.wire import Plan
 
 
 def form(view: View, job: JobView, happening: Happening) -> Outcome:
-    """The first generation, or one after which nobody was left: the rank that is furthest hands its state to all
-    others."""
+    """The first generation, or one after which nobody could go on: a replica whose ranks stand where most has been
+    trained hands its state to all others. Where the ranks have no state in common those that have been in a generation
+    start again, from the script's newest checkpoint if there is one."""
     reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
-    slots = sorted(reports)
-    source = max(slots, key=lambda slot: (reports[slot].iteration, -slot))
+    found, out = formed(reports, job.replica), Outcome()
+    if found is None:
+        again = without_match(reports)
+        reason = (
+            f"slots {sorted(again)[:20]} have kept their training state, but the ranks for the other places of a "
+            "replica have none of the same iteration: they start again from what the script starts with"
+        )
+        out.record(job.state, records.Reform(reason=reason))
+        for slot in sorted(again):
+            start(view, job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out)
+        return out
     number = job.state.generation + 1
     plan = Plan(
         generation=number,
-        members=slots,
-        store=store_of(job, slots),
+        members=found.members,
+        store=store_of(job, found.members),
         prefix=prefix(job.state, number),
-        joiners=[slot for slot in slots if slot != source],
-        source=source,
-        iteration=reports[source].iteration,
-        assignment=resume.deal(range(reports[source].micro_batches), slots),
+        joiners=found.joiners,
+        source=found.source,
+        iteration=found.iteration,
+        assignment=resume.deal(
+            range(max(reports[slot].micro_batches for slot in found.members)),
+            layout.heads(found.members, job.replica),
+        ),
         reason=happening.reason,
+        replica=job.replica,
+        state=found.state,
     )
-    out = Outcome()
-    out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, slots), reason=plan.reason), number)
+    out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
     return out
 
 
@@ -58,11 +76,8 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
 
 def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
     """The survivors have stopped: decide how they go on."""
-    out, state, reports = Outcome(), job.state, job.reports()
-    total = max(status.micro_batches for status in reports.values())
-    at = max(status.iteration for status in reports.values())
-    decision = resume.decide(reports, total, _furthest_end(job), _lost_done(job, at), _lost_share(job, at, total), at)
-    unusable = decision.unusable if decision else dict.fromkeys(reports, "its report cannot be worked with")
+    out, state, decision = Outcome(), job.state, decided(job)
+    unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
         out.findings = [_unusable(view, job, slot, why) for slot, why in sorted(unusable.items())]
         return out
@@ -77,6 +92,8 @@ def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
         iteration=decision.iteration,
         assignment=decision.assignment,
         reason=decision.reason,
+        replica=job.replica,
+        state=decision.state,
     )
     record = records.PlanMade(
         plan=plan,
@@ -101,24 +118,26 @@ def reform(view: View, job: JobView, happening: Happening) -> Outcome:
 def offer(view: View, job: JobView, happening: Happening) -> Outcome:
     """A plan for the next iteration boundary, with newcomers or without leavers."""
     out, state = Outcome(), job.state
-    leavers, joiners = set(happening.leavers), sorted(happening.joiners)
-    staying = [slot for slot in sorted(state.members) if slot not in leavers]
+    assert state.plan is not None
+    size, joiners = job.replica, list(happening.joiners)
+    staying = remaining(state.plan.members, happening.leavers, size)
     number = state.generation + 1
     plan = Plan(
         generation=number,
-        members=sorted({*staying, *joiners}),
+        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
         store=store_of(job, staying),
         prefix=prefix(state, number),
         boundary=True,
-        joiners=joiners,
+        joiners=sorted(joiners),
         source=staying[0],
         reason=happening.reason,
+        replica=size,
     )
     record = records.Offer(
         plan=plan,
         crews=crews(job, joiners),
-        joiners=joiners,
-        leavers=sorted(leavers),
+        joiners=sorted(joiners),
+        leavers=sorted(happening.leavers),
         reason=happening.reason,
     )
     out.record(state, record, number)
@@ -192,39 +211,6 @@ def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
         if inside:
             found.append(records.Crew(agent.agent, inside, [present[slot].incarnation for slot in inside]))
     return found
-
-
-def _furthest_end(job: JobView) -> int | None:
-    """How many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
-    if len(job.live.unfinished) == len(job.state.survivors()):
-        return None
-    ends = [_end(status) for s in job.state.members if job.finished(s) and (status := job.status(s)) is not None]
-    return max(ends, default=None)
-
-
-def _end(status: RankStatus) -> int:
-    return status.iteration + 1 if status.phase == "stepped" else status.train_iterations
-
-
-def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
-    """What lost ranks had finished of the iteration."""
-    found = {}
-    for slot, identity in job.state.lost.items():
-        status = job.last_word(slot, identity)
-        if status is not None and status.iteration == iteration and status.phase != "stepped":
-            found[slot] = status.done
-    return found
-
-
-def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
-    """What the lost ranks were to compute in the iteration."""
-    plan = job.state.plan
-    if plan is None or not job.state.lost:
-        return []
-    planned = plan.assignment if plan.iteration == iteration else {}
-    members, lost = plan.members, job.state.lost
-    usual = {slot: range(place, total, len(members)) for place, slot in enumerate(members) if slot in lost}
-    return [index for slot in lost for index in planned.get(slot, usual.get(slot, ()))]
 
 
 def _unusable(view: View, job: JobView, slot: int, why: str) -> Finding:

@@ -262,17 +262,23 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
 def to_restart(job: JobState) -> set[int]:
     """All members but those of one node; the one whose processes are the newest, so that each has its turn.
 
-    On a job's last node one rank stays, for nobody else has the training state.
+    On a job's last node one rank stays, for nobody else has the training state. Where several ranks make a replica one
+    of these stays, and the last one whole.
     """
+    if job.replica > 1:
+        groups = [one for one in job.groups() if all(slot in job.members for slot in one)] or [list(job.members)]
+        newest = {one[0]: min(job.members[slot].incarnation for slot in one) for one in groups}
+        stay = min(groups, key=lambda one: (-newest[one[0]], one[0]))
+        return set(job.members).difference(stay)
     elements = job.elements(job.members)
     if len(elements) < 2:
         stays = max(job.members, key=lambda slot: (job.members[slot].incarnation, -slot), default=None)
         return {slot for slot in job.members if slot != stays or job.restart_mode}
-    newest: dict[int, int] = {}
+    since: dict[int, int] = {}
     for slot, member in job.members.items():
         element = job.element(slot)
-        newest[element] = min(newest.get(element, member.incarnation), member.incarnation)
-    kept = min(elements, key=lambda element: (-newest[element], element))
+        since[element] = min(since.get(element, member.incarnation), member.incarnation)
+    kept = min(elements, key=lambda element: (-since[element], element))
     return {slot for slot in job.members if job.element(slot) != kept}
 
 

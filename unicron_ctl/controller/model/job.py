@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from transition.layout import replicas
 from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.protocol.wire import RESTART, Plan, Settings
 
@@ -174,6 +175,8 @@ class JobState:
     offer: Plan | None = None
     """The boundary plan that is outstanding."""
     members: dict[int, Identity] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    """The members, replica-major (`transition.layout`); newcomers of an offer that broke come after the others."""
     joining: dict[int, Identity] = field(default_factory=dict)
     former: list[dict[int, str]] = field(default_factory=list)
     """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
@@ -237,6 +240,11 @@ class JobState:
         return self.settings.mode == RESTART
 
     @property
+    def replica(self) -> int:
+        """Ranks of a replica, as planned."""
+        return self.plan.replica if self.plan is not None else 1
+
+    @property
     def owner(self) -> str:
         """Whose it is, as far as that is proven: what counts for a user counts for this."""
         return owner(self.uid, self.settings.user)
@@ -279,6 +287,19 @@ class JobState:
     def survivors(self) -> list[int]:
         """Members that the present Break does not go on without."""
         return [slot for slot in self.members if slot not in self.lost]
+
+    def groups(self) -> list[list[int]]:
+        """The members by replicas; all together where these are not known."""
+        whole = len(self.order) % self.replica == 0
+        return replicas(self.order, self.replica) if whole else [self.order]
+
+    def hit(self, blocked: Collection[int] = ()) -> frozenset[int]:
+        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun. blocked:
+        ranks that have stopped where their replica cannot finish without them."""
+        gone = self.lost.keys() | set(blocked)
+        if self.replica == 1 or not gone:
+            return frozenset(gone)
+        return frozenset(slot for one in self.groups() if not gone.isdisjoint(one) for slot in one)
 
     def failure(self, number: int) -> Failure | None:
         return next((failure for failure in reversed(self.failures) if failure.id == number), None)

@@ -148,6 +148,8 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
     job.why, job.regroup, job.condemned = record.reason, "", {}
     if job.joining:
         _leave(job)
+        if job.offer is not None:
+            job.order = [*job.order, *(slot for slot in job.offer.members if slot in job.joining)]
         job.members = {**job.members, **job.joining}
     job.joining, job.offer = {}, None
     job.broken = job.generation = max(job.generation, record.number)
@@ -183,7 +185,7 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     _leave(job)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
-    job.members = _identities(record.crews)
+    job.members, job.order = _identities(record.crews), list(record.plan.members)
     job.joining, job.lost, job.condemned, job.offer, job.regroup = {}, {}, {}, None, ""
     for failure in job.failures:
         if failure.broken_at is not None and failure.resumed_at is None:
@@ -198,7 +200,7 @@ def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     _leave(job)
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
     job.broken = max(job.broken, record.plan.generation - 1)
-    job.members = _identities(record.crews)
+    job.members, job.order = _identities(record.crews), list(record.plan.members)
     job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
     job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
     job.regroup = "" if record.whole else record.reason
@@ -258,6 +260,7 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
         inside = set(job.offer.members)
         job.members = {slot: who for slot, who in {**job.members, **job.joining}.items() if slot in inside}
         joined, job.joining, job.plan, job.offer = set(job.joining), {}, job.offer, None
+        job.order = list(job.plan.members)
         _restored(job, event, joined)
     elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
         _restored(job, event, set(job.members))
@@ -281,7 +284,7 @@ def reform(job: JobState, event: Event, record: records.Reform) -> None:
     _leave(job)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
-    job.regroup = ""
+    job.regroup, job.order = "", []
     _phase(job, event, Phase.FORMING)
 
 

@@ -9,17 +9,23 @@ of what sensors (`changed`) and orders (`touched`) have to look at, and the sets
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
 from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.protocol.wire import Agreed, Plan, RankStatus, Status
 
-AT_REST = ("stopped", "waiting")
+AT_REST = ("stopped", "waiting", "standby")
+CAN_ENTER = ("waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
-READY = ("waiting", "entering", "running")
+READY = ("waiting", "entering", "running", "standby")
 Route = tuple[bytes, ...]
+
+
+def keeps(status: RankStatus) -> bool:
+    """A rank of this kind keeps its state when the job goes on without it, or is formed anew."""
+    return status.replica > 1 or bool(status.shards)
 
 
 @dataclass
@@ -67,7 +73,7 @@ class AgentView:
     before: dict[int, RankStatus] = field(default_factory=dict)
     """slot -> the last word of the process that was in it before the present one."""
     waits: bool = False
-    """One of its ranks waits to enter."""
+    """One of its ranks waits to enter, or would."""
     fresh: bool = False
     """Its last status told of a process that is not on record as ready."""
     announced: dict[int, int] = field(default_factory=dict)
@@ -102,7 +108,7 @@ class AgentView:
                 fresh = fresh or announced.get(slot) != rank.incarnation
                 if old is not None and old.incarnation != rank.incarnation:
                     self.before[slot] = old
-            if rank.state == "waiting":
+            if rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank)):
                 waits = True
             known[slot] = rank
         self.waits, self.fresh, self.newest = waits, fresh, newest
@@ -177,6 +183,21 @@ class LiveJob:
     """When all members are looked at next for that."""
     ready_look_at: float = 0.0
     """When those that wait to come in are looked through next."""
+    replica: int = 1
+    layout: str = ""
+    """Ranks of a replica, and its shape, as the job's ranks say."""
+    blocked: frozenset[int] = frozenset()
+    """Ranks that have stopped where the rest of their replica cannot finish its schedule without them."""
+    blocked_look_at: float = 0.0
+    nobody_until: float = 0.0
+    """Until when it counts as known that no survivors make a complete replica."""
+
+    def shape(self, agent: AgentView, slots: Iterable[int]) -> None:
+        """What a new process says of the job's replicas once it is ready."""
+        for slot in slots:
+            rank = agent.ranks.get(slot)
+            if rank is not None and rank.state in READY:
+                self.replica, self.layout = rank.replica, rank.layout
 
 
 @dataclass
@@ -225,20 +246,32 @@ class JobView:
         """Living agents in order of their elements."""
         return [view for _, view in sorted(self.agents.items()) if view.alive]
 
+    @property
+    def replica(self) -> int:
+        """Ranks of a replica, as planned, or as the ranks say it before there is a plan."""
+        return self.state.plan.replica if self.state.plan is not None else self.live.replica
+
     def reports(self) -> dict[int, RankStatus]:
         """The statuses of survivors that have stopped, by slot."""
-        members, lost = self.state.members, self.state.lost
+        members, lost, plan = self.state.members, self.state.lost, self.state.plan
+        came: set[int] = set()  # with a state of their own, which is not that of the present plan until they are in
+        if plan is not None and plan.replica > 1:
+            came = {*plan.joiners, *(members.keys() - self._planned(plan.members))}
         return {
             slot: status
             for _, view in sorted(self.agents.items())
             for slot, status in view.ranks.items()
-            if status.state == "stopped" and slot in members and slot not in lost
+            if status.state in ("stopped", "standby")
+            and slot in members
+            and slot not in lost
+            and (slot not in came or (plan is not None and status.generation >= plan.generation))
         }
 
     def anybody_stopped(self) -> bool:
         """Whether there is a report to go on from."""
         slots = (slot for slot in self.state.members if slot not in self.state.lost)
-        return any((status := self.status(slot)) is not None and status.state == "stopped" for slot in slots)
+        found = (self.status(slot) for slot in slots)
+        return any(status is not None and status.state in ("stopped", "standby") for status in found)
 
     def waited(self, now: float) -> float:
         """Seconds in the present phase, without those in which this process stood still."""
@@ -287,7 +320,7 @@ class JobView:
         view = self.agent(slot)
         unchanged = view is not None and view.last_heard > state.since + PUT_BACK_SECONDS
         unchanged = unchanged and now - state.since > PUT_BACK_SECONDS
-        if status.state == "waiting":
+        if status.state in CAN_ENTER:
             return unchanged
         newest = max(status.generation, state.plan.generation if state.plan else 0)
         return status.broken >= newest or unchanged
@@ -300,12 +333,15 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.elsewhere_until = live.ready_look_at = 0.0
+        live.elsewhere_until = live.ready_look_at = live.nobody_until = live.blocked_look_at = 0.0
+        live.blocked = frozenset()
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
             live.awaited = set(live.unfinished)
             live.changed.update(self._members_but("running", -1))
+            if state.replica > 1:  # those whose replica is hit only now have to stop at once
+                live.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             live.awaited = set(plan.members)
             live.changed.update(self._members_but("stopped", plan.generation))

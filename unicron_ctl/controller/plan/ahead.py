@@ -108,11 +108,12 @@ def event_between(
         return None
     for name, job in now.items():
         known = base[name]
-        if (job.nodes, job.min_nodes, job.max_nodes, job.weight) != (
+        if (job.nodes, job.min_nodes, job.max_nodes, job.weight, job.unit) != (
             known.nodes,
             known.min_nodes,
             known.max_nodes,
             known.weight,
+            known.unit,
         ):
             return None
     lost = [name for name, job in now.items() for _ in range(job.nodes - job.alive)]

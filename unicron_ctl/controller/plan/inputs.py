@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def key_of(found: Sequence[Pool]) -> str:
     return "; ".join(
         f"{pool.count} nodes: "
         + ", ".join(
-            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{' measured' if i.rate else ''}"
+            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{_by(i)}{' measured' if i.rate else ''}"
             for i in pool.jobs
         )
         for pool in found
@@ -67,6 +68,16 @@ def key_of(found: Sequence[Pool]) -> str:
 
 def _part(job: JobInput, pool: Pool) -> str:
     return f" of {len(job.reach)}" if len(job.reach) < len(pool.nodes) else ""
+
+
+def _by(job: JobInput) -> str:
+    return f" by {job.unit}" if job.unit > 1 else ""
+
+
+def unit_of(view: View, job: JobState) -> int:
+    """The fewest nodes that hold whole replicas."""
+    per_node = max(1, job.settings.ranks_per_node)
+    return math.lcm(view.job(job).replica, per_node) // per_node
 
 
 def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, bool]:
@@ -142,7 +153,8 @@ def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) ->
 def _without_slurm(view: View, job: JobState) -> JobInput:
     count, s = len(job.elements(job.members)), job.settings
     rate = job.measured.get(count, 0.0)
-    return JobInput(job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count)
+    unit = unit_of(view, job)
+    return JobInput(job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit)
 
 
 def dead_elements(job: JobState) -> frozenset[int]:
@@ -206,6 +218,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         {count: min(one, count * within.peak) for count, one in _rates(view, job).items()},
         within.nodes,
         permission.of_job(view, job.job).spare_nodes,
+        unit_of(view, job),
     )
 
 

@@ -7,6 +7,7 @@ is. The calls and their order are those measured in a private cluster: pin and r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,8 @@ class Need:
     decided yet. leaving: chosen before to leave. home: the node that an element ran on last. lives: where an element's
     agent is heard; also one that Slurm counts as ended and has not reached yet, so that it would launch no second copy
     there, and drain the node. requeued: when Slurm was asked to start an element again whose agent has not come yet.
-    avoid: nodes where none is to start. reach: the nodes that its elements may be given; None for all."""
+    avoid: nodes where none is to start. reach: the nodes that its elements may be given; None for all. unit: so many
+    elements in a row hold whole replicas."""
 
     job: str
     desired: int
@@ -46,6 +48,7 @@ class Need:
     avoid: frozenset[str] = frozenset()
     why: str = ""
     reach: frozenset[str] | None = None
+    unit: int = 1
 
     def may_have(self, node: str) -> bool:
         return node not in self.avoid and (self.reach is None or node in self.reach)
@@ -201,12 +204,14 @@ def _leavers(
     extra = len(working) - need.desired
     if extra <= 0:
         return []
+    block = Counter(number // need.unit for number in working)
     short = [other for other in needs if other.job != need.job and _missing(other, groups[other.job], (), ()) > 0]
 
-    def order(number: int) -> tuple[bool, bool, bool, int]:
+    def order(number: int) -> tuple[bool, bool, bool, bool, int]:
         node = work.by_job[need.job][number].node or ""
         useless = bool(short) and not any(other.may_have(node) for other in short)
-        return number not in need.leaving, useless, number in need.members, -number
+        whole = block[number // need.unit] == need.unit  # those that make no whole replicas go first
+        return number not in need.leaving, useless, number in need.members, whole, -number
 
     return sorted(sorted(working, key=order)[:extra])
 
@@ -224,9 +229,16 @@ def _missing(need: Need, group: Mapping[str, list[int]], leavers: Sequence[int],
 def _candidates(
     work: _Place, need: Need, group: Mapping[str, list[int]], started: Collection[int]
 ) -> list[ElementInfo]:
-    """Pending elements, those that ran before first: they go on under their old ids."""
+    """Pending elements, those that ran before first: they go on under their old ids. Then those beside elements that
+    are there, whose replicas they complete."""
     waiting = [work.by_job[need.job][number] for number in group["waiting"] if number not in started]
-    return sorted(waiting, key=lambda e: (e.held, -e.restarts if not e.held else 0, e.element))
+    there = Counter(number // need.unit for part in ("working", "coming", "limbo") for number in group[part])
+
+    def order(e: ElementInfo) -> tuple[bool, int, int, int]:
+        beside = there[e.element // need.unit] if need.unit > 1 else 0
+        return e.held, -e.restarts if not e.held else 0, -beside, e.element
+
+    return sorted(waiting, key=order)
 
 
 def _give_free_nodes(

@@ -17,7 +17,8 @@ class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
     measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
     for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
-    free."""
+    free. unit: nodes of whole replicas; others count as the next smaller multiple of it.
+    """
 
     job: str
     weight: float
@@ -30,12 +31,20 @@ class JobInput:
     rates: Mapping[int, float] = field(default_factory=dict)
     reach: frozenset[str] = frozenset()
     spare_nodes: int = 0
+    unit: int = 1
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
     """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
-    where at least two are known; linear in x through one; `per_node` where nothing is.
+    where at least two are known; linear in x through one; `per_node` where nothing is. A node that completes no replica
+    brings nothing.
     """
+    found = _by_nodes(job, per_node)
+    return {count: found.get(count - count % job.unit, 0.0) for count in found} if job.unit > 1 else found
+
+
+def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
+    """The same where any number of nodes can train."""
     sizes = range(1, job.max_nodes + 1)
     if len(job.rates) >= 2:
         fitted = Throughput(flops_per_iteration=1.0)
@@ -88,7 +97,7 @@ def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transitio
             return _with_fixed(found, fixed, nodes)
         # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
         keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
-        fixed[keep.job] = min(keep.alive, max(1, keep.min_nodes))
+        fixed[keep.job] = min(keep.alive, max(keep.unit, keep.min_nodes))
         free.remove(keep)
     return Plan(
         dict(fixed), 0.0, 0.0, {job: _kept(count) for job, count in fixed.items()}, max(0, nodes - sum(fixed.values()))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from detector.culprit import Culprit, Progress, stuck
+from transition.layout import heads_of
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -373,11 +374,22 @@ def behind(job: JobView) -> list[Culprit]:
     least, most = (pick(item.collectives for item in progress.values()) for pick in (min, max))
     ahead = [slot for slot, item in progress.items() if item.collectives == most]
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
+    last = {c.slot for c in found if c.slot is not None and progress[c.slot].collectives == least}
+    mates = _held_up(job, last)
     return [
         replace(culprit, reason=f"slot {culprit.slot} is in {_place(job, culprit.slot)}, {where}")
         for culprit in found
-        if culprit.slot is not None and progress[culprit.slot].collectives == least
+        if culprit.slot is not None and culprit.slot in last and culprit.slot not in mates
     ]
+
+
+def _held_up(job: JobView, last: set[int]) -> set[int]:
+    """Those of the last who only wait for another rank of their replica: its process is stopped by a signal."""
+    if job.replica == 1 or not any(_stopped(job, slot) for slot in last):
+        return set()
+    heads = heads_of(job.state.order, job.replica)
+    to_blame = {heads[slot] for slot in last if slot in heads and _stopped(job, slot)}
+    return {slot for slot in last if heads.get(slot) in to_blame and not _stopped(job, slot)}
 
 
 def frozen(job: JobView) -> list[Culprit]:

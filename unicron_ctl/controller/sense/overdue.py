@@ -14,7 +14,7 @@ from detector.escalation import MOVE, REATTEMPT, RESTART, State
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.live import CAN_ENTER, JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 
@@ -83,6 +83,8 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
         return ""  # a transfer is judged by its progress
     if last_copy(job, slot):
         return ""  # no time limit ends it
+    if known.replica > 1 and slot not in known.members and status.state in CAN_ENTER:
+        return ""  # it waits for the other ranks of a replica
     if known.restart_mode and status.state == "waiting":
         return ""  # newcomers may be kept waiting for the next world (`job.modes.worth`)
     return f"it is {status.state} while the job is {known.phase}"

@@ -3,12 +3,12 @@ enter a generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.live import AT_REST, AgentView, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.patience import STOPPED, outside
@@ -20,6 +20,7 @@ ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 PACE = 5e-5  # seconds per member between two looks at all of them
 ITERATIONS_TO_STOP = 3.0
+BLOCKED_SECONDS = 0.1  # between two looks at who waits for a rank of its replica that has stopped
 MOST_NAMED = 16  # of the members that stopped at once
 
 
@@ -84,13 +85,14 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     if view.now < job.live.elsewhere_until:
         return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
-    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times))}
+    hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
+    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
     if late and elsewhere.waits(view, job):  # no time shows those dead who may go on by themselves
         gone = elsewhere.away(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
         return out
-    last = set() if _somebody_reported(job) else {slot for slot in awaited if _holds(job, slot)}
+    last = _last_copies(job, awaited)
     for slot, said in late.items():
         if slot not in last:
             out.findings.append(_finding(view, job, What.LATE, (slot,), said, "time-out"))
@@ -99,8 +101,44 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     return out
 
 
-def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
-    """That a survivor should have stopped by now; empty while it may take longer."""
+def blocked(view: View, job: JobView) -> frozenset[int]:
+    """Ranks of replicas that no Break hits, which have stopped and without which the others of theirs cannot get
+    through the schedule that they have begun."""
+    state, live = job.state, job.live
+    if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited or view.now < live.blocked_look_at:
+        return frozenset()
+    live.blocked_look_at = view.now + BLOCKED_SECONDS + PACE * len(state.members)
+    found: set[int] = set()
+    for place, replica in enumerate(state.groups()):
+        runs = [s for s in replica if s in live.awaited]
+        begun = max((status.iteration for slot in runs if (status := job.status(slot)) is not None), default=-1)
+        if runs and begun >= 0:
+            share = _share(job, place, replica[0], begun)
+            found.update(s for s in replica if s not in live.awaited and _stands_short(job, s, begun, share))
+    return frozenset(found)
+
+
+def _share(job: JobView, place: int, head: int, iteration: int) -> int:
+    """How many micro-batches the replica has in the iteration."""
+    plan, status = job.state.plan, job.status(head)
+    if plan is not None and plan.iteration == iteration and head in plan.assignment:
+        return len(plan.assignment[head])
+    total, count = status.micro_batches if status is not None else 0, len(job.state.order) // job.replica
+    return len(range(place, total, max(1, count)))
+
+
+def _stands_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
+    """The rank is at rest, and has not got through the schedule of that iteration."""
+    status = job.status(slot)
+    if status is None or status.state not in AT_REST or slot in job.state.lost:
+        return False
+    short = status.iteration == iteration and status.phase == "computing" and len(status.done) < share
+    return status.state != "stopped" or status.iteration < iteration or short
+
+
+def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> str:
+    """That a survivor should have stopped by now; empty while it may take longer. hit: its replica has lost a rank; one
+    that has not finishes its schedule first, and shows nothing of how far it is."""
     status, agent, config = job.status(slot), job.agent(slot), view.config
     if status is None or agent is None:
         return ""
@@ -110,7 +148,7 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes) -> str:
         said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
         return f"{said}{why and ', '}{why}" if unchanged > limit else ""
     limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
-    if _first_iteration(status):
+    if _first_iteration(status) or (status.state == "running" and not hit):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
     return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
 
@@ -121,11 +159,19 @@ def _first_iteration(status: RankStatus) -> bool:
     return computes and not status.iteration_seconds and status.process != STOPPED
 
 
-def _somebody_reported(job: JobView) -> bool:
-    """A survivor has stopped, or trained to the end: the job can go on, or is done, without the others."""
-    state, awaited = job.state, job.live.awaited
-    at_rest = (slot for slot in state.survivors() if slot not in awaited and slot not in state.condemned)
-    return any(job.finished(s) or ((status := job.status(s)) and status.state == "stopped") for s in at_rest)
+def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
+    """Those of the awaited who hold the last copy of the training state of their place: no other rank for it has
+    stopped, or trained to the end, so that the job could go on, or is done, without them."""
+    state, size = job.state, job.replica
+    at_rest = (s for s in state.survivors() if s not in job.live.awaited and s not in state.condemned)
+    covered = {
+        slot % size
+        for slot in at_rest
+        if job.finished(slot) or ((status := job.status(slot)) and status.state in ("stopped", "standby"))
+    }
+    if len(covered) == size:
+        return set()
+    return {slot for slot in awaited if slot % size not in covered and _holds(job, slot)}
 
 
 def _holds(job: JobView, slot: int) -> bool:
@@ -133,16 +179,16 @@ def _holds(job: JobView, slot: int) -> bool:
     state, status = job.state, job.status(slot)
     if state.restart_mode or status is None or job.identity(slot) != state.members.get(slot):
         return False
-    return status.generation > 0 and status.state in ("running", "entering", "stopped")
+    return status.generation > 0 and status.state in ("running", "entering", "stopped", "standby")
 
 
 def last_copy(job: JobView, slot: int) -> bool:
-    """Nobody but this member holds the training state."""
-    state = job.state
+    """Nobody but this member holds the training state of its place."""
+    state, size = job.state, job.replica
     if slot not in state.members or not _holds(job, slot):
         return False
-    others = (s for s in state.members if s != slot and s not in state.lost and s not in state.condemned)
-    return not any(_holds(job, s) for s in others)
+    mates = (s for s in state.members if s != slot and (s - slot) % size == 0)
+    return not any(_holds(job, s) for s in mates if s not in state.lost and s not in state.condemned)
 
 
 def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
@@ -224,9 +270,10 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
         joiners.update(plan.joiners)
     holders = {slot for slot in state.members if slot not in joiners and _holds(job, slot)}
     missing = {slot for slot in job.live.awaited if slot not in state.condemned}
-    if holders and holders <= missing:
-        _wait_for(job, holders, f"did not enter in {ENTER_TRIES} tries", out)
-        missing -= holders
+    inside = {slot % job.replica for slot in holders - missing}
+    if last := {slot for slot in holders & missing if slot % job.replica not in inside}:
+        _wait_for(job, last, f"did not enter in {ENTER_TRIES} tries", out)
+        missing -= last
     if missing and elsewhere.waits(view, job):
         gone = elsewhere.away(view, state)
         missing = {slot for slot in missing if state.element(slot) not in gone}

@@ -141,6 +141,46 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
     assert one.lead is leader.Lead.HALTING, "who has stopped for the first one only is waited for"
 
 
+def pairs(count: int) -> Company:
+    """A job with one rank a node and two a replica."""
+    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    made = plan(1, list(range(count)), replica=2)
+    return Company(made, everybody, leading(made, everybody.get, 1), 1)
+
+
+def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
+    promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
+    made, following = compose(pairs(4), promises, 2, (1, 0), "agent0")
+    assert (following.members, following.replica) == ([0, 1], 2)
+    assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and whole(made)
+    assert [lost.slot for lost in made.lost] == [3], "slot 2 waits with its state"
+    assert compose(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
+
+
+def test_each_agent_gets_the_micro_batches_of_its_replicas():
+    crowd = pairs(2 * LEADERS + 2)
+    made, _ = compose(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
+    head = 2 * LEADERS
+    for element in (head, head + 1):
+        assert list(part(made, element, crowd).share.assignment) == [head]
+
+
+def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
+    crowd = pairs(6)
+    one = leader.Leader(ME, crowd)
+    one.trouble(1.0)
+    for element in (0, 2, 3, 4):
+        one.promised(promise(element, state="running", broken=0), 1.1)
+    halts = [message for _, message in one.sends if isinstance(message, peers.Halt)]
+    assert {tuple(message.lost) for message in halts} == {()}, "the others may still answer"
+    one.sends.clear()
+    one.promised(promise(3, state="exited", broken=0), 1.2)
+    assert [(element, message.lost) for element, message in one.sends] == [(e, [3]) for e in (0, 2, 3, 4)]
+    one.sends.clear()
+    one.tick(1.5)
+    assert {tuple(message.lost) for _, message in one.sends if isinstance(message, peers.Halt)} == {(1, 3, 5)}
+
+
 @pytest.fixture
 def agent():
     """Generation 1; it has accepted a plan for 2 without having heard that it is chosen."""
@@ -183,6 +223,17 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
     assert sharing.whole(proposal.share).prefix == accepted.prefix
     agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
     assert not agent.orders and agent.agreed is None
+
+
+def test_the_ranks_are_told_who_is_lost():
+    agent = Agreement(ME, 1)
+    agent.plan(share(plan(1, [0, 1, 2, 3], replica=2), 4))
+    agent.ranks({0: wire.RankStatus(state="running", generation=1)}, "n0:4000", 0.0)
+    agent.ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.1)
+    agent.asks(0.1)
+    agent.receive(peers.Prepare(generation=1, element=2, ballot=(1, 2)), 1.0)
+    agent.receive(peers.Halt(generation=1, element=2, ballot=(1, 2), broken=1, reason="r", lost=[1]), 1.1)
+    assert [order.lost for order in agent.orders] == [[1]]
 
 
 def test_a_controller_that_has_just_spoken_is_not_asked():

@@ -29,7 +29,9 @@ EXITS = st.builds(
 )
 STATUSES = st.builds(
     wire.RankStatus,
-    state=st.sampled_from(["starting", "waiting", "entering", "running", "stopped", "left", "exited", "finished"]),
+    state=st.sampled_from(
+        ["starting", "waiting", "entering", "running", "stopped", "standby", "left", "exited", "finished"]
+    ),
     incarnation=st.integers(0, 2),
     generation=st.integers(0, 5),
     entering=st.integers(0, 5),
@@ -44,6 +46,17 @@ STATUSES = st.builds(
     note=st.none() | FAULTS,
     process=st.sampled_from(["", "S", "T"]),
     idle=st.floats(0.0, 100.0),
+    replica=st.sampled_from([1, 1, 2, 3]),
+    shards=st.lists(
+        st.builds(
+            wire.Shards,
+            st.integers(0, 2),
+            st.integers(0, 3),
+            st.integers(1, 3),
+            st.lists(st.integers(0, 3), max_size=3),
+        ),
+        max_size=2,
+    ),
 )
 RANK_STEPS = st.builds(
     wire.RankStep,

@@ -51,6 +51,8 @@ def some(kind: Any) -> st.SearchStrategy[Any]:
             return st.one_of([some(argument) for argument in arguments])
         case origin if origin is list:
             return st.lists(some(arguments[0]), max_size=3)
+        case origin if origin is tuple:
+            return st.tuples(*(some(argument) for argument in arguments))
         case origin if origin is dict:
             return st.dictionaries(some(arguments[0]), some(arguments[1]), max_size=3)
     simple: dict[Any, st.SearchStrategy[Any]] = {

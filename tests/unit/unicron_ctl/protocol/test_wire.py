@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unicron_ctl.protocol import ranges, sharing, wire
 
-SLOTS = st.lists(st.integers(0, 200), unique=True).map(sorted)
+SLOTS = st.lists(st.integers(0, 200), unique=True)
 PLANS = st.builds(
     wire.Plan,
     generation=st.integers(1, 2**40),
@@ -25,6 +25,7 @@ PLANS = st.builds(
     iteration=st.none() | st.integers(0, 10**6),
     assignment=st.dictionaries(st.integers(0, 200), st.lists(st.integers(0, 10**5), max_size=4)),
     reason=st.text(max_size=20),
+    state=st.none() | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
 )
 
 
@@ -34,6 +35,23 @@ def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, s
     got = sharing.whole(wire.decode(sent, wire.ToAgent))
     own = {slot: indices for slot, indices in plan.assignment.items() if slot in slots}
     assert got == msgspec.structs.replace(plan, assignment=own)
+
+
+def test_an_agent_gets_the_micro_batches_of_each_replica_in_which_it_has_a_rank():
+    plan = wire.Plan(
+        generation=1, members=[0, 5, 2, 3], store="", prefix="", replica=2, assignment={0: [0, 2], 2: [1, 3]}
+    )
+    told = [sharing.whole(sharing.share(plan, sharing.common(plan), slots)) for slots in ([4, 5], [2], [6, 7], [3, 0])]
+    assert [one.assignment for one in told] == [{0: [0, 2]}, {2: [1, 3]}, {}, {2: [1, 3], 0: [0, 2]}]
+    assert all(one.members == plan.members and one.replica == 2 for one in told)
+
+
+def test_members_that_are_no_whole_replicas_are_refused():
+    common = msgspec.Raw(
+        wire.encode(sharing.PlanCommon(generation=1, members=[(0, 2)], store="", prefix="", replica=2))
+    )
+    with pytest.raises(wire.BadMessage, match="3 members are no multiple of a replica's 2 ranks"):
+        sharing.whole(wire.PlanShare(common=common))
 
 
 def test_only_those_who_lead_are_told_of_everybody():
@@ -51,7 +69,7 @@ def test_only_those_who_lead_are_told_of_everybody():
 def test_slots_as_runs_and_back(slots):
     runs = sharing.runs(slots)
     assert sharing.expand(runs) == slots
-    assert all(second[0] > first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
+    assert all(second[0] != first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
 
 
 def test_the_common_part_is_small_whatever_the_size_of_the_job():

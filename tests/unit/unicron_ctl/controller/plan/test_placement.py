@@ -54,6 +54,20 @@ def test_nothing_is_started_where_its_former_self_still_lives():
     assert "pin 1_0 to b" in said(place([need], elements, [node("a"), node("b")]))
 
 
+def test_replicas_over_several_nodes_are_kept_whole():
+    """Elements 0 and 1 hold one, 2 and 3 another: whoever has no mate leaves first, and a mate starts first."""
+    elements = [element("1", number, where=name) for number, name in ((0, "a"), (1, "b"), (2, "c"))]
+    nodes = [node(name) for name in "abc"]
+    found = place([Need("1", 2, frozenset({0, 1, 2}), unit=2)], elements, nodes)
+    assert found.leaving == {"1": [2]}
+    whole = [*elements, element("1", 3, where="d")]
+    found = place([Need("1", 2, frozenset(range(4)), unit=2)], whole, [*nodes, node("d")])
+    assert found.leaving == {"1": [2, 3]}
+    mates = [element("1", 4, where="a"), *(element("1", number, "PENDING") for number in (1, 2, 5))]
+    found = place([Need("1", 2, frozenset({4}), unit=2)], mates, nodes)
+    assert said(found)[0] == "pin 1_5 to b"
+
+
 def test_what_a_user_holds_is_not_ours():
     elements = [element("1", 0, where="a"), element("1", 1, "PENDING", reason="JobHeldUser", comment="mine")]
     assert said(place([Need("1", 2, frozenset({0}))], elements, [node("a"), node("b")])) == []

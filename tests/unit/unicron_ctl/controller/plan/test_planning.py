@@ -47,3 +47,18 @@ def test_a_lost_node_is_replaced_from_the_lighter_job():
 def test_an_unmeasured_job_is_taken_for_an_average_one():
     jobs = [JobInput("new", 1.0, 1, 3, 0, 0), JobInput("old", 1.0, 1, 3, 2, 2, 4e9, 2)]
     assert dict(scenario(jobs, 4, 1000.0, 5.0).job("new").flops) == {1: 2e9, 2: 4e9, 3: 6e9}
+
+
+def test_a_node_that_completes_no_replica_brings_nothing_and_stays_while_nobody_can_use_it():
+    pair = JobInput("pair", 1.0, 1, 6, 4, 3, 4e9, 4, unit=2)
+    rates = dict(scenario([pair], 6, 1000.0, 5.0).job("pair").flops)
+    assert rates == {1: 0.0, 2: 2e9, 3: 2e9, 4: 4e9, 5: 4e9, 6: 6e9}
+    assert plan([pair], 3, 1000.0, 5.0).assignment == {"pair": 3}, "its odd node waits with its state"
+    other = JobInput("other", 3.0, 1, 2, 1, 1, 1e9, 1)
+    assert plan([pair, other], 4, 1000.0, 5.0).assignment == {"pair": 2, "other": 2}
+
+
+def test_a_running_job_keeps_a_whole_replica():
+    heavy = JobInput("heavy", 100.0, 1, 4, 4, 4, 4e9, 4)
+    pair = JobInput("pair", 1.0, 1, 4, 2, 2, 2e9, 2, unit=2)
+    assert plan([heavy, pair], 4, 1000.0, 5.0).assignment == {"heavy": 2, "pair": 2}

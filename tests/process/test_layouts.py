@@ -1,0 +1,209 @@
+"""Recovery in every layout and at every moment: tensor, pipeline and virtual pipeline parallelism, with and without a
+distributed optimizer.
+
+Real ranks, ZeroMQ and gloo; Megatron-core training on CPU. Each run is compared, place by place, with one of the same
+layout in which nothing fails. `MATRIX` is layout x kind x moment; a spread of it runs always, all of it is `long`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import proof
+from tests.support.rank_harness import Ranks
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+ITERATIONS = 4
+GRADIENTS = 1e-6  # relative to the largest, in fp32; 7e-7 is seen
+LOSSES = 1e-5  # relative
+LAYOUTS = {  # TP PP VPP, replicas
+    "dp": ("1 1 1", 4),
+    "tp": ("2 1 1", 2),
+    "pp": ("1 2 1", 2),
+    "vpp": ("1 2 2", 2),
+    "tp-pp": ("2 2 1", 2),
+}
+KINDS: dict[str, dict[str, str]] = {
+    "plain": {},
+    "overlap": {"TINY_OVERLAP": "1"},
+    "dropout": {"TINY_DROPOUT": "0.1"},
+    "tokens": {"TINY_TOKENS": "1"},
+    "bf16": {"TINY_BF16": "1"},
+    "sharded": {"TINY_DISTOPT": "1"},
+    "sharded-overlap": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
+    "sharded-bf16": {"TINY_DISTOPT": "1", "TINY_BF16": "1", "TINY_DROPOUT": "0.1"},
+}
+
+
+def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
+    return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
+
+
+def moments(size: int) -> dict[str, list[dict]]:
+    """What strikes the second replica, or both. size: ranks of one."""
+    first, last = size, 2 * size - 1
+    return {
+        "data": [fault(first, 1, "fetch", 1)],
+        "backward": [fault(last, 1, "backward", 1)],
+        "reduce": [fault(first, 1, "reduce", 0)],
+        "in-reduce": [fault(last, 1, "reduce", 0, kind="late", delay=0.001)],
+        "proof": [fault(last, 1, "reduce", 1)],
+        "commit": [fault(first, 1, "reduce", 2)],
+        "step": [fault(first, 1, "step", kind="late", delay=0.004)],
+        "after": [fault(last, 1, "outside")],
+        "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
+        "twice": [
+            fault(first, 1, "fetch", 1),
+            fault(0, 2, "fetch", kind="wait", gate=1),  # until the process that was started again is offered
+            fault(first, 3, "fetch", incarnation=1),
+        ],
+        "both": [fault(0, 1, "fetch", 1), fault(last, 1, "fetch", 0)],
+        "error": [fault(first, 1, "reduced", 1, kind="error")],
+    }
+
+
+MATRIX = [
+    (layout, kind, moment)
+    for layout in LAYOUTS
+    for kind in KINDS
+    for moment in moments(1)
+    if not (moment == "both" and layout == "dp")
+]
+SPREAD = {
+    ("dp", "sharded-overlap", "after"),
+    ("dp", "sharded-overlap", "twice"),
+    ("tp", "dropout", "both"),
+    ("tp", "sharded", "after"),
+    ("pp", "tokens", "backward"),
+    ("pp", "sharded", "recovery"),
+    ("vpp", "sharded-overlap", "proof"),
+    ("pp", "bf16", "error"),
+    ("tp-pp", "sharded-bf16", "twice"),
+}
+
+
+SILENT_SPREAD = {
+    ("dp", "plain", "reduce"),
+    ("tp", "overlap", "proof"),
+}
+SILENT = [
+    pytest.param(layout, kind, moment, marks=() if (layout, kind, moment) in SILENT_SPREAD else pytest.mark.long)
+    for layout in ("dp", "tp", "pp")
+    for kind in ("plain", "overlap")
+    for moment in ("reduce", "in-reduce", "proof", "commit")
+]
+
+
+def size_of(layout: str) -> int:
+    tensor, pipeline, _ = map(int, layout.split())
+    return tensor * pipeline
+
+
+def train(out: Path, layout: str, settings: dict[str, str], faults: list[dict], **keywords) -> Ranks:
+    shape, replicas = LAYOUTS[layout]
+    size = size_of(shape)
+    environment = {"TINY_LAYOUT": shape, "TINY_ITERATIONS": str(ITERATIONS), **settings}
+    ranks = Ranks(out, replicas * size, faults, fork=True, replica=size, **keywords, **environment)
+    ranks.drive()
+    proof.exactly_once(ranks, ITERATIONS)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """(layout, kind) -> the folder of a run in which nothing fails; made once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def of(layout: str, kind: str) -> Path:
+        if (layout, kind) not in made:
+            out = made[layout, kind] = tmp_path_factory.mktemp("reference")
+            ranks = train(out, layout, KINDS[kind], [])
+            assert not ranks.breaks and set(map(tuple, ranks.exits.values())) == {(0,)}
+        return made[layout, kind]
+
+    return of
+
+
+@pytest.fixture
+def run(references, tmp_path):
+    """Run ranks with faults, and prove what must hold of every run."""
+
+    def go(layout: str, kind: str, *faults: dict, **keywords) -> Ranks:
+        reference = references(layout, kind)
+        ranks = train(tmp_path, layout, KINDS[kind], list(faults), **keywords)
+        wanted = proof.losses(reference)
+        for iteration, values in proof.losses(tmp_path).items():
+            assert len(values) == 1, f"iteration {iteration}: members report {values}"
+            one, loss = next(iter(wanted[iteration])), values.pop()
+            assert abs(loss - one) <= LOSSES * abs(one), f"iteration {iteration}: loss {loss}, undisturbed {one}"
+        differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
+        assert max(differences.values()) <= GRADIENTS, differences
+        return ranks
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "moment"),
+    [
+        pytest.param(*case, id=" ".join(case), marks=() if case in SPREAD else pytest.mark.long)
+        for case in sorted(MATRIX)
+    ],
+)
+def test_any_layout_at_any_moment(run, layout, kind, moment):
+    size = size_of(LAYOUTS[layout][0])
+    ranks = run(layout, kind, *moments(size)[moment], restart=moment == "twice")
+    if moment == "error":
+        assert any(ranks.breaks), "the generation ended, and nobody was lost"
+    else:
+        assert any(lost for _, lost, _ in ranks.breaks)
+    if size > 1 and moment == "data":
+        after = next(plan for plan in ranks.plans[1:] if not plan.boundary)
+        assert after.members == list(range(size)), "the living rank of the broken replica stands by"
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("tp-pp", "sharded"),
+        ("pp", "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("tp", "plain"), ("tp", "sharded"), ("pp", "sharded"))
+        ),
+    ],
+)
+def test_a_rank_that_starts_again_completes_its_replica_with_those_that_stood_by(run, layout, kind):
+    """They keep their processes; and the replica that was never hit keeps its own connections."""
+    size = size_of(LAYOUTS[layout][0])
+    gate = fault(0, 2, "fetch", 0, kind="wait", gate=1)  # until the newcomer is offered
+    ranks = run(layout, kind, fault(size, 1, "fetch", 1), gate, restart=True)
+    offer = next(plan for plan in ranks.plans if plan.boundary)
+    assert offer.members == list(range(2 * size)) and offer.joiners == list(range(size, 2 * size))
+    assert {slot: codes for slot, codes in ranks.exits.items() if codes != [0]} == {size: [-9, 0]}
+
+
+@pytest.mark.parametrize(("layout", "kind", "moment"), SILENT)
+def test_garbage_that_a_broken_collective_returns_without_an_error_is_not_believed(
+    references, run, monkeypatch, layout, kind, moment
+):
+    """As aborted NCCL collectives do. Nobody steps with it, and it is nobody's proof."""
+    references(layout, kind)
+    monkeypatch.setitem(KINDS, kind, {**KINDS[kind], "TINY_SILENT": "1"})
+    size = size_of(LAYOUTS[layout][0])
+    ranks = run(layout, kind, *moments(size)[moment])
+    assert any(lost for _, lost, _ in ranks.breaks)
+
+
+@pytest.mark.parametrize("at", ["reduce", *(pytest.param(at, marks=pytest.mark.long) for at in ("fetch", "step"))])
+def test_a_wish_to_stop_that_comes_at_any_moment_is_everybodys(tmp_path, at):
+    """Defect: one that came in the reduce reached the ranks of its own place only."""
+    wish = fault(1, 1, at, kind="stop")
+    ranks = Ranks(tmp_path, 4, [wish], fork=True, replica=2, TINY_LAYOUT="2 1 1", TINY_ITERATIONS="8")
+    ranks.drive()
+    assert set(map(tuple, ranks.exits.values())) == {(0,)}
+    ends = {slot: max(step["iteration"] for step in ranks.steps if step["slot"] == slot) for slot in range(4)}
+    assert set(ends.values()) == {1 if at == "fetch" else 2}, ends

@@ -1,0 +1,74 @@
+"""Replicas on a real Slurm: a pipeline over two nodes loses one of them, and is whole again with a spare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.controller import Controller
+from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
+from tests.support.processes import ROOT, call, outside_slurm
+from unicron_ctl.localslurm import LocalCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+SETTINGS = """
+slurm = "command"
+slurm_poll_seconds = 0.5
+lease_periods = 3
+forming_settle_seconds = 1
+[partition.main]
+mode = "act"
+"""
+SCRIPT = """#!/bin/bash
+export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
+export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
+export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02 TINY_LAYOUT="1 2 1" TINY_DISTOPT=1
+exec {agent} run -- {python} {script}
+"""
+
+
+@pytest.fixture
+def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
+    started = Controller(tmp_path, SETTINGS, outside_slurm() | cluster.env())
+    yield started
+    started.close()
+
+
+def submit(cluster: LocalCluster, controller: Controller, folder: Path) -> None:
+    """Four elements of one rank: two replicas of two stages, each over two nodes."""
+    script, out = folder / "job.sh", folder / "out"
+    out.mkdir()
+    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
+    script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
+    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-3", "--requeue", "--open-mode=append"]
+    environment = outside_slurm() | cluster.env()
+    done = call("sbatch", *options, "-o", folder / "%a.out", script, environment=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_pipeline_over_nodes_that_loses_one(cluster: LocalCluster, controller: Controller, tmp_path: Path) -> None:
+    submit(cluster, controller, tmp_path)
+
+    def job() -> dict[str, Any]:
+        return controller.job()
+
+    def trained(slot: int) -> int:
+        return len(json_lines(tmp_path / "out" / f"losses.{slot}"))
+
+    controller.wait(lambda: job().get("state") == "running" and len(job()["members"]) == 4, "two replicas train")
+    before = trained(0)
+    controller.wait(lambda: trained(0) > before + 2, "they get on")
+    (node,) = [element["node"] for element in job()["elements"] if element["element"] == 3]
+    cluster.power_off(node)
+    controller.wait(lambda: job()["members"] == [0, 1], "the other replica goes on")
+    alone = trained(0)
+    assert job()["standbys"] == [2], "the first stage of the broken one keeps its state"
+    controller.wait(lambda: len(job()["members"]) == 4, "a spare node completes the replica again")
+    (instead,) = [e["node"] for e in job()["elements"] if e["element"] == 3 and not e["gone"]]
+    assert instead != node
+    together = trained(3)
+    controller.wait(lambda: trained(3) > together + 1 and trained(0) > alone + 1, "all of them train")
+    assert job()["ledger_violations"] == 0

@@ -1,0 +1,191 @@
+"""Megatron's buffers and distributed optimizer after a change of size are those that Megatron builds for that size."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sbatch_templates import cpu_adapter
+from transition import elastic_buckets, groups
+
+MOST = 7
+SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]
+
+
+class Group(SimpleNamespace):
+    """What is asked of a process group when nothing is sent."""
+
+    def size(self) -> int:
+        return self.of
+
+    def rank(self) -> int:
+        return self.at
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.all = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES])
+
+
+@pytest.fixture
+def build():
+    """(size, rank, dtype, high bus bandwidth) -> DDP and optimizer, in a world without peers."""
+    cpu_adapter.install()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def go(size, rank, dtype=torch.float32, wide=False):
+        groups.tear_down()
+        parallel_state.destroy_model_parallel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        torch.manual_seed(1)
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            bucket_size=500,
+            grad_reduce_in_fp32=True,
+            pad_buckets_for_high_nccl_busbw=wide,
+        )
+        model = DistributedDataParallel(config, settings, Layers(dtype))
+        adam = OptimizerConfig(
+            optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=dtype == torch.bfloat16, weight_decay=0.1
+        )
+        return model, get_megatron_optimizer(adam, [model], use_gloo_process_groups=False)
+
+    yield go
+    groups.tear_down()
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Megatron as it is, for a while."""
+
+    def go(build):
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_ParamAndGradBuffer, "__init__", _ParamAndGradBuffer.__init__.__wrapped__)
+            return build()
+
+    return go
+
+
+def become(model, optimizer, size, rank):
+    group = Group(of=size, at=rank)
+    for buffer in model.buffers:
+        buffer.data_parallel_group = group
+    for each in model.bucket_groups:
+        each.intra_distributed_optimizer_instance_group = group
+    for each in elastic_buckets.distributed(optimizer):
+        each.data_parallel_group = group
+    elastic_buckets.resize([model], optimizer)
+
+
+def described(model, optimizer):
+    """Everything that depends on the size and the rank, with names for parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    (each,) = elastic_buckets.distributed(optimizer)
+    shards = {}
+    for parameter in each.model_param_gbuf_map:
+        where = each._get_model_param_range_map(parameter)
+        main = each._get_main_param_and_optimizer_states(parameter)["param"]
+        group, order = each.model_param_group_index_map[parameter]
+        local, within = where["gbuf_local"], where["param"]
+        shards[names[parameter]] = local.start, local.end, within.start, within.end, main.tolist(), group, order
+    return {
+        "shards": shards,
+        "sizes": [bucket.grad_data.numel() for buffer in model.buffers for bucket in buffer.buckets],
+        "numel": each.per_bucket_numel,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "bucket groups": [
+            (g.intra_distributed_optimizer_instance_size, g.intra_distributed_optimizer_instance_rank)
+            for g in model.bucket_groups
+        ],
+    }
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_every_size_has_the_shards_that_megatron_makes(build, plain, dtype, wide):
+    elastic_buckets.prepare()
+    model, optimizer = build(MOST, 0, dtype, wide)
+    assert len(model.buffers[0].buckets) > 1
+    parameters = [(parameter, parameter.data_ptr(), parameter.main_grad) for parameter in model.parameters()]
+    held = optimizer.param_groups
+    for size in [*range(MOST, 0, -1), 5]:
+        rank = size // 2
+        become(model, optimizer, size, rank)
+        elastic = described(model, optimizer)
+        fresh = plain(lambda size=size, rank=rank: build(size, rank, dtype, wide))
+        assert elastic == described(*fresh)
+        for parameter, place, gradient in parameters:
+            assert parameter.data_ptr() == place and parameter.main_grad is gradient
+        assert all(one is other for one, other in zip(optimizer.param_groups, held, strict=True))
+
+
+def test_parameters_and_unreduced_gradients_survive(build):
+    elastic_buckets.prepare()
+    model, optimizer = build(MOST, 0)
+    for parameter in model.parameters():
+        parameter.main_grad.normal_()
+    before = [(parameter.detach().clone(), parameter.main_grad.clone()) for parameter in model.parameters()]
+    for size in (3, 1, 7, 6):
+        become(model, optimizer, size, 0)
+        for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, value) and torch.equal(parameter.main_grad, gradient)
+
+
+def test_the_same_place_loses_nothing(build):
+    elastic_buckets.prepare()
+    model, optimizer = build(MOST, 0)
+    become(model, optimizer, 3, 1)
+    state = [value for value in optimizer.chained_optimizers[0].optimizer.state.values() if value["exp_avg"].numel()]
+    state[0]["exp_avg"].fill_(1)
+    become(model, optimizer, 3, 1)
+    assert state[0]["exp_avg"].sum() == state[0]["exp_avg"].numel()
+    assert any(value is state[0] for value in optimizer.chained_optimizers[0].optimizer.state.values())
+
+
+def test_more_replicas_than_there_is_room_for(build):
+    elastic_buckets.prepare()
+    model, optimizer = build(2, 0)
+    with pytest.raises(groups.UnsupportedLayout, match="9 replicas are more"):
+        become(model, optimizer, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "setting", "value"),
+    [
+        ("ddp", "use_megatron_fsdp", True),
+        ("ddp", "num_distributed_optimizer_instances", 2),
+        ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True),
+        ("ddp", "nccl_ub", True),
+        ("optimizer", "use_precision_aware_optimizer", True),
+        ("optimizer", "optimizer_cpu_offload", True),
+        ("optimizer", "overlap_param_gather_with_optimizer_step", True),
+    ],
+)
+def test_what_cannot_be_healed_is_refused_by_name(build, where, setting, value):
+    elastic_buckets.prepare()
+    model, optimizer = build(2, 0)
+    elastic_buckets.check([model], optimizer)
+    setattr(model.ddp_config if where == "ddp" else optimizer.chained_optimizers[0].config, setting, value)
+    with pytest.raises(groups.UnsupportedLayout, match=setting if "fsdp" not in setting else "FSDP"):
+        elastic_buckets.check([model], optimizer)
+
+
+def test_an_optimizer_that_was_built_too_early_is_refused(build):
+    elastic_buckets.prepare()
+    model, optimizer = build(2, 0)
+    del optimizer.chained_optimizers[0].unicron_parameters
+    with pytest.raises(groups.UnsupportedLayout, match="call that first"):
+        elastic_buckets.check([model], optimizer)

@@ -1,0 +1,86 @@
+"""Places, replicas, and how slots compose new ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transition import layout
+from transition.layout import Layout
+
+SIZES = st.integers(1, 4)
+LAYOUTS = st.builds(Layout, SIZES, SIZES, SIZES)
+
+
+@given(LAYOUTS)
+def test_a_place_and_its_coordinate_are_each_others_inverse(shape):
+    coordinates = [shape.coordinate(place) for place in range(shape.size)]
+    assert [shape.place(*coordinate) for coordinate in coordinates] == list(range(shape.size))
+    assert len(set(coordinates)) == shape.size
+
+
+def test_tensor_is_fastest_then_context_then_pipeline():
+    shape = Layout(tensor=2, context=3, pipeline=2)
+    assert [shape.place(tensor=1), shape.place(context=1), shape.place(pipeline=1)] == [1, 2, 6]
+
+
+@given(LAYOUTS, st.integers(1, 5))
+def test_every_rank_of_megatron_is_one_place_of_one_replica(shape, replicas):
+    pairs = [(replica, place) for replica in range(replicas) for place in range(shape.size)]
+    ranks = [shape.megatron_rank(replica, place, replicas) for replica, place in pairs]
+    assert sorted(ranks) == list(range(len(pairs)))
+    assert [shape.from_megatron_rank(rank, replicas) for rank in ranks] == pairs
+
+
+def test_megatrons_order_has_the_replicas_between_tensor_and_pipeline():
+    """As `parallel_state.initialize_model_parallel` builds its groups for TP2 PP2 over 8 ranks."""
+    shape = Layout(tensor=2, pipeline=2)
+    assert [shape.megatron_rank(0, place, 2) for place in range(4)] == [0, 1, 4, 5]
+    assert [shape.megatron_rank(1, place, 2) for place in range(4)] == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [(Layout(), ""), (Layout(2, 1, 2), "TP2 PP2"), (Layout(context=4), "CP4"), (Layout(8, 2, 4), "TP8 CP2 PP4")],
+)
+def test_a_layout_for_people(shape, text):
+    assert shape.text == text
+
+
+def test_a_layout_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="at least one rank"):
+        Layout(tensor=0)
+
+
+def test_replicas_of_members_and_their_heads():
+    members = [0, 5, 2, 3]
+    assert layout.replicas(members, 2) == [[0, 5], [2, 3]] and layout.heads(members, 2) == [0, 2]
+    assert layout.heads_of(members, 2) == {0: 0, 5: 0, 2: 2, 3: 2}
+    assert [layout.replica_of(members, 2, slot) for slot in members] == [0, 0, 1, 1]
+    assert [layout.head(members, 2, slot) for slot in members] == [0, 0, 2, 2]
+    with pytest.raises(ValueError, match="no multiple"):
+        layout.replicas([0, 1, 2], 2)
+
+
+def test_home_replicas_come_first_then_those_that_other_slots_make():
+    assert layout.compose([0, 1, 2, 5, 8, 7], 2) == ([[0, 1], [2, 5], [8, 7]], [])
+    assert layout.compose([0, 3, 5], 2) == ([[0, 3]], [5])
+
+
+def test_the_fullest_homes_stay_together():
+    """Slot 0 alone, 4 to 6 together, and 11 completes them: 0 waits."""
+    assert layout.compose([0, 4, 5, 6, 11], 4) == ([[4, 5, 6, 11]], [0])
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 5))
+def test_nothing_is_lost_and_as_many_as_can_be_are_complete(slots, size):
+    complete, rest = layout.compose(slots, size)
+    used = [slot for replica in complete for slot in replica]
+    assert sorted([*used, *rest]) == sorted(slots)
+    assert all([slot % size for slot in replica] == list(range(size)) for replica in complete)
+    assert len(complete) == min(sum(slot % size == place for slot in slots) for place in range(size))
+    homes = [home for home in range(41) if slots >= set(range(home * size, (home + 1) * size))]
+    assert all(list(range(home * size, (home + 1) * size)) in complete for home in homes)
+    members = layout.arranged(complete)
+    assert layout.heads(members, size) == sorted(layout.heads(members, size))

@@ -1,0 +1,125 @@
+"""Parts of whole tensors: cut by any layout, put together for any other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transition import parts
+from transition.parts import PARAMETER, Box, Missing, Source, assemble
+
+
+def cut(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Box]:
+    """The blocks of a grid: so many in each direction."""
+    boxes = [((), ())]
+    for size, count in zip(shape, counts, strict=True):
+        edges = [size * number // count for number in range(count + 1)]
+        boxes = [
+            ((*offset, begin), (*extent, end - begin))
+            for offset, extent in boxes
+            for begin, end in itertools.pairwise(edges)
+        ]
+    return [Box("weight", shape, *box) for box in boxes]
+
+
+def block(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(slice(at, at + size) for at, size in zip(box.offset, box.extent, strict=True))]
+
+
+def sources(whole: torch.Tensor, boxes: list[Box], shards: int) -> list[Source]:
+    """Each block in so many ranges, as data-parallel ranks hold them."""
+    found = []
+    for box in boxes:
+        flat = block(whole, box).reshape(-1)
+        edges = [box.numel * number // shards for number in range(shards + 1)]
+        for begin, end in itertools.pairwise(edges):
+            if begin < end:
+                found.append(Source.of(box, begin, end, flat[begin:end]))
+    return found
+
+
+@st.composite
+def layouts(draw):
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    grids = st.tuples(*(st.integers(1, size) for size in shape))
+    return shape, draw(grids), draw(grids), draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
+
+
+@given(layouts())
+def test_any_layout_is_put_together_from_any_other(found):
+    shape, its, mine, shards, order = found
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    given_parts = sources(whole, cut(shape, its), shards)
+    given_parts += given_parts[: order.randrange(len(given_parts))]  # some are there twice
+    order.shuffle(given_parts)
+    for box in cut(shape, mine):
+        assert torch.equal(assemble(box, PARAMETER, given_parts), block(whole, box))
+
+
+@given(layouts(), st.data())
+def test_what_is_not_there_is_missed_and_never_made_up(found, data):
+    shape, its, mine, shards, _ = found
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    given_parts = sources(whole, cut(shape, its), shards)
+    lost = given_parts.pop(data.draw(st.integers(0, len(given_parts) - 1)))
+    hidden = set(block(whole, lost.box).reshape(-1)[lost.begin : lost.end].tolist())
+    for box in cut(shape, mine):
+        if hidden & set(block(whole, box).reshape(-1).tolist()):
+            with pytest.raises(Missing, match="weight"):
+                assemble(box, PARAMETER, given_parts)
+
+
+def test_another_shape_is_missed_too():
+    wide = Source.of(Box("weight", (4, 2), (0, 0), (4, 2)), 0, 8, torch.zeros(8))
+    with pytest.raises(Missing, match=r"weight is \[4, 2\] there and \[3, 2\] here"):
+        assemble(Box("weight", (3, 2), (0, 0), (3, 2)), PARAMETER, [wide])
+
+
+class Gated(torch.nn.Module):
+    """A tensor rank's part of a gated layer as Megatron describes it: two halves, each in a place of its own."""
+
+    def __init__(self, rank: int, size: int, rows: int = 4):
+        super().__init__()
+        self.rank, self.size = rank, size
+        whole = torch.arange(2.0 * rows * 3).view(2, rows, 3)
+        mine = whole[:, rank * rows // size : (rank + 1) * rows // size]
+        self.weight = torch.nn.Parameter(mine.reshape(-1, 3).clone())
+
+    def sharded_state_dict(self) -> dict:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        def build(key, tensor, replica_id, flattened_range):
+            halves = enumerate(tensor.chunk(2))
+            return [
+                ShardedTensor.from_rank_offsets(key, half, (0, number * self.size + self.rank, 2 * self.size))
+                for number, half in halves
+            ]
+
+        factory = ShardedTensorFactory("fc1", self.weight, build, lambda found: torch.cat(found), (0, 0, 0))
+        return {"weight": factory}
+
+
+def held(model: Gated) -> list[Source]:
+    optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
+    return [
+        Source.of(part.box, part.begin, part.end, part.tensors[PARAMETER]) for part in parts.parts([model], optimizer)
+    ]
+
+
+@pytest.mark.parametrize(("its", "mine"), [(1, 2), (2, 1), (2, 4)])
+def test_a_gated_layer_is_two_blocks(its, mine):
+    found = [source for rank in range(its) for source in held(Gated(rank, its))]
+    saved = {"fc1": ((), {})}
+    for rank in range(mine):
+        model = Gated(rank, mine)
+        wanted = model.weight.detach().clone()
+        model.weight.data.zero_()
+        optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
+        parts.restore([model], optimizer, {"fc1": found}, saved)
+        assert torch.equal(model.weight, wanted)

@@ -1,0 +1,110 @@
+"""The cut of buckets into shards, what moves when their number changes, and where copies are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transition.sharding import Buckets, Uncovered, capacity, heirs, padded
+
+COUNTS = st.integers(1, 9)
+SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 40), st.sampled_from([128, 2**16]))
+def test_a_bucket_has_room_for_every_number_of_parts(elements, most, quantum):
+    room = capacity(elements, most, quantum)
+    assert room % padded(1, most, quantum) == 0  # what Megatron asserts of a bucket that is cut into `most`
+    assert room <= elements + 2 * most * quantum
+    for count in range(1, most + 1):
+        assert elements <= padded(elements, count, quantum) <= room
+        assert padded(elements, count, quantum) % count == 0 == padded(elements, count, quantum) % quantum
+
+
+@st.composite
+def changes(draw):
+    """Buckets, the old number of shards, and what each rank of the new group holds: a copy of each shard at least."""
+    buckets, count, ranks = Buckets(draw(SIZES)), draw(COUNTS), draw(COUNTS)
+    held = [draw(st.sets(st.integers(0, count - 1), max_size=2)) for _ in range(ranks)]
+    for shard in range(count):
+        if not any(shard in has for has in held):
+            held[draw(st.integers(0, ranks - 1))].add(shard)
+    return buckets, count, held
+
+
+def contents(buckets: Buckets, count: int) -> list[list[int | None]]:
+    """Every shard's elements, each named by a number of its own; None is padding."""
+    shards: list[list[int | None]] = [[] for _ in range(count)]
+    number = 0
+    for elements, part in zip(buckets.elements, buckets.parts(count), strict=True):
+        names: list[int | None] = [*range(number, number + elements)]
+        names += [None] * (part * count - elements)
+        for index, shard in enumerate(shards):
+            shard += names[index * part : (index + 1) * part]
+        number += elements
+    return shards
+
+
+@given(changes())
+def test_moves_write_every_element_once_and_move_only_what_changes_hands(change):
+    buckets, count, held = change
+    old, wanted = contents(buckets, count), contents(buckets, len(held))
+    new: list[list[int | None]] = [[None] * buckets.length(len(held)) for _ in held]
+    for move in buckets.moves(held, count):
+        assert move.old in held[move.source]
+        assert move.source == move.target or move.old not in held[move.target]
+        there = slice(move.write, move.write + move.size)
+        assert set(new[move.target][there]) == {None}
+        new[move.target][there] = old[move.old][move.read : move.read + move.size]
+    assert new == wanted
+
+
+@given(changes())
+def test_senders_share_the_work(change):
+    """No holder sends more than another one of the same shards by more than the largest piece."""
+    buckets, count, held = change
+    moves = [move for move in buckets.moves(held, count) if move.source != move.target]
+    sent = {rank: sum(move.size for move in moves if move.source == rank) for rank in range(len(held))}
+    largest = max((move.size for move in moves), default=0)
+    for one in sent:
+        for other in sent:
+            if held[one] == held[other] == set(range(count)):
+                assert abs(sent[one] - sent[other]) <= largest
+
+
+@given(changes(), st.data())
+def test_a_shard_without_a_holder_is_named(change, data):
+    buckets, count, held = change
+    lost = data.draw(st.integers(0, count - 1))
+    with pytest.raises(Uncovered, match=rf"\b{lost}\b.* of {count}"):
+        buckets.moves([has - {lost} for has in held], count)
+
+
+def test_same_layout_moves_nothing_between_ranks():
+    moves = Buckets((1000, 70)).moves([{0}, {1}, {2}], 3)
+    assert all(move.source == move.target == move.old and move.read == move.write for move in moves)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), st.integers(0, 3))
+def test_heirs_are_other_ranks(nodes, copies):
+    shifts = heirs(nodes, copies)
+    assert len(shifts) == len(set(shifts)) == min(copies, len(nodes) - 1)
+    assert all(1 <= shift < len(nodes) for shift in shifts)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "shifts"),
+    [
+        ("ab", 1, [1]),
+        ("aa", 1, [1]),
+        ("aabb", 1, [2]),
+        ("abab", 1, [1]),
+        ("aaaabbbb", 1, [4]),
+        ("aabbcc", 2, [2, 4]),
+        ("abc", 2, [1, 2]),
+        ("a", 2, []),
+    ],
+)
+def test_copies_are_on_other_nodes(nodes, copies, shifts):
+    assert heirs(nodes, copies) == shifts

@@ -1,0 +1,133 @@
+"""The small collectives of an iteration: what the ranks tell each other beside gradients and activations.
+
+Nothing that a collective delivered is believed before the device is done with it and the generation still stands: an
+aborted NCCL collective returns without raising and leaves partial data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transition.gradients import PeerLost
+from transition.process import Process
+from transition.watch import Plan
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the members' commit came to. offer: the one that all of them hold. first: some rank does not know yet in
+    which order its gradients are made."""
+
+    offer: Plan | None
+    first: bool
+
+
+class Exchange:
+    """Of one rank. Raises RuntimeError, or PeerLost, when a peer is gone."""
+
+    def __init__(self, process: Process):
+        self._process = process
+
+    # ------------------------------------------------------------ groups
+    @property
+    def data_parallel(self) -> Any:
+        """The ranks of this one's place in all replicas."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    @property
+    def replica(self) -> Any:
+        """The ranks of this one's replica."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_model_parallel_group()
+
+    # ------------------------------------------------------------ what is said
+    def inside(self, numbers: Sequence[float]) -> list[float]:
+        """The largest that a rank of the replica says, of each."""
+        told = self._all_reduced(
+            torch.tensor(numbers, dtype=torch.float64), self.replica, dist.ReduceOp.MAX, inside=True
+        )
+        return [float(number) for number in told]
+
+    def over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all replicas, of what the ranks of this place say."""
+        return self._all_reduced(tensor, self.data_parallel, dist.ReduceOp.SUM)
+
+    def from_last_stage(self, loss: float) -> float:
+        """The loss, which the last stage alone has computed."""
+        if self._process.layout.pipeline == 1:
+            return loss
+        from megatron.core import parallel_state
+
+        knows = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
+        return math.nan if bad else told
+
+    def commit(self, offer: Plan | None, first: bool) -> Said:
+        """Over all members."""
+        held = float(offer.generation if offer else 0)
+        said = torch.tensor([held, -held, float(first)], dtype=torch.float64)
+        most, least, anybody = self._all_reduced(said, None, dist.ReduceOp.MAX).tolist()
+        return Said(offer if offer is not None and most == -least == held else None, anybody > 0)
+
+    def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
+        """The (base, version) of the members; a newcomer has none, or an older one."""
+        base, version = state
+        newest = self._all_reduced(torch.tensor([float(version)], dtype=torch.float64), None, dist.ReduceOp.MAX)
+        mine = float(base) if version == int(newest) else -1.0
+        bases = self._all_reduced(torch.tensor([mine], dtype=torch.float64), None, dist.ReduceOp.MAX)
+        return int(bases), int(newest)
+
+    def all_there(self) -> None:
+        """Returns when all members have come here."""
+        self._all_reduced(torch.zeros(1), None, dist.ReduceOp.MAX)
+
+    def _all_reduced(self, tensor: torch.Tensor, group: Any, operation: Any, inside: bool = False) -> torch.Tensor:
+        if dist.get_world_size(group) == 1:
+            return tensor
+        sent = tensor.to(self._process.device)
+        dist.all_reduce(sent, op=operation, group=group)
+        told = sent.cpu()  # waits for the device
+        if self._process.channel is not None and self._process.watch.disturbed(inside):
+            raise PeerLost("the generation ended while its members told each other")
+        return told
+
+    def tie_embeddings(self, model: Sequence[Any]) -> bool:
+        """Give the last stage the first one's embedding, where they share it; whether this rank's has changed."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_embedding_group(check_initialized=False)
+        if group is None or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
+            return False
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        module = model[-1 if last else 0].module
+        while hasattr(module, "module"):
+            module = module.module
+        if not getattr(module, "share_embeddings_and_output_weights", False):
+            return False
+        weight = module.shared_embedding_or_output_weight().data
+        before = weight.clone() if last else weight
+        dist.broadcast(weight, group=group, group_src=0)
+        return last and not torch.equal(before, weight)
+
+
+def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:
+    """Has `commit` called in `optimizer.step()` when everything in it that communicates is over, right before the
+    parameters change: Megatron's `step_with_ready_grads`. It has to be called by hand after a `step` that came to none,
+    and where the optimizer has no such place it comes before the step."""
+    name = "step_with_ready_grads" if hasattr(optimizer, "step_with_ready_grads") else "step"
+    original = getattr(optimizer, name)
+
+    def committed(*arguments: Any, **keywords: Any) -> Any:
+        commit()
+        return original(*arguments, **keywords)
+
+    setattr(optimizer, name, committed)

@@ -1,0 +1,110 @@
+"""The training state on its way into a generation: from the ranks that have it to those that lack it, the nearest
+source first (docs/design/micro-batch-reuse.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from transition import migrate
+from transition.checkpoint import Checkpoints
+from transition.exchange import Exchange
+from transition.layout import replicas
+from transition.member import Member
+from transition.safekeeping import Safekeeping
+from transition.watch import Plan
+
+TRANSFER_SECONDS = 1.0  # between two messages while the training state is transferred
+
+
+class Handover:
+    """Of one rank. kept: of a distributed optimizer, whose state is not in `state`. checkpoints: from where the job
+    goes on if it is beyond iteration `start`, at which the script begins."""
+
+    def __init__(
+        self,
+        member: Member,
+        state: migrate.TrainingState,
+        exchange: Exchange,
+        kept: Safekeeping | None,
+        checkpoints: Checkpoints | None,
+        start: int,
+    ):
+        self._member, self._state, self._exchange, self._kept = member, state, exchange, kept
+        self._checkpoints, self._start = checkpoints, start
+        self._transferred = 0  # bytes of the transfer at hand
+        self._told = 0.0
+
+    def take(self, plan: Plan, newcomer: bool, iteration: int) -> int:
+        """Collective over the members of `plan`, whose groups are there: returns the iteration that this rank is at
+        with what it has now. iteration: with what it had. Raises RuntimeError when a peer is lost."""
+        kept, size = self._kept, self._member.layout.size
+        before = kept.newest if kept is not None else (0, -1)
+        if kept is not None:
+            kept.enter(plan.generation, plan.members, self._member.slot, size)
+        if kept is not None and plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
+            kept.adopt(*self._exchange.furthest(before))
+        if plan.source is not None and plan.state is None:
+            if not plan.boundary:
+                self._tie_embeddings()
+            if plan.joiners:
+                iteration = self._migrate(plan, plan.source, newcomer, iteration)
+        if kept is not None and not plan.boundary:
+            iteration = self._take_shards(kept, plan, iteration)
+        return iteration
+
+    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int) -> int:
+        """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
+        parameters."""
+        if plan.state is not None:
+            kept.adopt(*plan.state)
+            return plan.state[1]
+        if self._checkpoints is not None and iteration > self._start:
+            self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now
+        else:
+            self._state.optimizer.reload_model_params()
+        kept.keep(iteration)
+        return iteration
+
+    def _tie_embeddings(self) -> None:
+        """The last stage's copy of the embedding is the first one's, which was not there when it was built."""
+        if self._exchange.tie_embeddings(self._state.model):
+            self._state.optimizer.reload_model_params()
+
+    def _migrate(self, plan: Plan, sender: int, newcomer: bool, iteration: int) -> int:
+        member, size = self._member, self._member.layout.size
+        whole = replicas(plan.members, size)
+        sends = sender in member.slots
+        member.half_received = member.half_received or (newcomer and not sends)
+
+        def note(*what: int) -> None:
+            member.note = migrate.note([slots[member.slot % size] for slots in whole], *what)
+            member.publish("entering", entering=plan.generation, moved=self._transferred)
+
+        def moved(count: int) -> None:
+            self._transferred += count
+            if (newcomer or sends) and time.monotonic() - self._told > TRANSFER_SECONDS:
+                self._told = time.monotonic()
+                member.publish("entering", entering=plan.generation, moved=self._transferred)
+
+        self._transferred = 0
+        iteration = migrate.transfer(
+            self._state,
+            iteration,
+            _number(whole, sender),
+            newcomer,
+            member.process.device,
+            [number for number, slots in enumerate(whole) if not set(slots) & set(plan.joiners)],
+            self._exchange.data_parallel,
+            note,
+            moved,
+            member.watch.lost,
+        )
+        member.half_received = False
+        return iteration
+
+
+def _number(whole: Sequence[Sequence[int]], slot: Any) -> int:
+    """The replica that has the slot."""
+    return next(number for number, slots in enumerate(whole) if slot in slots)

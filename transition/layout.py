@@ -1,0 +1,121 @@
+"""Where each rank is in the job's layout: a replica is the ranks that hold one copy of the model, and a rank's place is
+where it is in it (docs/design/generations.md). Pure, and without torch: the controller uses it too.
+
+A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is
+`slot // size`, but after losses a replica may be composed of slots of different homes. A generation's members are
+replica-major: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
+member with place 0 is its *head*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+
+class Coordinate(NamedTuple):
+    """A place by its parallel ranks."""
+
+    tensor: int
+    context: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share a replica's tensors, its sequences, and its layers."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.context, self.pipeline) < 1:
+            raise ValueError(f"a layout has at least one rank in each direction, not {self}")
+
+    @property
+    def size(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def text(self) -> str:
+        """For people: "TP2 PP2"; empty where a rank is a replica."""
+        named = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline))
+        return " ".join(f"{name}{count}" for name, count in named if count > 1)
+
+    def place(self, tensor: int = 0, context: int = 0, pipeline: int = 0) -> int:
+        """0..size-1, of the rank with these parallel ranks."""
+        return tensor + self.tensor * (context + self.context * pipeline)
+
+    def coordinate(self, place: int) -> Coordinate:
+        """The inverse of :meth:`place`."""
+        rest, tensor = divmod(place, self.tensor)
+        pipeline, context = divmod(rest, self.context)
+        return Coordinate(tensor, context, pipeline)
+
+    def megatron_rank(self, replica: int, place: int, replicas: int) -> int:
+        """The rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
+        (`megatron.core.parallel_state.RankGenerator`)."""
+        tensor, context, pipeline = self.coordinate(place)
+        return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
+
+    def from_megatron_rank(self, rank: int, replicas: int) -> tuple[int, int]:
+        """(replica, place): the inverse of :meth:`megatron_rank`."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, replica = divmod(rest, replicas)
+        return replica, self.place(tensor, context, pipeline)
+
+
+def replicas(members: Sequence[int], size: int) -> list[list[int]]:
+    """The slots of each replica, in the order of their places. Raises ValueError for members that are no whole ones."""
+    if len(members) % size:
+        raise ValueError(f"{len(members)} members are no multiple of a replica's {size} ranks")
+    return [list(members[first : first + size]) for first in range(0, len(members), size)]
+
+
+def heads(members: Sequence[int], size: int) -> list[int]:
+    """The head's slot of each replica."""
+    return list(members[::size])
+
+
+def heads_of(members: Sequence[int], size: int) -> dict[int, int]:
+    """The head's slot by member."""
+    return {slot: members[index - index % size] for index, slot in enumerate(members)}
+
+
+def replica_of(members: Sequence[int], size: int, slot: int) -> int:
+    """The data-parallel rank of a member. Raises ValueError for a slot that is none."""
+    return members.index(slot) // size
+
+
+def head(members: Sequence[int], size: int, slot: int) -> int:
+    """The head's slot of a member's replica. Raises ValueError for a slot that is none."""
+    return members[replica_of(members, size, slot) * size]
+
+
+def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]]:
+    """(complete replicas, slots that complete none): home replicas first, then any slots that make one.
+
+    Those that are mixed take from the fullest homes first, so that as many as possible of a replica's ranks stay
+    beside each other.
+    """
+    homes: dict[int, list[int]] = {}
+    for slot in sorted(slots):
+        homes.setdefault(slot // size, []).append(slot)
+    complete = [own for own in homes.values() if len(own) == size]
+    partial = sorted((own for own in homes.values() if len(own) < size), key=lambda own: (-len(own), own[0]))
+    places: list[list[int]] = [[] for _ in range(size)]
+    for slot in chain.from_iterable(partial):
+        places[slot % size].append(slot)
+    count = min(len(place) for place in places)
+    mixed = [[place[number] for place in places] for number in range(count)]
+    return complete + mixed, sorted(chain.from_iterable(place[count:] for place in places))
+
+
+def arranged(found: Iterable[list[int]]) -> list[int]:
+    """The members of a generation with these replicas: in the order of their heads."""
+    return list(chain.from_iterable(sorted(found)))

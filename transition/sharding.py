@@ -1,0 +1,130 @@
+"""Who holds which part of a sharded optimizer: sizes, heirs, and what moves when the number of shards changes. Pure.
+
+A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
+each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
+buckets' sizes and the number of shards alone, so shards of a generation that is gone can still be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+TRIED = 8  # distances of whole nodes that are tried before all others
+QUANTUM = 128  # elements; Megatron starts buckets at 256-byte boundaries for parameters of two bytes
+
+
+class Uncovered(RuntimeError):
+    """Nobody here holds some shard of the state that is asked for."""
+
+
+def padded(elements: int, count: int, quantum: int = QUANTUM) -> int:
+    """The size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
+    divisor = math.lcm(count, quantum)
+    return -(-elements // divisor) * divisor
+
+
+def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
+    """The room that a bucket needs so that it can be cut into any number of parts up to `most`.
+
+    At most 2 * `most` * `quantum` elements more than there are. It is a multiple of what Megatron asks of a bucket that
+    is cut into `most`.
+    """
+    return padded(max(padded(elements, count, quantum) for count in range(1, most + 1)), most, quantum)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One run of elements on its way from an old shard to a new one.
+
+    The old shard is `old`, read at `read` by the rank `source`; the new shard is that of the rank `target`, which
+    writes at `write`. A rank that has what it needs moves it to itself.
+    """
+
+    source: int
+    target: int
+    old: int
+    read: int
+    write: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes of all buckets of one rank's place in a replica, in elements without padding."""
+
+    elements: tuple[int, ...]
+    quantum: int = QUANTUM
+
+    def parts(self, count: int) -> list[int]:
+        """The size of one part of each bucket when there are `count` shards."""
+        return [padded(elements, count, self.quantum) // count for elements in self.elements]
+
+    def length(self, count: int) -> int:
+        """The size of one of `count` shards."""
+        return sum(self.parts(count))
+
+    def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
+        """What brings the state from `count` shards to as many as there are ranks.
+
+        held: for each rank of the new group, in order, the old shards of which it has a copy. What a rank has itself it
+        takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
+        compute the same. Raises :class:`Uncovered` when a shard has no holder.
+        """
+        holders = [[rank for rank, has in enumerate(held) if shard in has] for shard in range(count)]
+        if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
+            raise Uncovered(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
+        sent: Counter[int] = Counter()
+        found = []
+        for old, target, read, write, size in self._pieces(count, len(held)):
+            ranks = holders[old]
+            source = target if target in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += size if source != target else 0
+            found.append(Move(source, target, old, read, write, size))
+        return found
+
+    def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """(old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
+        read_base = write_base = 0
+        for elements, old_part, new_part in zip(self.elements, self.parts(before), self.parts(after), strict=True):
+            position = 0
+            while position < elements:
+                old, new = position // old_part, position // new_part
+                stop = min((old + 1) * old_part, (new + 1) * new_part, elements)
+                read, write = position - old * old_part, position - new * new_part
+                yield old, new, read_base + read, write_base + write, stop - position
+                position = stop
+            read_base, write_base = read_base + old_part, write_base + new_part
+
+
+def heirs(nodes: Sequence[str], copies: int) -> list[int]:
+    """How far from each shard's own rank its copies are: the heirs of shard d are the ranks (d + shift) % count.
+
+    nodes: the node of each data-parallel rank. One shift for all, so that each rank sends and receives the same. The
+    shifts are those for which most shards have copies on nodes other than their own, and on different ones. Fewer than
+    `copies` where there are not so many other ranks.
+    """
+    count = len(nodes)
+    shifts: list[int] = []
+
+    def elsewhere(shift: int) -> tuple[int, int, int]:
+        apart = fresh = 0
+        for rank, node in enumerate(nodes):
+            heir = nodes[(rank + shift) % count]
+            apart += heir != node
+            fresh += heir not in {node, *(nodes[(rank + earlier) % count] for earlier in shifts)}
+        return fresh, apart, -shift
+
+    beside = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)  # ranks of the first node
+    usual = [shift for shift in range(beside, count, beside)]
+    while len(shifts) < min(copies, count - 1):
+        best, shift = (-1, -1, 0), 0
+        for candidate in dict.fromkeys([*usual[:TRIED], *range(1, count)][: count + TRIED]):
+            if candidate not in shifts and (found := elsewhere(candidate)) > best:
+                best, shift = found, candidate
+            if best[0] == count:  # no other can be better
+                break
+        shifts.append(shift)
+    return shifts

@@ -1,0 +1,386 @@
+"""The state of a sharded optimizer in the ranks' memory: snapshots by version, copies of other ranks', and resharding.
+
+A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
+:class:`transition.sharding.Buckets`. A **set** is all shards of one state of the training: it is named by the
+generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
+`version`, the number of finished steps. Each rank keeps its own shard of the last two versions and, as an heir, those
+of other ranks: 24 bytes for each element of a shard, and as many for each copy; what is not needed any more is written
+over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from detector.inject import injector
+from transition import elastic_buckets
+from transition.migrate import StateMismatch, broadcast_bytes, checksum
+from transition.sharding import Uncovered
+
+PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
+TRIES = 3  # to move what a change of size takes, before the generation is given up
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+class CopyFailed(RuntimeError):
+    """A part of the state did not reach another rank."""
+
+
+@dataclass
+class _Set:
+    """The part of a set that this rank holds: its own shard and others'. header: the state that is no tensor."""
+
+    count: int
+    step: float  # Adam's; 0 in a rank whose shard is nothing but padding
+    header: bytes
+    shards: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Shards:
+    """The sharded state of one rank's optimizer. All methods are for the training thread, except :meth:`abort`.
+
+    Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
+    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. memory: where shards
+    are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        lost: Callable[[], bool] = lambda: False,
+        memory: torch.device | None = None,
+        wire: torch.device | None = None,
+    ):
+        elastic_buckets.check(model, optimizer)
+        here: torch.device = next(model[0].parameters()).device
+        self.model, self.optimizer, self._lost = list(model), optimizer, lost
+        self.memory, self.wire = memory or here, wire or here
+        self.buckets = elastic_buckets.bucket_sizes(optimizer)
+        self.base = self.count = self.index = 0
+        self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
+        self._confirmed: tuple[int, int] | None = None
+        self._spare: list[torch.Tensor] = []
+        self._pending: list[Any] = []
+        self._lock = threading.Lock()
+
+    @property
+    def group(self) -> Any:
+        """The process group over which the optimizer is sharded."""
+        return self.model[0].intra_dp_cp_group
+
+    def enter(self, base: int) -> None:
+        """Megatron's objects hold the groups of generation `base` by now: take this rank's place in it.
+
+        The optimizer's state is lost where the place is another one (:func:`elastic_buckets.resize`).
+        """
+        elastic_buckets.resize(self.model, self.optimizer)
+        self.base, self.count, self.index = base, self.group.size(), self.group.rank()
+        self._spare = [flat for flat in self._spare if flat.numel() == self._elements]
+
+    # ------------------------------------------------------------ snapshots and copies
+    @torch.no_grad()
+    def export(self, version: int, extra: bytes = b"") -> None:
+        """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it."""
+        self._drop((self.base, version))
+        flat = self._room()
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        step = 0.0
+        for tensors, pieces in self._pieces(flat):
+            into += pieces
+            values += [tensors[name].detach().view(-1) for name in STATES]
+            step = float(tensors.get("step", step))
+        _copy(into, values)
+        self._sets[self.base, version] = _Set(self.count, step, self._header(extra), {self.index: flat})
+
+    def send_copies(self, version: int, shifts: Sequence[int]) -> None:
+        """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
+
+        shifts: of :func:`transition.sharding.heirs`. The copies are safe when all members say that they have them.
+        """
+        mine = self._sets[self.base, version]
+        received = {(self.index - shift) % self.count: self._room() for shift in shifts}
+        own = [mine.shards[self.index]]
+        outgoing = {(self.index + shift) % self.count: own for shift in shifts}
+        self._exchange(outgoing, {rank: [flat] for rank, flat in received.items()})
+        mine.shards.update(received)
+
+    def confirm(self, version: int) -> None:
+        """All members have their copies of `version`: older sets are not needed any more."""
+        self._confirmed = (self.base, version)
+        self._keep_only({self._confirmed})
+
+    def held(self) -> list[tuple[int, int, int, list[int]]]:
+        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last."""
+        return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
+
+    # ------------------------------------------------------------ adopting
+    @torch.no_grad()
+    def adopt(self, base: int, version: int) -> bytes:
+        """Collective, after :meth:`enter`: take up state `version` of generation `base` from whoever holds it.
+
+        Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
+        generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
+        What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
+        members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
+        """
+        self._keep_only({(base, version), self._confirmed})
+        old = self._sets.get((base, version))
+        count, step, held = self._who_holds(old)
+        if not any(held):
+            raise Uncovered(f"nobody holds state {version} of generation {base}")
+        header = self._common_header(old, next(rank for rank, shards in enumerate(held) if shards))
+        flat = self._room()
+        outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+        incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for move in self.buckets.moves(held, count):
+            if move.source == self.index and old is not None:
+                outgoing[move.target] += _pieces_of(old.shards[move.old], move.read, move.size)
+            if move.target == self.index:
+                incoming[move.source] += _pieces_of(flat, move.write, move.size)
+        if self.index in incoming:
+            _copy(incoming.pop(self.index), outgoing.pop(self.index))
+        self._exchange_soundly(outgoing, incoming)
+        extra = self._apply(flat, step, header)
+        elastic_buckets.rebuild_parameters(self.model, self.optimizer)
+        self._check_alive()
+        if base == self.base:
+            self._drop((base, version))
+        self._sets[self.base, version] = _Set(self.count, step, header, {self.index: flat})
+        return extra
+
+    def _who_holds(self, old: _Set | None) -> tuple[int, float, list[set[int]]]:
+        """How many shards the set has, Adam's step, and which shards each rank of the group holds."""
+        told = torch.tensor([old.count, old.step] if old else [0, 0], dtype=torch.float64, device=self.wire)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        self._check_alive()
+        count, step = int(told[0]), float(told[1])
+        mine = torch.zeros(max(count, 1), dtype=torch.int64)
+        mine[list(old.shards) if old else []] = 1
+        table = torch.empty(self.count * mine.numel(), dtype=torch.int64, device=self.wire)
+        dist.all_gather_into_tensor(table, mine.to(self.wire), group=self.group)
+        self._check_alive()
+        rows = table.view(self.count, -1).tolist()
+        return count, step, [{shard for shard, held in enumerate(row) if held} for row in rows]
+
+    def _common_header(self, old: _Set | None, source: int) -> bytes:
+        mine = old.header if old is not None and self.index == source else None
+        header, sound = broadcast_bytes(mine, source, self.wire, self.group)
+        if not sound:
+            raise CopyFailed("the header of the optimizer's state was spoiled on its way")
+        return header
+
+    # ------------------------------------------------------------ the optimizer
+    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
+        """For each parameter of which this rank has a part: Megatron's tensors of the part, its places in `flat`."""
+        base = 0
+        buckets = elastic_buckets.optimizer_buckets(self.optimizer)
+        for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
+            ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
+            for parameter, where in ranges["param_map"].items():
+                local = where["gbuf_local"]
+                tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                yield tensors, _pieces_of(flat, base + local.start, local.size)
+            base += part
+
+    def _apply(self, flat: torch.Tensor, step: float, header: bytes) -> bytes:
+        """Give the optimizer the state of `flat` and the header; returns `extra`."""
+        data = msgpack.unpackb(header, strict_map_key=False)
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for tensors, pieces in self._pieces(flat):
+            into += [tensors[name].detach().view(-1) for name in STATES]
+            values += pieces
+            if "step" in tensors:
+                tensors["step"].fill_(step)
+        _copy(into, values)
+        optimizers = elastic_buckets.distributed(self.optimizer)
+        if len(optimizers) != len(data["optimizers"]):
+            raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
+        for optimizer, (groups, scaler) in zip(optimizers, data["optimizers"], strict=True):
+            for group, values_of in zip(optimizer.optimizer.param_groups, groups, strict=True):
+                group.update({key: _as_before(group.get(key), value) for key, value in values_of.items()})
+            if optimizer.grad_scaler is not None:
+                before = optimizer.grad_scaler.state_dict()
+                optimizer.grad_scaler.load_state_dict(
+                    {key: _as_before(before.get(key), value) for key, value in scaler.items()}
+                )
+        return bytes(data["extra"])
+
+    def _header(self, extra: bytes) -> bytes:
+        """What is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
+        optimizers = [
+            (
+                [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in optimizer.optimizer.param_groups
+                ],
+                {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
+            )
+            for optimizer in elastic_buckets.distributed(self.optimizer)
+        ]
+        return msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
+
+    # ------------------------------------------------------------ memory
+    @property
+    def _elements(self) -> int:
+        return len(STATES) * self.buckets.length(self.count)
+
+    def _room(self) -> torch.Tensor:
+        """Memory for one shard of the present generation."""
+        return (
+            self._spare.pop() if self._spare else torch.zeros(self._elements, dtype=torch.float32, device=self.memory)
+        )
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        if (old := self._sets.pop(key, None)) is not None:
+            self._spare += [flat for flat in old.shards.values() if flat.numel() == self._elements]
+
+    def _keep_only(self, keys: set[Any]) -> None:
+        for key in [key for key in self._sets if key not in keys]:
+            self._drop(key)
+
+    # ------------------------------------------------------------ sending
+    def abort(self) -> None:
+        """Give up what is being sent and received: a wait for it ends with an error. Safe in any thread.
+
+        gloo does not always wake a wait whose connection was shut down.
+        """
+        with self._lock:
+            for work in self._pending:
+                with contextlib.suppress(RuntimeError):
+                    work.abort()
+
+    def _exchange(
+        self,
+        outgoing: Mapping[int, Sequence[torch.Tensor]],
+        incoming: Mapping[int, Sequence[torch.Tensor]],
+        spoil: bool = False,
+    ) -> None:
+        """Send flat pieces to ranks of the group and receive others. Both sides of a pair cut the same stream into the
+        same messages, so that everybody's rounds fit together."""
+        streams = [_messages(rank, dist.isend, pieces) for rank, pieces in outgoing.items()]
+        streams += [_messages(rank, dist.irecv, pieces) for rank, pieces in incoming.items()]
+        for messages in zip_longest(*streams):
+            staged = []
+            operations = []
+            for rank, kind, pieces in filter(None, messages):
+                wire = pieces[0]
+                if len(pieces) > 1 or wire.device.type != self.wire.type:
+                    wire = torch.empty(sum(map(torch.numel, pieces)), dtype=torch.float32, device=self.wire)
+                    parts = list(wire.split([piece.numel() for piece in pieces]))
+                    if kind is dist.isend:
+                        _copy(parts, pieces)
+                    else:
+                        staged.append((pieces, parts))
+                if spoil and kind is dist.isend:
+                    wire, spoil = _spoiled(wire), False
+                operations.append(dist.P2POp(kind, wire, group=self.group, group_peer=rank))
+            self._run(operations)
+            for pieces, parts in staged:
+                _copy(pieces, parts)
+
+    def _exchange_soundly(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Collective: exchange, and once more where what came is not what was sent."""
+        for _ in range(TRIES):
+            spoil = bool(outgoing) and injector.spoils_transfer()
+            self._exchange(outgoing, incoming, spoil)
+            sums = torch.zeros(self.count, 2, dtype=torch.int64)
+            for rank, pieces in outgoing.items():
+                sums[rank] = _checksum(pieces)
+            table = torch.empty(self.count * sums.numel(), dtype=torch.int64, device=self.wire)
+            dist.all_gather_into_tensor(table, sums.view(-1).to(self.wire), group=self.group)
+            sent = table.cpu().view(self.count, self.count, 2)
+            wrong = [
+                rank for rank, pieces in incoming.items() if not torch.equal(_checksum(pieces), sent[rank, self.index])
+            ]
+            told = torch.tensor([len(wrong)], device=self.wire)
+            dist.all_reduce(told, group=self.group)
+            if not told.item():
+                return
+        raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
+
+    def _run(self, operations: list[dist.P2POp]) -> None:
+        works = dist.batch_isend_irecv(operations) if operations else []
+        with self._lock:
+            self._pending = works
+        if self._lost():  # the abort may have come before there was something to abort
+            self.abort()
+        try:
+            if not all([work.wait() for work in works]):  # an aborted wait may just return False
+                raise CopyFailed("the state was not sent: the connection was given up")
+        finally:
+            with self._lock:
+                self._pending = []
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing."""
+        if self.wire.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._lost():
+            raise CopyFailed("a member was lost while the state was sent")
+
+
+def _messages(
+    rank: int, kind: Callable[..., Any], pieces: Sequence[torch.Tensor]
+) -> Iterator[tuple[int, Callable[..., Any], list[torch.Tensor]]]:
+    """Messages of at most PIECE elements that are `pieces` in order."""
+    message: list[torch.Tensor] = []
+    left = PIECE
+    for piece in pieces:
+        while piece.numel():
+            part, piece = piece[:left], piece[left:]
+            message.append(part)
+            left -= part.numel()
+            if not left:
+                yield rank, kind, message
+                message, left = [], PIECE
+    if message:
+        yield rank, kind, message
+
+
+def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
+    """A run of elements in each row of a shard."""
+    rows = flat.view(len(STATES), -1)
+    return [row.narrow(0, start, size) for row in rows]
+
+
+def _checksum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all pieces in this order, as :func:`transition.migrate.checksum`."""
+    total = torch.zeros(2, dtype=torch.int64)
+    for number, piece in enumerate(pieces):
+        total += (2 * number + 1) * checksum(piece)
+    return total
+
+
+def _spoiled(wire: torch.Tensor) -> torch.Tensor:
+    """An injected fault: a few bits flip on the way."""
+    damaged = wire.clone()
+    damaged.view(torch.uint8)[damaged.numel() // 2] ^= 0x41
+    return damaged
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """A value of the header as it is held here: MessagePack knows neither tuples nor tensors."""
+    if isinstance(before, torch.Tensor):
+        return torch.tensor(value, dtype=before.dtype, device=before.device)
+    return tuple(value) if isinstance(before, tuple) else value

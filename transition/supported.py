@@ -1,0 +1,75 @@
+"""What cannot be healed is refused when the session is made, in one line, and never trained wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transition import elastic_buckets
+from transition.groups import UnsupportedLayout
+from transition.layout import Layout
+
+
+def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
+    """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model[0])
+    if any(chunk.ddp_config.use_distributed_optimizer for chunk in model):
+        elastic_buckets.check(model, optimizer)
+    for found in (*_sizes(layout), *_model(config), *_reduces(model), *_optimizer(optimizer)):
+        raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
+
+
+def _sizes(layout: Layout) -> Iterator[str]:
+    from megatron.core import parallel_state
+
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if found != (layout.tensor, layout.context, layout.pipeline):
+        given = f"Layout(tensor={found[0]}, context={found[1]}, pipeline={found[2]})"
+        yield f"a layout that it is not told of: give init_process_group layout=transition.{given}"
+    if layout.context > 1:
+        yield "context parallelism: leave --context-parallel-size out"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        yield "expert parallelism: leave --expert-model-parallel-size out"
+
+
+def _model(config: Any) -> Iterator[str]:
+    if getattr(config, "num_moe_experts", None):
+        yield "mixtures of experts, whose auxiliary losses and biases follow the number of micro-batches of a call"
+    if getattr(config, "mtp_num_layers", None):
+        yield "multi-token prediction, whose loss follows the number of micro-batches of a call"
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+        yield "fp8 and fp4, whose scaling factors are a state of their own: use bf16"
+    if getattr(config, "fp16", False):
+        yield "fp16, whose loss scale is a state of its own: use bf16"
+
+    if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        yield "CUDA graphs, which hold the groups that they were captured with"
+    if getattr(config, "tp_comm_overlap", False):
+        yield "tp_comm_overlap, which holds groups of its own: unset it"
+
+
+def _reduces(model: Sequence[Any]) -> Iterator[str]:
+    for chunk in model:
+        settings = chunk.ddp_config
+        if settings.average_in_collective:
+            yield "gradients averaged in the collective, since it weighs micro-batches itself: unset it"
+        if settings.num_distributed_optimizer_instances > 1:
+            yield "several instances of the distributed optimizer: set num_distributed_optimizer_instances to 1"
+        if getattr(settings, "reduce_scatter_with_fp32_accumulation", False):
+            yield "reduce_scatter_with_fp32_accumulation, whose reduce cannot be waited for: unset it"
+        if getattr(settings, "use_megatron_fsdp", False) or getattr(settings, "use_custom_fsdp", False):
+            yield "FSDP: use the distributed optimizer"
+
+
+def _optimizer(optimizer: Any) -> Iterator[str]:
+    config = getattr(optimizer, "config", None)
+    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+        yield "a parameter gather that begins before the whole step: unset overlap_param_gather_with_optimizer_step"
+    if getattr(config, "optimizer_cpu_offload", False):
+        yield "an optimizer on the CPU: unset optimizer_cpu_offload"

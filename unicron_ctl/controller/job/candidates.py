@@ -1,0 +1,168 @@
+"""Who can come in, and what they make together: newcomers and standbys compose replicas, and so do the ranks that form
+the job anew. What completes none waits, with the state that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transition import layout
+from unicron_ctl.agreement.resume import newest_state
+from unicron_ctl.controller.model.job import Identity
+from unicron_ctl.controller.model.live import CAN_ENTER, AgentView, JobView, keeps
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.protocol.wire import RankStatus
+
+
+# ---------------------------------------------------------------- who can come in
+def may_work(view: View, job: JobView, element: int) -> bool:
+    """The plan, and the state of its node, let the element take part."""
+    allotted, agent = job.state.allotted, job.agents.get(element)
+    if element in job.state.parted:
+        return False
+    if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
+        return False
+    return allotted is None or element in allotted
+
+
+def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bool:
+    """The rank can enter now. forming: one that has stopped can, too, with the state that it has kept."""
+    status = agent.ranks.get(slot)
+    if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
+        return False
+    if status.state == "waiting" and job.replica == 1:
+        return True
+    if status.incarnation < job.state.slot(slot).wanted:
+        return False  # it is to start again
+    kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
+    gone = job.state.banished.get(slot)
+    return kept and gone != Identity(agent.agent, status.incarnation)
+
+
+def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
+    """Elements of which every rank can enter now."""
+    return [e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming)]
+
+
+def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
+    return agent.alive and all(able(job, agent, slot, forming) for slot in agent.slots)
+
+
+def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
+    """All ranks that can form the job. Where a rank is a replica, an element comes as a whole: those are `whole`."""
+    if job.replica == 1:
+        return [slot for element in whole for slot in job.agents[element].slots]
+    agents = (job.agents[element] for element in sorted(job.live.ready) if may_work(view, job, element))
+    return [slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)]
+
+
+def newcomers(view: View, job: JobView, delay: float) -> list[int]:
+    """Slots that can come in now, replica-major, of elements of which nothing has changed for `delay` seconds: those
+    of an element that is inside already, or has a standby, by themselves, else all of it together."""
+    state = job.state
+    found: list[int] = []
+    for element in sorted(job.live.ready):
+        agent = job.agents[element]
+        if element in state.leaving or not may_work(view, job, element):
+            continue
+        outside = [slot for slot in agent.slots if slot not in state.members]
+        inside = len(outside) < len(agent.slots) and not state.restart_mode
+        if inside or any(status.state == "standby" for status in agent.ranks.values()):
+            outside = [slot for slot in outside if able(job, agent, slot)]
+        elif not _whole(job, agent) or len(outside) < len(agent.slots):
+            continue
+        if outside and view.now - max(agent.progress.get(slot, 0.0) for slot in outside) >= delay:
+            found += outside
+    return layout.arranged(layout.compose(found, job.replica)[0])
+
+
+def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:
+    """Those of the members, replica-major, who go on: the replicas without a leaver; where there is none, those that
+    the others compose."""
+    gone = set(leavers)
+    groups = layout.replicas(members, size)
+    whole = [replica for replica in groups if gone.isdisjoint(replica)]
+    return layout.arranged(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
+
+
+def leavers(job: JobView) -> list[int]:
+    """Members that are to leave, with those whose replica they break. The last replica never does: nobody else has the
+    state."""
+    state = job.state
+    if not state.leaving or state.plan is None:
+        return []
+    named = [slot for slot in state.members if state.element(slot) in state.leaving]
+    staying = set(remaining(state.plan.members, named, job.replica)) if named else set()
+    return [slot for slot in state.members if slot not in staying] if staying else []
+
+
+# ---------------------------------------------------------------- forming
+@dataclass(frozen=True)
+class Formed:
+    """members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
+    :class:`unicron_ctl.protocol.wire.Plan`."""
+
+    members: list[int]
+    joiners: list[int]
+    source: int | None
+    iteration: int
+    state: tuple[int, int] | None = None
+
+
+def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    """The generation that these ranks, each able to enter, can form; None where they have no state in common.
+
+    That is the newest iteration at which there is a rank for every place; with a distributed optimizer, the newest
+    state of which all shards are there, once any rank has some. There must be a rank for every place.
+    """
+    if any(status.shards for status in reports.values()):
+        return _from_shards(reports, size)
+    at: dict[int, list[int]] = {}
+    for slot, status in sorted(reports.items()):
+        at.setdefault(trained(status), []).append(slot)
+    for iteration in sorted(at, reverse=True):
+        sources, _ = layout.compose(at[iteration], size)
+        if sources:
+            source = min(sources)
+            others, _ = layout.compose((slot for slot in reports if slot not in source), size)
+            joiners = sorted(slot for replica in others for slot in replica)
+            return Formed(layout.arranged([source, *others]), joiners, source[0], iteration)
+    return None
+
+
+def trained(status: RankStatus) -> int:
+    """The iteration that comes next for the parameters that the rank has."""
+    return status.iteration + (status.phase == "stepped")
+
+
+def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    _, holders = newest_state(reports, reports, size)
+    first, _ = layout.compose(holders, size)
+    inside = {slot for replica in first for slot in replica}
+    others, _ = layout.compose((slot for slot in reports if slot not in inside), size)
+    members = layout.arranged([*first, *others])
+    state, holders = newest_state(reports, members, size)
+    if state is None:
+        return None
+    sources = [replica for replica in first if holders.issuperset(replica)]
+    joiners = sorted(slot for slot in members if slot not in holders)
+    return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state)
+
+
+def without_match(reports: Mapping[int, RankStatus]) -> list[int]:
+    """Ranks that start again where :func:`formed` finds nothing: those that have been in a generation, and newcomers
+    that came with an older checkpoint than others."""
+    fresh = {slot: trained(status) for slot, status in reports.items() if not _has_been_in(status)}
+    newest = max(fresh.values(), default=-1)
+    return [slot for slot in reports if slot not in fresh or fresh[slot] < newest]
+
+
+def _has_been_in(status: RankStatus) -> bool:
+    return status.state != "waiting"
+
+
+def missing_places(slots: Iterable[int], size: int) -> list[int]:
+    """Places of a replica for which there is no rank among these slots."""
+    here = {slot % size for slot in slots}
+    return [place for place in range(size) if place not in here]
