@@ -81,7 +81,7 @@ SPREAD = {
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
     ("pp", "bf16", "error"),
-    ("tp-pp", "sharded-bf16", "twice"),
+    ("tp", "sharded-bf16", "twice"),
 }
 
 

@@ -75,7 +75,11 @@ def test_changes_of_size_train_on_like_a_job_built_for_each_size(tmp_path, setti
         pytest.param(
             {"tp": 2, "undo": True}, [[[0, 1, 2, 3], 2], [[2, 3], 2], [[0, 1, 2, 3], 2]], marks=pytest.mark.long
         ),
-        ({"pp": 2, "bf16": True, "undo": True, "tokens": True}, [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]]),
+        pytest.param(
+            {"pp": 2, "bf16": True, "undo": True, "tokens": True},
+            [[[0, 1, 2, 3], 2], [[0, 3], 2], [[0, 1, 2, 3], 2]],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"pp": 2, "virtual": 2, **OVERLAP},
             [[[0, 1, 2, 3], 3], [[2, 1], 2], [[0, 1, 2, 3], 2]],
