@@ -97,6 +97,7 @@ def test_all_ranks_lost_in_a_save_go_on_from_the_checkpoint_before(tmp_path, und
     assert whole(saves) == [6, 4]
 
 
+@pytest.mark.long
 def test_main_parameters_beside_a_tied_embedding_stay_what_they_were(tmp_path):
     """Defect: the stages that share the embedding made all their fp32 main parameters anew from the bf16 ones."""
     calm = train(tmp_path / "calm", "1 2 1", 2, tmp_path / "calm-saves", 6, TINY_BF16="1")

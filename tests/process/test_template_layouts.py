@@ -100,7 +100,7 @@ UNTIED = ((1, []), (4, (TP + PP).split()))
     ("ranks", "options"),
     [
         pytest.param(4, TP + PP + SHARDED, marks=pytest.mark.long),
-        (2, ""),
+        pytest.param(2, "", marks=pytest.mark.long),
         pytest.param(4, INTERLEAVED + SHARDED + OVERLAP, marks=pytest.mark.long),
         pytest.param(2, PP + "--calculate-per-token-loss", marks=pytest.mark.long),
     ],
