@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transition import parts
-from transition.migrate import StateMismatch, TrainingState
+from transition.migrate import StateMismatch, TrainingState, plain
 
 VERSION = 2
 OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
@@ -285,9 +285,7 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> dict[str, A
         "version": VERSION,
         "iteration": iteration,
         "layout": writer.layout,
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups
-        ],
+        "groups": plain(state.optimizer.param_groups),
         "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
         "seed": getattr(state, "seed", 0),
         "index": index,

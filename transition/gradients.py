@@ -29,14 +29,13 @@ UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
 
 @contextlib.contextmanager
 def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
-    """Inside, a thread goes on freeing what waits: one that has just begun to wait was not freed before."""
+    """Inside, a thread goes on freeing what waits: what was not there to be freed before."""
     over = threading.Event()
 
     def repeat() -> None:
         while not over.wait(UNBLOCK_SECONDS):
             unblock()
 
-    unblock()
     thread = threading.Thread(target=repeat, name="unicron-drain", daemon=True)
     thread.start()
     try:
@@ -186,17 +185,16 @@ class Gradients:
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
         """The schedule only accumulates."""
-        finalize, sync = self.config.finalize_model_grads_func, self.config.grad_sync_func
-        gather = self.config.param_sync_func
-        self.config.finalize_model_grads_func = None
-        self.config.param_sync_func = None  # a rank without work would not take part; the forward passes gather, too
-        if self._ordered:
-            self.config.grad_sync_func = None
+        # A rank without work would take no part in param_sync_func's gathers; the forward passes gather, too.
+        taken = ["finalize_model_grads_func", "param_sync_func", *(["grad_sync_func"] if self._ordered else [])]
+        before = {name: getattr(self.config, name) for name in taken}
+        for name in taken:
+            setattr(self.config, name, None)
         try:
             yield
         finally:
-            self.config.finalize_model_grads_func, self.config.grad_sync_func = finalize, sync
-            self.config.param_sync_func = gather
+            for name, function in before.items():
+                setattr(self.config, name, function)
 
     def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
         for number in range(count):

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -147,8 +148,11 @@ class Groups:
 
         made: dict[tuple[Any, ...], Any] = {}
         roles: dict[str, Any] = {}
+        ranks_of = cache(
+            lambda whole, places: Role(whole, places).ranks(self.layout, replica, count)
+        )  # many have the same
         for name, role in sorted(self._roles.items()):
-            ranks, kind = role.ranks(self.layout, replica, count), role.backend or backend
+            ranks, kind = ranks_of(role.whole, role.places), role.backend or backend
             key = (kind, *ranks)
             if kind == backend and len(ranks) == len(members):
                 made[key] = dist.group.WORLD
@@ -159,10 +163,10 @@ class Groups:
             if name != WORLD:
                 setattr(parallel_state, name, made[key])
         for name, role in self._lists.items():
-            setattr(parallel_state, name, role.ranks(self.layout, replica, count))
+            setattr(parallel_state, name, list(ranks_of(role.whole, role.places)))
         pipeline = self._roles.get("_PIPELINE_MODEL_PARALLEL_GROUP")
         if pipeline is not None and len(pipeline.places) == 2:
-            ranks = pipeline.ranks(self.layout, replica, count)
+            ranks = ranks_of(pipeline.whole, pipeline.places)
             send_back_over(self._inside("way back", backend, ranks, me, members, own="way back"))
         for container, key, name in self._pointers:
             container[key] = roles[name]

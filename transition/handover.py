@@ -4,13 +4,11 @@ source first (docs/design/micro-batch-reuse.md)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from transition import migrate
 from transition.checkpoint import Checkpoints
 from transition.exchange import Exchange
-from transition.layout import replicas
+from transition.layout import replica_of, replicas
 from transition.member import Member
 from transition.safekeeping import Safekeeping
 from transition.watch import Plan
@@ -92,7 +90,7 @@ class Handover:
         iteration = migrate.transfer(
             self._state,
             iteration,
-            _number(whole, sender),
+            replica_of(plan.members, size, sender),
             newcomer,
             member.process.device,
             [number for number, slots in enumerate(whole) if not set(slots) & set(plan.joiners)],
@@ -103,8 +101,3 @@ class Handover:
         )
         member.half_received = False
         return iteration
-
-
-def _number(whole: Sequence[Sequence[int]], slot: Any) -> int:
-    """The replica that has the slot."""
-    return next(number for number, slots in enumerate(whole) if slot in slots)

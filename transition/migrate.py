@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -54,7 +54,7 @@ class TrainingState:
                 yield inner, group
 
     def _plain_groups(self) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key != "params"} for _, group in self._groups()]
+        return plain(group for _, group in self._groups())
 
     def schedule(self) -> dict[str, Any] | None:
         """The state of the learning-rate schedule."""
@@ -108,9 +108,7 @@ class TrainingState:
                 "the same script on all nodes"
             )
         for (inner, group), values, layouts in zip(mine, data["groups"], data["layout"], strict=True):
-            group.update(
-                {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()}
-            )
+            group.update({key: as_before(group.get(key), value) for key, value in values.items()})
             for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
         self.adopt_schedule(data["scheduler"])
@@ -130,6 +128,18 @@ class TrainingState:
                     yield parameter.data
                 state = inner.state.get(parameter, {})
                 yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
+
+
+def plain(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups without the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def as_before(before: Any, value: Any) -> Any:
+    """A value of a header as it is held here: MessagePack knows neither tuples nor tensors."""
+    if isinstance(before, torch.Tensor):
+        return torch.tensor(value, dtype=before.dtype, device=before.device)
+    return tuple(value) if isinstance(before, tuple) else value
 
 
 def _room(value: Any, parameter: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from detector.inject import injector
 from transition import elastic_buckets
-from transition.migrate import StateMismatch, broadcast_bytes, checksum
+from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
 from transition.sharding import Uncovered
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
@@ -210,11 +210,11 @@ class Shards:
             raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
         for optimizer, (groups, scaler) in zip(optimizers, data["optimizers"], strict=True):
             for group, values_of in zip(optimizer.optimizer.param_groups, groups, strict=True):
-                group.update({key: _as_before(group.get(key), value) for key, value in values_of.items()})
+                group.update({key: as_before(group.get(key), value) for key, value in values_of.items()})
             if optimizer.grad_scaler is not None:
                 before = optimizer.grad_scaler.state_dict()
                 optimizer.grad_scaler.load_state_dict(
-                    {key: _as_before(before.get(key), value) for key, value in scaler.items()}
+                    {key: as_before(before.get(key), value) for key, value in scaler.items()}
                 )
         return bytes(data["extra"])
 
@@ -222,10 +222,7 @@ class Shards:
         """What is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
         optimizers = [
             (
-                [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in optimizer.optimizer.param_groups
-                ],
+                plain(optimizer.optimizer.param_groups),
                 {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
             )
             for optimizer in elastic_buckets.distributed(self.optimizer)
@@ -377,10 +374,3 @@ def _spoiled(wire: torch.Tensor) -> torch.Tensor:
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     if into:
         torch._foreach_copy_(into, values)
-
-
-def _as_before(before: Any, value: Any) -> Any:
-    """A value of the header as it is held here: MessagePack knows neither tuples nor tensors."""
-    if isinstance(before, torch.Tensor):
-        return torch.tensor(value, dtype=before.dtype, device=before.device)
-    return tuple(value) if isinstance(before, tuple) else value

@@ -59,8 +59,6 @@ def _reduces(model: Sequence[Any]) -> Iterator[str]:
         settings = chunk.ddp_config
         if settings.average_in_collective:
             yield "gradients averaged in the collective, since it weighs micro-batches itself: unset it"
-        if settings.num_distributed_optimizer_instances > 1:
-            yield "several instances of the distributed optimizer: set num_distributed_optimizer_instances to 1"
         if getattr(settings, "reduce_scatter_with_fp32_accumulation", False):
             yield "reduce_scatter_with_fp32_accumulation, whose reduce cannot be waited for: unset it"
         if getattr(settings, "use_megatron_fsdp", False) or getattr(settings, "use_custom_fsdp", False):
@@ -69,7 +67,5 @@ def _reduces(model: Sequence[Any]) -> Iterator[str]:
 
 def _optimizer(optimizer: Any) -> Iterator[str]:
     config = getattr(optimizer, "config", None)
-    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
-        yield "a parameter gather that begins before the whole step: unset overlap_param_gather_with_optimizer_step"
     if getattr(config, "optimizer_cpu_offload", False):
         yield "an optimizer on the CPU: unset optimizer_cpu_offload"

@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.controller import Controller
+from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
-SETTINGS = """
-slurm = "command"
-slurm_poll_seconds = 0.5
-lease_periods = 3
-forming_settle_seconds = 1
-[partition.main]
-mode = "act"
-"""
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
 export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
@@ -32,7 +24,7 @@ exec {agent} run -- {python} {script}
 
 @pytest.fixture
 def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
-    started = Controller(tmp_path, SETTINGS, outside_slurm() | cluster.env())
+    started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
     yield started
     started.close()
 

@@ -9,20 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.controller import Controller
+from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import AGENT
 from tests.support.processes import ROOT, call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
-SETTINGS = """
-slurm = "command"
-slurm_poll_seconds = 0.5
-lease_periods = 3
-forming_settle_seconds = 1
-[partition.main]
-mode = "{mode}"
-"""
 
 
 @pytest.fixture
@@ -32,7 +24,7 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Simpl
     environment = outside_slurm() | cluster.env()
 
     def run(mode: str, *options: str) -> SimpleNamespace:
-        controller = Controller(tmp_path, SETTINGS.format(mode=mode), environment)
+        controller = Controller(tmp_path, quick_on_slurm(mode), environment)
         started.append(controller)
         script = tmp_path / "job.sh"
         script.write_text(

@@ -33,6 +33,18 @@ max_weight = 100
 T = TypeVar("T")
 
 
+def quick_on_slurm(mode: str) -> str:
+    """Lines of [controller] for a real Slurm, in which what may be done in the partition is `mode`."""
+    return f"""
+slurm = "command"
+slurm_poll_seconds = 0.5
+lease_periods = 3
+forming_settle_seconds = 1
+[partition.main]
+mode = "{mode}"
+"""
+
+
 class Controller:
     """A unicrond whose configuration, state and log lie in a folder of its own.
 

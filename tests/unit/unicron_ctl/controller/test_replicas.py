@@ -74,7 +74,8 @@ def test_a_standby_and_a_new_process_come_in_together_and_get_the_state():
     world.check_replay()
 
 
-def test_two_losses_at_once_in_different_replicas():
+def two_lost_at_once() -> tuple[World, list[FakeAgent]]:
+    """Slots 1 and 2, of two replicas; what is left makes one."""
     world, agents = started(nodes=4, ranks=1, replica=2)
     agents[0].obedient = agents[3].obedient = False
     agents[1].die(1)
@@ -82,6 +83,11 @@ def test_two_losses_at_once_in_different_replicas():
     for agent in (agents[0], agents[3]):
         agent.obedient = True
         agent.get(agent.heard[-1])
+    return world, agents
+
+
+def test_two_losses_at_once_in_different_replicas():
+    world, _ = two_lost_at_once()
     world.run(0.5)
     assert world.job().order == [0, 3] and world.job().plan.assignment == {0: list(range(MICRO_BATCHES))}
     assert world.job().phase == "running"
@@ -261,13 +267,7 @@ def test_the_ledger_takes_the_heads_word_for_their_replicas(size):
 
 def test_what_a_composed_replica_computes_again_is_no_violation():
     """Slots 1 and 2 are lost at once: slot 0 drops what it has and computes it again with slot 3."""
-    world, agents = started(nodes=4, ranks=1, replica=2)
-    agents[0].obedient = agents[3].obedient = False
-    agents[1].die(1)
-    agents[2].die(2)
-    for agent in (agents[0], agents[3]):
-        agent.obedient = True
-        agent.get(agent.heard[-1])
+    world, agents = two_lost_at_once()
     everything = list(range(MICRO_BATCHES))
     agents[0].step(0, 0, everything, computed=[0, 2, *everything])
     agents[3].step(3, 0, [])
