@@ -22,7 +22,11 @@ def settle(backend: str) -> None:
 
 
 class Aborter:
-    """Aborts communicators all together, each once, from one place. `inside`: the groups inside the replica."""
+    """Aborts communicators all together, each once, from one place. `inside`: the groups inside the replica.
+
+    A group has no communicator before its first collective, and may get one after an abort that found none: it is
+    tried again with the next call, as long as somebody still waits.
+    """
 
     def __init__(self) -> None:
         self.inside: set[Any] = set()
@@ -43,7 +47,7 @@ class Aborter:
         ]
         if not due:
             return 0
-        self._aborted |= {id(group) for group in due}
+        had = {id(group) for group in due if _has_communicator(group)}
         # One group call, else the aborts of several communicators wait for each other (pytorch#119797).
         backend: Any = due[0]._get_backend(torch.device("cuda"))
         backend._group_start()
@@ -53,11 +57,20 @@ class Aborter:
                     group.abort()
         finally:
             backend._group_end()
-        return len(due)
+        self._aborted |= had
+        return len(had)
 
     def forget(self) -> None:
         """New groups may have the identities of old ones."""
         self._aborted.clear()
+
+
+def _has_communicator(group: Any) -> bool:
+    """Made, or being made: only one that is wholly there says so, hence a second abort of the same, which torch
+    leaves out."""
+    import torch
+
+    return bool(group._get_backend(torch.device("cuda"))._is_initialized())
 
 
 def _is_nccl(group: Any) -> bool:

@@ -94,8 +94,13 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return tensor
         sent = tensor.to(self._process.device)
-        dist.all_reduce(sent, op=operation, group=group)
+        asks = self._process.backend == "nccl"  # what has failed is not raised there
+        work = dist.all_reduce(sent, op=operation, group=group, async_op=asks)
+        if asks:
+            work.wait()
         told = sent.cpu()  # waits for the device
+        if asks and work.is_completed() and work.exception() is not None:
+            raise PeerLost("the members told each other nothing: their communicator reports an error")
         if self._process.channel is not None and self._process.watch.disturbed(inside):
             raise PeerLost("the generation ended while its members told each other")
         return told

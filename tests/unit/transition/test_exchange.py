@@ -1,0 +1,52 @@
+"""What a collective delivered is believed only while the generation stands and its communicator reports no error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from transition.exchange import Exchange
+from transition.gradients import PeerLost
+
+
+@pytest.fixture
+def exchange(monkeypatch):
+    """Of a rank with NCCL that is stood in for: `state.error` is its communicator's, `state.over` the generation's."""
+    state = SimpleNamespace(error=None, over=False, waited=0)
+
+    def all_reduce(tensor, op, group, async_op):
+        assert async_op
+
+        def wait():
+            state.waited += 1
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: True, exception=lambda: state.error)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    watch = SimpleNamespace(disturbed=lambda inside: state.over)
+    process = SimpleNamespace(backend="nccl", device=torch.device("cpu"), channel=object(), watch=watch)
+    return Exchange(process), state
+
+
+def test_what_a_sound_communicator_says_is_believed(exchange):
+    said, state = exchange
+    assert said.commit(None, False).offer is None and state.waited == 1
+
+
+def test_an_error_of_the_communicator_is_a_lost_peer(exchange):
+    """NCCL's collectives return without raising."""
+    said, state = exchange
+    state.error = RuntimeError("remote process has exited")
+    with pytest.raises(PeerLost, match="communicator reports an error"):
+        said.all_there()
+
+
+def test_nothing_is_believed_of_a_generation_that_has_ended(exchange):
+    said, state = exchange
+    state.over = True
+    with pytest.raises(PeerLost, match="ended"):
+        said.all_there()
