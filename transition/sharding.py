@@ -73,7 +73,10 @@ class Buckets:
         takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
         compute the same. Raises :class:`Uncovered` when a shard has no holder.
         """
-        holders = [[rank for rank, has in enumerate(held) if shard in has] for shard in range(count)]
+        holders: list[list[int]] = [[] for _ in range(count)]
+        for rank, has in enumerate(held):
+            for shard in has:
+                holders[shard].append(rank)
         if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
             raise Uncovered(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
         sent: Counter[int] = Counter()

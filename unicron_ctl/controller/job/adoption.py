@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from unicron_ctl.controller.job.candidates import forming_slots, missing_places, waiting_elements
+from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.log import records
@@ -358,6 +358,14 @@ def _say_incomplete(view: View, job: JobView) -> Outcome:
 def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     """Puts on record, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
+    if state.phase in (Phase.FORMING, Phase.RUNNING) and (strange := of_another_size(job)):
+        sizes = ", ".join(map(str, sorted(set(strange.values()))))
+        reason = (
+            f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so that they "
+            "cannot train together: start the same command on all nodes"
+        )
+        _wait(state, sorted(strange), reason, out)
+        return out
     if state.phase is Phase.FORMING:
         return _say_incomplete(view, job)
     here = state.phase is Phase.BREAKING and not job.live.awaited and job.waited(view.now) > SAY_SECONDS

@@ -162,6 +162,16 @@ def _has_been_in(status: RankStatus) -> bool:
     return status.state != "waiting"
 
 
+def of_another_size(job: JobView) -> dict[int, int]:
+    """Slots that would enter but can never train with the others, and the ranks of a replica as they say it."""
+    ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
+    return {
+        slot: status.replica
+        for slot, status in ranks
+        if status.state in CAN_ENTER and status.end is None and status.replica != job.replica
+    }
+
+
 def missing_places(slots: Iterable[int], size: int) -> list[int]:
     """Places of a replica for which there is no rank among these slots."""
     here = {slot % size for slot in slots}

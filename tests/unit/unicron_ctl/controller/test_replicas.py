@@ -45,6 +45,20 @@ def test_what_completes_no_replica_waits_and_is_no_failure():
     world.check_replay()
 
 
+def test_ranks_of_another_layout_wait_and_the_job_says_what_to_do():
+    world, agents = started(nodes=3, ranks=2, replica=2)
+    agents[2].die(4)
+    agents[2].replica = 4
+    agents[2].set(4, state="waiting", replica=4)
+    world.run(5.0)
+    assert "slots [4] have replicas of 4 ranks and the others of 2" in world.job().waits
+    assert "start the same command" in world.job().waits and world.job().order == [0, 1, 2, 3]
+    agents[2].set(4, state="waiting", replica=2)
+    world.run(5.0)
+    assert states(agents)[4] == states(agents)[5] == "entering" and world.job().waits == ""
+    world.check_replay()
+
+
 def test_a_loss_takes_out_its_replica_and_the_living_rank_waits_with_its_state():
     world, agents = started()
     for agent in agents:
