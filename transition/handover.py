@@ -4,6 +4,9 @@ source first (docs/design/micro-batch-reuse.md)."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+import torch
 
 from transition import migrate
 from transition.checkpoint import Checkpoints
@@ -70,6 +73,13 @@ class Handover:
         if self._exchange.tie_embeddings(self._state.model):
             self._state.optimizer.reload_model_params()
 
+    def _gathered(self, plan: Plan) -> Callable[[torch.Tensor], bool]:
+        """What a newcomer has made of the optimizer's shards by now: the model, but for what is not trained."""
+        if self._kept is None or not plan.boundary:
+            return lambda tensor: False
+        trained = {each.data_ptr() for each in self._state.trained()}
+        return lambda tensor: tensor.data_ptr() in trained
+
     def _migrate(self, plan: Plan, sender: int, newcomer: bool, iteration: int) -> int:
         member, size = self._member, self._member.layout.size
         whole = replicas(plan.members, size)
@@ -98,6 +108,7 @@ class Handover:
             note,
             moved,
             member.watch.lost,
+            self._gathered(plan),
         )
         member.half_received = False
         return iteration

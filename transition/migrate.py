@@ -115,6 +115,11 @@ class TrainingState:
         self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
         return int(data["iteration"])
 
+    def trained(self) -> Iterator[torch.Tensor]:
+        """The model's parameters that the optimizer changes."""
+        for chunk in self.model:
+            yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors of the state in a fixed order: model, main parameters where they differ, optimizer state."""
         seen = set()
@@ -162,20 +167,23 @@ def transfer(
     note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
     moved: Callable[[int], None] = lambda size: None,
     lost: Callable[[], bool] = lambda: False,
+    made: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> int:
     """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
     with.
 
     holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was
     sent so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
-    generation is over. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
+    generation is over. made(tensor): newcomers should have it by now, so that it is compared, and sent only if it
+    differs. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
     in a newcomer that could not be given the state, RuntimeError when a peer is lost meanwhile.
     """
     me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
     for attempt in range(TRIES):
         sender = order[attempt % len(order)]
         receiving = me not in order
-        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved)
+        there = made if attempt == 0 else _nothing
+        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved, there)
         differing = _gather(wrong, device, group)
         if lost():  # an aborted NCCL collective leaves garbage and raises nothing
             raise RuntimeError("the generation ended while the training state was transferred")
@@ -199,6 +207,10 @@ def transfer(
     return found if receiving else iteration
 
 
+def _nothing(tensor: torch.Tensor) -> bool:
+    return False
+
+
 def note(members: Sequence[int], sender: int, parts: int, following: int) -> dict[str, Any]:
     """What :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
     text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
@@ -214,6 +226,7 @@ def _send_once(
     device: torch.device,
     group: Any,
     moved: Callable[[int], None],
+    made: Callable[[torch.Tensor], bool],
 ) -> tuple[int, int]:
     """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
     am_source = dist.get_rank(group) == source
@@ -225,6 +238,9 @@ def _send_once(
         iteration = state.adopt(header)
     sums = [state.settings()]
     for tensor in state.tensors():
+        if made(tensor):
+            sums.append(checksum(tensor))
+            continue
         keep = (receiving or am_source) and tensor.device.type == device.type
         wire = tensor if keep and not spoil else tensor.to(device, copy=True)
         if spoil:

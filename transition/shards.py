@@ -28,6 +28,7 @@ from transition.migrate import StateMismatch, as_before, broadcast_bytes, checks
 from transition.sharding import Uncovered
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
+SUM_WORDS = 4  # of 32 bits in a checksum
 TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -162,17 +163,18 @@ class Shards:
 
     def _who_holds(self, old: _Set | None) -> tuple[int, float, list[set[int]]]:
         """How many shards the set has, Adam's step, and which shards each rank of the group holds."""
-        told = torch.tensor([old.count, old.step] if old else [0, 0], dtype=torch.float64, device=self.wire)
+        shards = sorted(old.shards) if old else []
+        about = [old.count, old.step, len(shards)] if old else [0, 0, 0]
+        told = torch.tensor(about, dtype=torch.float64, device=self.wire)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         self._check_alive()
-        count, step = int(told[0]), float(told[1])
-        mine = torch.zeros(max(count, 1), dtype=torch.int64)
-        mine[list(old.shards) if old else []] = 1
+        count, step, most = int(told[0]), float(told[1]), max(int(told[2]), 1)
+        mine = torch.tensor([*shards, *[-1] * (most - len(shards))], dtype=torch.int64)
         table = torch.empty(self.count * mine.numel(), dtype=torch.int64, device=self.wire)
         dist.all_gather_into_tensor(table, mine.to(self.wire), group=self.group)
         self._check_alive()
         rows = table.view(self.count, -1).tolist()
-        return count, step, [{shard for shard, held in enumerate(row) if held} for row in rows]
+        return count, step, [{shard for shard in row if shard >= 0} for row in rows]
 
     def _common_header(self, old: _Set | None, source: int) -> bytes:
         mine = old.header if old is not None and self.index == source else None
@@ -301,14 +303,13 @@ class Shards:
         for _ in range(TRIES):
             spoil = bool(outgoing) and injector.spoils_transfer()
             self._exchange(outgoing, incoming, spoil)
-            sums = torch.zeros(self.count, 2, dtype=torch.int64)
-            for rank, pieces in outgoing.items():
-                sums[rank] = _checksum(pieces)
-            table = torch.empty(self.count * sums.numel(), dtype=torch.int64, device=self.wire)
-            dist.all_gather_into_tensor(table, sums.view(-1).to(self.wire), group=self.group)
-            sent = table.cpu().view(self.count, self.count, 2)
+            sums = {rank: [_checksum(pieces).view(torch.float32)] for rank, pieces in outgoing.items()}
+            sent = {rank: [torch.zeros(SUM_WORDS)] for rank in incoming}
+            self._exchange(sums, sent)
             wrong = [
-                rank for rank, pieces in incoming.items() if not torch.equal(_checksum(pieces), sent[rank, self.index])
+                rank
+                for rank, pieces in incoming.items()
+                if not torch.equal(_checksum(pieces), sent[rank][0].view(torch.int64))
             ]
             told = torch.tensor([len(wrong)], device=self.wire)
             dist.all_reduce(told, group=self.group)

@@ -361,7 +361,7 @@ def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     if state.phase in (Phase.FORMING, Phase.RUNNING) and (strange := of_another_size(job)):
         sizes = ", ".join(map(str, sorted(set(strange.values()))))
         reason = (
-            f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so that they "
+            f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so they "
             "cannot train together: start the same command on all nodes"
         )
         _wait(state, sorted(strange), reason, out)
