@@ -108,8 +108,6 @@ class Session:
         self._exchange = Exchange(current)
         healed = self._channel is not None and self._state.sharded
         self._kept = Safekeeping(current, self._state, self._exchange) if healed else None
-        if self._kept is not None:
-            current.unblocker.also(self._kept.shards.abort)
         self._gradients = Gradients(
             model,
             forward_step,
