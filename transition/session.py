@@ -408,12 +408,17 @@ class Session:
         self._committed = False
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         self._gradients.restore()
+        self._set_phase("computing")  # a further loss must not find it reduced
         assigned = member.assigned(plan)
         if assigned is None or plan.iteration not in (None, self._ledger.iteration):
             raise LedgerError(f"the plan for iteration {self._ledger.iteration} gives this replica nothing to compute")
-        self._keep_or_drop(assigned)
+        try:
+            self._keep_or_drop(assigned)
+        except (PeerLost, RuntimeError) as further:
+            if not self._is_loss(further):
+                raise
+            return self._recover(further)
         self._ledger.reassign(assigned)
-        self._set_phase("computing")
         return False
 
     def _unsure_parameters(self) -> bool:

@@ -10,9 +10,10 @@ TINY_CHECKPOINT_EVERY so many iterations (2).
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
-groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is
-written; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any
-but the time before the first. With `file` only once that file is in TINY_OUT.
+groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
+compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place of
+`count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only
+once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -52,7 +53,7 @@ DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("save", "import")
+COUNTED += ("save", "import", "resume")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -361,6 +362,7 @@ def install_points(chunks, optimizer) -> None:
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
+    around(transition.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
 
 
