@@ -222,6 +222,7 @@ class Session:
         while True:
             try:
                 self._gradients.compute(self._ledger)
+                self._member.reached("computed")
                 self._leave_schedule()
                 self._set_phase("reducing")
                 reducing = time.perf_counter()
@@ -374,7 +375,7 @@ class Session:
 
     def _recovery_parts(self) -> dict[str, float]:
         """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
-        stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
         moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
         began = min(moments.values())
         return {what: moment - began for what, moment in moments.items()}
