@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support.processes import outside_slurm
 from tests.support import rank_harness
+from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
 from tests.support.zygote import Script
 
@@ -105,7 +105,9 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
         common = {**model, **layout.settings, "TINY_LAYOUT": layout.shape, "TINY_SAVE": "0"}
         common |= {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(each)}
         common |= {"COST_WARM_UP": str(WARM_UP), "TINY_SCRIPT": str(SCRIPT)}
-        plain = [Script(SCRIPT, environment=_plain(common, name, rank, port)) for port in [_port()] for rank in range(SIZE)]
+        plain = [
+            Script(SCRIPT, environment=_plain(common, name, rank, port)) for port in [_port()] for rank in range(SIZE)
+        ]
         ranks = Quiet(folder, SIZE, [], fork=True, replica=layout.replica, **common)
         ranks.drive()
         for script in plain:
@@ -159,8 +161,9 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     rank_harness.LIMIT = LIMIT
-    print(f"iteration with Unicron / plain Megatron-core, {SIZE} ranks on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f};")
-    print(f"{options.pairs} pairs of {options.each}; ms; median and quartiles of the pairs' ratios; of the processor's time")
+    print(f"iteration with Unicron / plain Megatron-core; {SIZE} ranks on {os.cpu_count()} cores, ", end="")
+    print(f"load {os.getloadavg()[0]:.1f}; {options.pairs} pairs of {options.each}; ms")
+    print("median and quartiles of the pairs' ratios; the processor's time alone")
     print(f"{'layout, micro-batches':<36}{'plain':>10}{'more':>9}{'ratio':>27}{'processor':>10}")
     results, marks = [], []
     for name in options.only or LAYOUTS:

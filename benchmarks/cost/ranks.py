@@ -1,4 +1,4 @@
-"""The script of both sets of ranks of ``benchmarks.cost``: under an agent's stand-in a Session, else plain Megatron-core.
+"""What both sets of ranks of ``benchmarks.cost`` run: under an agent's stand-in a Session, else plain Megatron-core.
 
 Environment: tiny_gpt's for the model; COST_FOLDER the folder with the gates, COST_RANK for a plain
 rank, COST_BLOCKS, COST_EACH

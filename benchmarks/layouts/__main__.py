@@ -30,14 +30,15 @@ SHAPES = {  # TP PP VPP, ranks of a replica
     "tp-pp": ("2 2 1", 4),
 }
 REPLICAS = 2
-TRAINING = {"TINY_RATE": "1e-3", "TINY_RULE": "0.6", "TINY_SLOW": "0.01", "TINY_SAVE": "0", "TINY_DISTOPT": "1"}
+TRAINING = {"TINY_RATE": "1e-3", "TINY_RULE": "0.6", "TINY_SAVE": "0", "TINY_DISTOPT": "1"}
+SLOW = "0.01"  # seconds of sleep per micro-batch where ranks are lost, for their processes start anew meanwhile
 WITHIN = 0.3  # seconds in which a loss strikes once it is due: the better part of an iteration
 CLOSE = 1e-5  # relative
 HOUR = 3600.0
 
 
 class Struck(Ranks):
-    """Ranks of which random ones are killed, each when the job is whole again and its share of the iterations is over."""
+    """Ranks of which random ones are killed, each when the job is whole and its share of the iterations is over."""
 
     def __init__(self, *arguments: Any, iterations: int, losses: int, seed: int, **keywords: Any):
         super().__init__(*arguments, restart=True, fork=True, **keywords)
@@ -66,10 +67,13 @@ def train(out: Path, shape: str, iterations: int, losses: int, seed: int = 0, re
     """One run to its end, its ledgers proven."""
     layout, size = SHAPES[shape]
     out.mkdir()
-    settings = {**TRAINING, "TINY_LAYOUT": layout, "TINY_ITERATIONS": str(iterations)}
-    ranks = Struck(
-        out, replicas * size, [], iterations=iterations, losses=losses, seed=seed, replica=size, **settings
-    )
+    settings = {
+        **TRAINING,
+        "TINY_LAYOUT": layout,
+        "TINY_ITERATIONS": str(iterations),
+        "TINY_SLOW": SLOW if losses else "0",
+    }
+    ranks = Struck(out, replicas * size, [], iterations=iterations, losses=losses, seed=seed, replica=size, **settings)
     ranks.drive()
     for iteration in range(iterations):
         steps = [step for step in ranks.steps if step["iteration"] == iteration]

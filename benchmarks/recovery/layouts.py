@@ -8,6 +8,7 @@ what it owes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -60,7 +61,7 @@ def recover(shape: str, replica: int, size: int, point: dict[str, object], shard
         assert {timing["slot"] for timing in found} == set(ranks.plans[1].members), "not all survivors told their times"
         moments = {what: max(_at(timing, what) for timing in found) for what in PARTS[1:]}
         ends = [killed, ranks.ended[victim], *moments.values()]
-        return Recovery([1e3 * max(0.0, end - began) for began, end in zip(ends, ends[1:], strict=False)])
+        return Recovery([1e3 * max(0.0, end - began) for began, end in itertools.pairwise(ends)])
 
 
 def _at(timing: dict, what: str) -> float:
@@ -93,7 +94,9 @@ def asked(what: str, value: float, unit: str, most: float) -> None:
 
 def layouts(repeats: int) -> None:
     """The table of the layouts, and the marks."""
-    print(f"\nkill -> next step less what is computed again, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ms;")
+    print(
+        f"\nkill -> next step less what is computed again, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ms;"
+    )
     print("medians of the parts: to the pidfd, to the plan, to the groups, state taken, computed again, stepped")
     rows = {}
     for name, (shape, replica, size) in SHAPES.items():
