@@ -65,6 +65,11 @@ class Member:
         """What the plan gives this rank's replica to compute; None where it says nothing of it."""
         return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
 
+    def reached(self, what: str) -> None:
+        """The recovery at hand, if there is one, has come so far."""
+        if self.moments:
+            self.moments[what] = time.monotonic()
+
     # ------------------------------------------------------------ resting
     def stop(self, error: Exception, drain: Callable[[Callable[[], Any]], None], clean: bool) -> None:
         """All collectives of the generation are left for good; say where this rank stands. clean: all of the replica

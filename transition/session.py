@@ -110,8 +110,6 @@ class Session:
         healed = self._channel is not None and self._state.sharded
         where = chosen()
         self._kept = Safekeeping(current, self._state, self._exchange, where) if healed else None
-        if self._kept is not None:
-            current.unblocker.also(self._kept.shards.abort)
         self._gradients = Gradients(
             model,
             forward_step,
@@ -234,6 +232,7 @@ class Session:
         while True:
             try:
                 self._gradients.compute(self._ledger)
+                self._member.reached("computed")
                 self._leave_schedule()
                 self._set_phase("reducing")
                 reducing = time.perf_counter()
@@ -386,7 +385,7 @@ class Session:
 
     def _recovery_parts(self) -> dict[str, float]:
         """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
-        stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
         moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
         began = min(moments.values())
         return {what: moment - began for what, moment in moments.items()}
@@ -421,12 +420,17 @@ class Session:
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         if not self._gradients.restore():
             self._ledger.drop()
+        self._set_phase("computing")  # a further loss must not find it reduced
         assigned = member.assigned(plan)
         if assigned is None or plan.iteration not in (None, self._ledger.iteration):
             raise LedgerError(f"the plan for iteration {self._ledger.iteration} gives this replica nothing to compute")
-        self._keep_or_drop(assigned)
+        try:
+            self._keep_or_drop(assigned)
+        except (PeerLost, RuntimeError) as further:
+            if not self._is_loss(further):
+                raise
+            return self._recover(further)
         self._ledger.reassign(assigned)
-        self._set_phase("computing")
         return False
 
     def _unsure_parameters(self) -> bool:

@@ -10,8 +10,6 @@ over.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +46,7 @@ class _Set:
 
 
 class Shards:
-    """The sharded state of one rank's optimizer. All methods are for the training thread, except :meth:`abort`.
+    """The sharded state of one rank's optimizer. All methods are for the training thread.
 
     Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
     sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. memory: where shards
@@ -72,8 +70,6 @@ class Shards:
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
         self._spare: list[torch.Tensor] = []
-        self._pending: list[Any] = []
-        self._lock = threading.Lock()
 
     @property
     def group(self) -> Any:
@@ -257,16 +253,6 @@ class Shards:
             self._drop(key)
 
     # ------------------------------------------------------------ sending
-    def abort(self) -> None:
-        """Give up what is being sent and received: a wait for it ends with an error. Safe in any thread.
-
-        gloo does not always wake a wait whose connection was shut down.
-        """
-        with self._lock:
-            for work in self._pending:
-                with contextlib.suppress(RuntimeError):
-                    work.abort()
-
     def _exchange(
         self,
         outgoing: Mapping[int, Sequence[torch.Tensor]],
@@ -319,16 +305,8 @@ class Shards:
 
     def _run(self, operations: list[dist.P2POp]) -> None:
         works = dist.batch_isend_irecv(operations) if operations else []
-        with self._lock:
-            self._pending = works
-        if self._lost():  # the abort may have come before there was something to abort
-            self.abort()
-        try:
-            if not all([work.wait() for work in works]):  # an aborted wait may just return False
-                raise CopyFailed("the state was not sent: the connection was given up")
-        finally:
-            with self._lock:
-                self._pending = []
+        for work in works:
+            work.wait()  # a connection that is shut down ends it, with an error
         self._check_alive()
 
     def _check_alive(self) -> None:

@@ -72,16 +72,6 @@ class Unblocker:
             with self._lock:
                 self._inside |= set(tcp_sockets()) - before
 
-    def also(self, free: Callable[[], None]) -> None:
-        """Call this, too, when the main thread is to be freed."""
-        before = self._abort
-
-        def both(inside: bool) -> int:
-            free()
-            return before(inside)
-
-        self._abort = both
-
     def forget_inside(self) -> None:
         """The connections inside the replica do not live on."""
         with self._lock:

@@ -1,4 +1,5 @@
-"""Kill to the next optimizer step with four ranks on this machine, and what the hooks cost while nothing fails.
+"""Kill to the next optimizer step on this machine, and what the hooks cost while nothing fails: four ranks and every
+moment, then all layouts, then 2 to 16 ranks (``layouts.py``), then healthy iterations (``overhead.py``).
 
 Real ranks, gloo and ZeroMQ under the test harness; Slurm and its messages are not in it. Each figure is of several
 runs; the machine's own load is in all of them.
@@ -15,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.recovery.layouts import asked, growth, layouts
 from tests.support import proof
 from tests.support.rank_harness import Ranks
 
@@ -77,12 +79,6 @@ def recover(point: dict, reference: Path) -> Recovery:
             recomputed=len(work) - len(set(work)),
             reused=proof.MICRO_BATCHES if ranks.plans[1].step is not None else done,
         )
-
-
-def asked(what: str, value: float, unit: str, most: float) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    verdict = "" if value <= most else "   MISSED"
-    print(f"{what:<66}{value:>10.4g} {unit:<8}   asked: <= {most:g} {unit}{verdict}", flush=True)
 
 
 def recoveries(repeats: int) -> None:
@@ -153,9 +149,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="runs per failure point")
     parser.add_argument("--rounds", type=int, default=80, help="of healthy iterations of each kind")
+    parser.add_argument("--only", action="append", choices=("points", "layouts", "growth", "overhead"))
     options = parser.parse_args()
-    recoveries(options.repeats)
-    overhead(options.rounds)
+    parts = {
+        "points": lambda: recoveries(options.repeats),
+        "layouts": lambda: layouts(options.repeats),
+        "growth": lambda: growth(options.repeats),
+        "overhead": lambda: overhead(options.rounds),
+    }
+    for name in options.only or parts:
+        parts[name]()
     return 0
 
 

@@ -59,6 +59,7 @@ def moments(size: int) -> dict[str, list[dict]]:
         "step": [fault(first, 1, "step", kind="late", delay=0.004)],
         "after": [fault(last, 1, "outside")],
         "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
+        "resume": [fault(first, 1, "fetch", 1), fault(0, 1, "resume", kind="gloo")],
         "twice": [
             fault(first, 1, "fetch", 1),
             fault(0, 2, "fetch", kind="wait", gate=1),  # until the process that was started again is offered
@@ -84,6 +85,7 @@ SPREAD = {
     ("tp", "sharded-no-copies", "step"),
     ("tp", "sharded", "after"),
     ("pp", "tokens", "backward"),
+    ("pp", "plain", "resume"),
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
     ("pp", "bf16", "error"),

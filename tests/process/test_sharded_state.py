@@ -33,6 +33,8 @@ def run(folder, expected=None, **settings):
     ends = {rank: script.wait() for rank, script in scripts.items()}
     wrong = {rank: end.stderr[-3000:] for rank, end in ends.items() if end.returncode != (expected or {}).get(rank, 0)}
     assert not wrong, "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+    fallen = {rank: end.stderr[-3000:] for rank, end in ends.items() if "Exception in thread" in end.stderr}
+    assert not fallen, fallen  # the one that ends what the training thread waits for has to live on
     return {rank: end.stderr for rank, end in ends.items()}
 
 

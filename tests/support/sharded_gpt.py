@@ -240,7 +240,6 @@ class Training:
             generation = self.generation
             if self.over() and generation == self.generation:
                 self.unblocker.unblock()
-                self.shards.abort()
 
     # ------------------------------------------------------------ an iteration
     def mine(self) -> list[int]:

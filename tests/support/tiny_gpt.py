@@ -3,16 +3,18 @@
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
 "delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for
 its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_TOKENS=1
-for a loss per token; TINY_DROPOUT; TINY_LAYERS; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW
-seconds per micro-batch; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
-TINY_CHECKPOINT_EVERY so many iterations (2).
+for a loss per token; TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a
+micro-batch; TINY_RATE of learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for
+overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose gradients and
+parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
-groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is
-written; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any
-but the time before the first. With `file` only once that file is in TINY_OUT.
+groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
+compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place of
+`count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only
+once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -46,13 +48,14 @@ CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get(
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
-SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
+RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("TINY_RULE", "0"))
+SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("save", "import")
+COUNTED += ("save", "import", "resume")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -167,7 +170,7 @@ def build():
         batch_p2p_comm=VIRTUAL == 1,
     )
     chunks = [wrap(config, part(config, stage if VIRTUAL > 1 else None), overlap) for stage in range(VIRTUAL)]
-    settings = OptimizerConfig(optimizer="adam", lr=5e-3, min_lr=5e-4, weight_decay=0.01, clip_grad=1.0, bf16=BF16)
+    settings = OptimizerConfig(optimizer="adam", lr=RATE, min_lr=RATE / 10, weight_decay=0.01, clip_grad=1.0, bf16=BF16)
     settings.use_distributed_optimizer = DISTOPT
     optimizer = get_megatron_optimizer(settings, chunks)
     config.finalize_model_grads_func = finalize_model_grads
@@ -212,8 +215,8 @@ def schedule(optimizer):
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=5e-3,
-        min_lr=5e-4,
+        max_lr=RATE,
+        min_lr=RATE / 10,
         lr_warmup_steps=0,
         lr_decay_steps=100 * samples,
         lr_decay_style="linear",
@@ -239,7 +242,16 @@ def fetch(iteration: int, index: int):
     if SLOW:
         time.sleep(SLOW)
     generator = torch.Generator().manual_seed(1000003 * iteration + index)
-    return torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
+    return follow(tokens, generator) if RULE else tokens
+
+
+def follow(tokens, generator):
+    """Most tokens follow from the one before: something that can be learnt."""
+    obeys = torch.rand(tokens.shape, generator=generator) < RULE
+    for place in range(1, SEQUENCE + 1):
+        tokens[:, place] = torch.where(obeys[:, place], (5 * tokens[:, place - 1] + 17) % VOCABULARY, tokens[:, place])
+    return tokens
 
 
 def forward_step(data_iterator, model):
@@ -361,6 +373,7 @@ def install_points(chunks, optimizer) -> None:
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
+    around(transition.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
 
 

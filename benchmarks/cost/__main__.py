@@ -1,0 +1,184 @@
+"""What Unicron costs while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
+
+    python -m benchmarks.cost [--pairs 12] [--only "DP2 TP2, distributed optimizer"]...
+
+Two sets of ranks live at once, of the same layout, model and data: one of sessions, which report to an agent's
+stand-in, one of Megatron's own loop in processes that never heard of this project. They take turns: each trains a block
+of iterations while the other waits at its gate, so what else the machine does strikes both alike. The ratio is that of
+neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support import rank_harness
+from tests.support.processes import outside_slurm
+from tests.support.rank_harness import Ranks
+from tests.support.zygote import Script
+
+SIZE = 4  # ranks of each set
+WARM_UP = 2
+ASKED = 1.01
+SCRIPT = Path(__file__).with_name("ranks.py")
+LIMIT = 3600.0
+# 16,384 tokens an iteration: see docs/measurements.md for why so many
+MODEL = {
+    "TINY_HIDDEN": "256",
+    "TINY_LAYERS": "4",
+    "TINY_SEQUENCE": "128",
+    "TINY_SIZE": "4",
+    "TINY_MICRO_BATCHES": "32",
+}
+SHORT = MODEL | {"TINY_MICRO_BATCHES": "8"}  # a quarter of the work, the same state: what the fixed cost is
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row: tiny_gpt's layout, ranks of a replica, settings beside it."""
+
+    shape: str
+    replica: int
+    settings: dict[str, str]
+
+
+SHARDED = {"TINY_DISTOPT": "1"}
+LAYOUTS = {
+    "DP4": Layout("1 1 1", 1, {}),
+    "DP2 TP2, distributed optimizer": Layout("2 1 1", 2, SHARDED),
+    "DP2 PP2, distributed optimizer": Layout("1 2 1", 2, SHARDED),
+}
+
+
+class Quiet(Ranks):
+    """A stand-in for agent and controller that sleeps until it hears something."""
+
+    def _hear(self, milliseconds: int) -> None:
+        super()._hear(milliseconds and 250)
+
+
+class Turns(threading.Thread):
+    """Opens the gates of the two sets by turns, in the order a b b a; `blocks` has (seconds, processor's seconds)."""
+
+    def __init__(self, folder: Path, pairs: int):
+        super().__init__(daemon=True)
+        self.folder, self.pairs = folder, pairs
+        self.blocks: dict[str, list[tuple[float, float]]] = {"healed": [], "plain": []}
+        for kind in self.blocks:
+            for rank in range(SIZE):
+                os.mkfifo(folder / f"{kind}.{rank}")
+        os.mkfifo(folder / "done")
+
+    def run(self) -> None:
+        gates = {kind: [open(self.folder / f"{kind}.{rank}", "wb", 0) for rank in range(SIZE)] for kind in self.blocks}
+        with open(self.folder / "done") as done:
+            for _ in range(2 * SIZE):
+                done.readline()  # the warm-up
+            for pair in range(self.pairs):
+                kinds = ("healed", "plain") if pair % 2 == 0 else ("plain", "healed")
+                for kind in kinds:
+                    self.blocks[kind].append(self._block(gates[kind], done))
+
+    def _block(self, gates: list[Any], done: IO[str]) -> tuple[float, float]:
+        for gate in gates:
+            gate.write(b"x")
+        ends = [json.loads(done.readline()) for _ in range(SIZE)]
+        return max(end[2] for end in ends), sum(end[3] for end in ends)
+
+
+def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds, and the processor's, of an iteration with and without Unicron, in each pair of blocks."""
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name:
+        folder = Path(name)
+        turns = Turns(folder, pairs)
+        turns.start()
+        common = {**model, **layout.settings, "TINY_LAYOUT": layout.shape, "TINY_SAVE": "0"}
+        common |= {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(each)}
+        common |= {"COST_WARM_UP": str(WARM_UP), "TINY_SCRIPT": str(SCRIPT)}
+        plain = [
+            Script(SCRIPT, environment=_plain(common, name, rank, port)) for port in [_port()] for rank in range(SIZE)
+        ]
+        ranks = Quiet(folder, SIZE, [], fork=True, replica=layout.replica, **common)
+        ranks.drive()
+        for script in plain:
+            end = script.wait()
+            assert end.returncode == 0, end.stderr[-3000:]
+        turns.join(LIMIT)
+    return {kind: [(wall / each, busy / each) for wall, busy in found] for kind, found in turns.blocks.items()}
+
+
+def _port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _plain(common: dict[str, str], folder: str, rank: int, port: int) -> dict[str, str]:
+    """What torchrun gives a rank."""
+    world = {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    out = Path(folder) / f"out.{rank}"
+    out.mkdir()
+    return outside_slurm() | common | world | {"TINY_OUT": str(out), "COST_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+
+
+# ------------------------------------------------------------ what is printed
+def row(name: str, layout: Layout, model: dict[str, str], pairs: int, each: int) -> tuple[float, dict[str, Any]]:
+    """Measures and prints one layout; returns the median ratio, and everything."""
+    found = run(layout, model, pairs, each)
+    pairs_of = list(zip(found["healed"], found["plain"], strict=True))
+    ratios = statistics.quantiles([ours[0] / theirs[0] for ours, theirs in pairs_of], n=4)
+    busy = statistics.median(ours[1] / theirs[1] for ours, theirs in pairs_of)
+    more = 1e3 * statistics.median(ours[0] - theirs[0] for ours, theirs in pairs_of)
+    plain = 1e3 * statistics.median(theirs[0] for _, theirs in pairs_of)
+    print(
+        f"{name:<32}{model['TINY_MICRO_BATCHES']:>4}{plain:>10.0f}{more:>9.1f}"
+        f"{f'{ratios[1]:.4f} ({ratios[0]:.4f}..{ratios[2]:.4f})':>27}{busy:>10.4f}",
+        flush=True,
+    )
+    return ratios[1], {"layout": name, "ratios": ratios, "busy": busy, "more_ms": more, "plain_ms": plain, **found}
+
+
+def asked(what: str, value: float) -> None:
+    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
+    print(f"{what:<66}{value:>10.4f} {'':<8}   asked: <= {ASKED:g}{'' if value <= ASKED else '   MISSED'}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks")
+    parser.add_argument("--each", type=int, default=1, help="iterations of a block")
+    parser.add_argument("--only", action="append", choices=LAYOUTS, help="this layout; may be given again")
+    parser.add_argument("--short", action="store_true", help="iterations of a quarter of the tokens as well")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    rank_harness.LIMIT = LIMIT
+    print(f"iteration with Unicron / plain Megatron-core; {SIZE} ranks on {os.cpu_count()} cores, ", end="")
+    print(f"load {os.getloadavg()[0]:.1f}; {options.pairs} pairs of {options.each}; ms")
+    print("median and quartiles of the pairs' ratios; the processor's time alone")
+    print(f"{'layout, micro-batches':<36}{'plain':>10}{'more':>9}{'ratio':>27}{'processor':>10}")
+    results, marks = [], []
+    for name in options.only or LAYOUTS:
+        for model in (MODEL, SHORT) if options.short else (MODEL,):
+            each = options.each * (int(MODEL["TINY_MICRO_BATCHES"]) // int(model["TINY_MICRO_BATCHES"]))
+            ratio, result = row(name, LAYOUTS[name], model, options.pairs, each)
+            results.append(result)
+            if model is MODEL:
+                marks.append((f"iteration with Unicron / plain, {name}", ratio))
+    for mark in marks:
+        asked(*mark)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Hundreds of iterations with random losses, in each layout."""
