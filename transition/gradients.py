@@ -19,9 +19,11 @@ import torch
 
 from detector.inject import injector
 from transition import elastic_buckets, groups, randomness
+from transition.auxiliary import Auxiliary
 from transition.gradient_slices import GradientSlices, own_parts_only
 from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
+from transition.pending import Pending
 
 DRAIN_SECONDS = 10.0
 UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
@@ -56,7 +58,8 @@ class Gradients:
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
     index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
     rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
-    this rank's own part only. healed: a reduce may have to be undone.
+    this rank's own part only. healed: a reduce may have to be undone. pending: what waits for the
+    commit.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Gradients:
         seed: int = 0,
         sharded: bool = False,
         healed: bool = True,
+        pending: Pending | None = None,
     ):
         from megatron.core.utils import get_model_config
 
@@ -82,6 +86,7 @@ class Gradients:
         self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
+        self._auxiliary = Auxiliary(self.model, self.config, total, pending or Pending())
         self._slices, self._healed = GradientSlices() if sharded else None, healed
         self._snapshots: dict[int, tuple[Any, torch.Tensor]] = {}
         self._fresh: set[int] = set()  # buckets whose snapshot belongs to the present reduce
@@ -118,6 +123,7 @@ class Gradients:
         self._fresh.clear()
         if self._slices is not None:
             self._slices.forget()
+        self._auxiliary.drop()
         self._deferred, self._whole = None, True
 
     def spoilt(self) -> None:
@@ -156,6 +162,7 @@ class Gradients:
             finally:
                 self._in_backward = False
                 self._end_backward(time.perf_counter())
+        self._auxiliary.computed()
         self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def _gather_parameters(self) -> None:
@@ -229,7 +236,9 @@ class Gradients:
             index = owed[min(number, len(owed) - 1)]
             randomness.seed(self.seed, ledger.iteration, index, chunk=chunk, **self._coordinate)
             self._whole = self._whole and alone
-            output, loss_function = self.forward_step(data_iterator, model, *rest)
+            with self._auxiliary.forward(chunk, real):
+                output, loss_function = self.forward_step(data_iterator, model, *rest)
+            self._auxiliary.weigh(output, chunk, real)
 
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
@@ -270,7 +279,8 @@ class Gradients:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
         if self._ordered:
             self._dispatch_overlapped()
-        with own_parts_only(self.model) if self._slices is not None else contextlib.nullcontext():
+        own = own_parts_only(self.model) if self._slices is not None else contextlib.nullcontext()
+        with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
@@ -354,6 +364,7 @@ class Gradients:
         self._fresh.clear()
         if self._slices is not None:
             self._slices.restore()
+        self._auxiliary.restore()
         self._deferred, self._ordered = None, True
 
     def adopt_groups(self) -> None:

@@ -40,18 +40,21 @@ def _sizes(layout: Layout) -> Iterator[str]:
 
 def _model(config: Any) -> Iterator[str]:
     if getattr(config, "num_moe_experts", None):
-        yield "mixtures of experts, whose auxiliary losses and biases follow the number of micro-batches of a call"
-    if getattr(config, "mtp_num_layers", None):
-        yield "multi-token prediction, whose loss follows the number of micro-batches of a call"
+        yield from _experts(config)
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         yield "fp8 and fp4, whose scaling factors are a state of their own: use bf16"
-    if getattr(config, "fp16", False):
-        yield "fp16, whose loss scale is a state of its own: use bf16"
-
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
         yield "CUDA graphs, which hold the groups that they were captured with"
     if getattr(config, "tp_comm_overlap", False):
         yield "tp_comm_overlap, which holds groups of its own: unset it"
+
+
+def _experts(config: Any) -> Iterator[str]:
+    balance = config.moe_router_load_balancing_type
+    if "global_aux_loss" in ([balance] if isinstance(balance, str) else balance):
+        yield "global_aux_loss, which ties each forward pass to those of all replicas: use aux_loss or seq_aux_loss"
+    if getattr(config, "moe_enable_routing_replay", False):
+        yield "moe_enable_routing_replay, whose routes belong to ranks and not to micro-batches: unset it"
 
 
 def _reduces(model: Sequence[Any]) -> Iterator[str]:
