@@ -79,7 +79,9 @@ class TrainingState:
         """Take up such a state. Raises StateMismatch for one of other scalers."""
         mine = scalers(self.optimizer)
         if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
-            raise StateMismatch("the peer's optimizer has another kind of loss scale: start the same script on all nodes")
+            raise StateMismatch(
+                "the peer's optimizer has another kind of loss scale: start the same script on all nodes"
+            )
         for scaler, values in zip(mine, saved, strict=True):
             before = scaler.state_dict()
             scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})

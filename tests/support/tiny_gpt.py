@@ -220,7 +220,7 @@ def part(config, stage: int | None):
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=not MTP,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
