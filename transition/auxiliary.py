@@ -11,8 +11,8 @@ they are dropped, kept and undone with it. The new biases are taken up at the co
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,14 +31,15 @@ class Auxiliary:
     def __init__(self, model: Sequence[Any], config: Any, total: int, pending: Pending):
         self._config, self._total, self._pending = config, total, pending
         self._scalers = [
-            getattr(sys.modules[module], name) for module, name, setting in _SCALERS if getattr(config, setting, None)
+            getattr(import_module(module), name) for module, name, setting in _SCALERS if getattr(config, setting, None)
         ]
         self._routers = [routers(chunk) for chunk in model]
         self._frozen: dict[int, list[torch.Tensor]] = {}  # chunk -> its counts without what is computed once more
         self._reduced: list[torch.Tensor] | None = None  # the counts before the reduce
         for router in self._all:
-            # Megatron has them in the model's precision, in which large counts are not exact
+            # In the model's precision, as Megatron makes them, large counts are not exact.
             router.local_tokens_per_expert = router.local_tokens_per_expert.float()
+            router.expert_bias.data = router.expert_bias.data.float()  # else not before the first forward pass
 
     @property
     def _all(self) -> list[Any]:
@@ -48,12 +49,14 @@ class Auxiliary:
     @contextlib.contextmanager
     def forward(self, chunk: int, real: bool) -> Iterator[None]:
         """Around the forward pass of a micro-batch; one that is not real, or fails, counts nothing."""
-        before, over = _counts(self._routers[chunk]), False
+        before = _counts(self._routers[chunk])
         try:
             yield
-            over = True
+        except BaseException:
+            real = False
+            raise
         finally:
-            if not (real and over):
+            if not real:
                 _set_counts(self._routers[chunk], before)
 
     def weigh(self, output: Any, chunk: int, real: bool) -> None:
