@@ -33,9 +33,14 @@ def _sizes(layout: Layout) -> Iterator[str]:
         given = f"Layout(tensor={found[0]}, context={found[1]}, pipeline={found[2]})"
         yield f"a layout that it is not told of: give init_process_group layout=transition.{given}"
     if layout.context > 1:
-        yield "context parallelism: leave --context-parallel-size out"
+        yield "context parallelism, which Megatron's own attention has not: leave --context-parallel-size out"
     if parallel_state.get_expert_model_parallel_world_size() > 1:
-        yield "expert parallelism: leave --expert-model-parallel-size out"
+        yield (
+            "expert parallelism, whose groups are of several replicas of the dense layers: leave "
+            "--expert-model-parallel-size out"
+        )
+    if parallel_state.get_expert_tensor_parallel_world_size() != layout.tensor:
+        yield "expert tensor parallelism of another size than --tensor-model-parallel-size: leave it out"
 
 
 def _model(model: Sequence[Any], config: Any) -> Iterator[str]:
