@@ -5,8 +5,8 @@ unconditionally. Elsewhere it replaces, in this process only, what megatron-core
 it off. The rest of what a CPU run needs are ordinary options: `use_cpu_initialization=True`, the local (non-TE) layer
 specification, gloo.
 
-Tried with data-parallel GPT training in fp32 and bf16. Sequence parallelism, MoE, context parallelism, FSDP, CUDA
-graphs and checkpoints of the distributed optimizer need more than this.
+Tried with GPT training in fp32, bf16 and fp16, mixtures of experts and multi-token prediction. Sequence and expert
+parallelism, context parallelism, FSDP, CUDA graphs and checkpoints of the distributed optimizer need more than this.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def install() -> bool:
         _patch_factories(torch)
         _patch_tensor(torch)
         _patch_random(torch)
+        _patch_experts()
         setattr(torch, _MARK, WRITTEN_FOR)
     return True
 
@@ -122,6 +123,14 @@ def _patch_tensor(torch: Any) -> None:
         return plain_type(self).replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = type_as_cuda
+
+
+def _patch_experts() -> None:
+    # Without Transformer Engine the router looks for a name that is there only with it.
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
 
 
 def _patch_random(torch: Any) -> None:

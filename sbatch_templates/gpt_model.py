@@ -39,7 +39,7 @@ def transformer_config(options: argparse.Namespace) -> Any:
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    dtype = torch.float16 if options.fp16 else torch.bfloat16 if options.bf16 else torch.float32
     interleaved = virtual_stages(options) is not None
     return TransformerConfig(
         num_layers=options.num_layers,
@@ -63,7 +63,28 @@ def transformer_config(options: argparse.Namespace) -> Any:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=options.bf16,
+        fp16=options.fp16,
+        mtp_num_layers=options.mtp_num_layers,
+        mtp_loss_scaling_factor=options.mtp_loss_scaling_factor,
+        **(_experts(options) if options.num_experts else {}),
     )
+
+
+def _experts(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "num_moe_experts": options.num_experts,
+        "moe_router_topk": options.moe_router_topk,
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": options.moe_z_loss_coeff,
+        "moe_input_jitter_eps": options.moe_input_jitter_eps,
+        "moe_router_score_function": options.moe_router_score_function,
+        "moe_router_enable_expert_bias": options.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": options.moe_router_bias_update_rate,
+        "moe_ffn_hidden_size": options.moe_ffn_hidden_size,
+        "moe_expert_capacity_factor": options.moe_expert_capacity_factor,
+        "add_bias_linear": False,  # Megatron's experts have none
+    }
 
 
 def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) -> Any:
@@ -76,7 +97,7 @@ def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) ->
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel import VocabParallelEmbedding
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
@@ -86,7 +107,8 @@ def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) ->
             torch.manual_seed(options.seed + number)
             super().__init__(config, *arguments, layer_number=layer_number, **keywords)
 
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    further = get_gpt_mtp_block_spec(config, layer, False, vp_stage=stage) if options.mtp_num_layers else None
     layer.module = SeededLayer
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
@@ -100,9 +122,10 @@ def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) ->
         post_process=last,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
+        mtp_block_spec=further,
         vp_stage=stage,
     )
-    if last and not first and not options.untie_embeddings_and_output_weights:
+    if last and not first and (further or not options.untie_embeddings_and_output_weights):
         torch.manual_seed(options.seed)
         tied = VocabParallelEmbedding(
             padded_vocabulary(options),
@@ -110,7 +133,7 @@ def _build_chunk(options: argparse.Namespace, config: Any, stage: int | None) ->
             init_method=config.embedding_init_method,
             config=config,
         )
-        model.output_layer.weight.data.copy_(tied.weight.data)
+        model.shared_embedding_or_output_weight().data.copy_(tied.weight.data)
     return model
 
 
@@ -132,7 +155,7 @@ def _wrap(options: argparse.Namespace, config: Any, model: Any, stage: int | Non
         use_distributed_optimizer=options.use_distributed_optimizer,
         bucket_size=options.ddp_bucket_size,
     )
-    wrapped = Float16Module(config, model) if options.bf16 else model
+    wrapped = Float16Module(config, model) if options.bf16 or options.fp16 else model
     return DistributedDataParallel(config, settings, wrapped, disable_bucketing=bool(stage))
 
 
@@ -151,6 +174,12 @@ def build_optimizer(options: argparse.Namespace, chunks: list[Any]) -> tuple[Any
             weight_decay=options.weight_decay,
             clip_grad=options.clip_grad,
             bf16=options.bf16,
+            fp16=options.fp16,
+            loss_scale=options.loss_scale,
+            initial_loss_scale=options.initial_loss_scale,
+            min_loss_scale=options.min_loss_scale,
+            loss_scale_window=options.loss_scale_window,
+            hysteresis=options.hysteresis,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
         ),

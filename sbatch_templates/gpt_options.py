@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 # Megatron's options that this script has no part for: option, words for it.
 REFUSED = (
-    ("--num-experts", "this script builds dense layers, no mixture of experts"),
-    ("--expert-model-parallel-size", "this script builds dense layers, no mixture of experts"),
-    ("--mtp-num-layers", "this script predicts one token at a time"),
-    ("--fp16", "use --bf16, which needs no loss scaling"),
+    ("--expert-model-parallel-size", "every rank has all experts here; share their layers out by pipeline stages"),
+    ("--expert-tensor-parallel-size", "experts need --tensor-model-parallel-size 1 here"),
     ("--fp8-format", "fp8 needs Transformer Engine's layers, and this script builds Megatron's own"),
 )
 
@@ -51,7 +49,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=HelpWithDefaults,
         allow_abbrev=False,  # --num-layers-per-virtual would be taken for the option that begins so
     )
-    for add in (_add_data, _add_model, _add_training, _add_parallelism, _add_recomputation, _add_checkpoints):
+    for add in (
+        _add_data,
+        _add_model,
+        _add_experts,
+        _add_training,
+        _add_fp16,
+        _add_parallelism,
+        _add_recomputation,
+        _add_checkpoints,
+    ):
         add(parser)
     _add_system(parser)
     for name, reason in REFUSED:
@@ -96,6 +103,41 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--bf16", action="store_true", help="bfloat16 parameters with fp32 main parameters and gradient sums"
     )
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    experts = parser.add_argument_group("mixture of experts, multi-token prediction")
+    experts.add_argument("--num-experts", type=_number(int, 2), metavar="N", help="in each layer; without it none")
+    experts.add_argument("--moe-router-topk", type=_number(int, 1), default=2, help="experts for each token")
+    experts.add_argument(
+        "--moe-router-load-balancing-type", choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"), default="aux_loss"
+    )
+    experts.add_argument("--moe-aux-loss-coeff", type=_number(float, 0), default=0.0)
+    experts.add_argument("--moe-z-loss-coeff", type=_number(float, 0))
+    experts.add_argument("--moe-input-jitter-eps", type=_number(float, 0))
+    experts.add_argument("--moe-router-score-function", choices=("softmax", "sigmoid"), default="softmax")
+    experts.add_argument(
+        "--moe-router-enable-expert-bias", action="store_true", help="balance by biases, which need no loss"
+    )
+    experts.add_argument("--moe-router-bias-update-rate", type=_number(float, 0), default=1e-3)
+    experts.add_argument("--moe-ffn-hidden-size", type=_number(int, 1), help="of one expert (default: a dense layer's)")
+    experts.add_argument(
+        "--moe-expert-capacity-factor", type=_number(float, 0), help="tokens beyond it are dropped; without it none"
+    )
+    experts.add_argument(
+        "--mtp-num-layers", type=_number(int, 1), metavar="N", help="tokens that are predicted further"
+    )
+    experts.add_argument("--mtp-loss-scaling-factor", type=_number(float, 0), default=0.1)
+
+
+def _add_fp16(parser: argparse.ArgumentParser) -> None:
+    fp16 = parser.add_argument_group("fp16")
+    fp16.add_argument("--fp16", action="store_true", help="half precision with a loss scale; --bf16 needs none")
+    fp16.add_argument("--loss-scale", type=_number(float, 0), help="a constant one; without it it follows overflows")
+    fp16.add_argument("--initial-loss-scale", type=_number(float, 1), default=2.0**32)
+    fp16.add_argument("--min-loss-scale", type=_number(float, 1), default=1.0)
+    fp16.add_argument("--loss-scale-window", type=_number(int, 1), default=1000, help="iterations until it is doubled")
+    fp16.add_argument("--hysteresis", type=_number(int, 1), default=2, help="overflows before it is halved")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +234,7 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError (one line) for options that do not fit together or a dataset that is not there."""
     _check_model(options)
+    _check_experts(options)
     _check_layout(options)
     _check_pipeline(options)
     _check_recomputation(options)
@@ -216,6 +259,45 @@ def _check_model(options: argparse.Namespace) -> None:
         )
     if options.eod_token >= options.vocab_size:
         raise ValueError(f"--eod-token {options.eod_token} must be below --vocab-size {options.vocab_size}")
+
+
+def _check_experts(options: argparse.Namespace) -> None:
+    if options.fp16 and options.bf16:
+        raise ValueError("give one of --fp16 and --bf16")
+    if options.loss_scale is not None and not options.fp16:
+        raise ValueError("--loss-scale is for --fp16")
+    if options.min_loss_scale > options.initial_loss_scale:
+        raise ValueError("--min-loss-scale is above --initial-loss-scale")
+    if options.mtp_num_layers and options.pipeline_model_parallel_size > 1:
+        if not options.untie_embeddings_and_output_weights:
+            raise ValueError(
+                "--mtp-num-layers over pipeline stages needs --untie-embeddings-and-output-weights: Megatron makes no "
+                "checkpoint of the tied ones"
+            )
+    balanced = {
+        "--moe-aux-loss-coeff": options.moe_aux_loss_coeff,
+        "--moe-z-loss-coeff": options.moe_z_loss_coeff,
+        "--moe-router-enable-expert-bias": options.moe_router_enable_expert_bias,
+        "--moe-expert-capacity-factor": options.moe_expert_capacity_factor,
+        "--moe-ffn-hidden-size": options.moe_ffn_hidden_size,
+    }
+    if options.num_experts is None:
+        if given := [name for name, value in balanced.items() if value]:
+            raise ValueError(f"{given[0]} needs --num-experts")
+        return
+    if options.moe_router_topk > options.num_experts:
+        raise ValueError(f"--moe-router-topk {options.moe_router_topk} is above --num-experts {options.num_experts}")
+    if options.tensor_model_parallel_size > 1:
+        raise ValueError(
+            "--num-experts with --tensor-model-parallel-size needs sequence parallelism, for which this script has no "
+            "layer norm: use --pipeline-model-parallel-size"
+        )
+    if options.moe_router_enable_expert_bias and options.moe_router_score_function != "sigmoid":
+        raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
+    if options.moe_aux_loss_coeff and options.moe_router_load_balancing_type in ("sinkhorn", "none"):
+        raise ValueError(
+            f"--moe-aux-loss-coeff is not for --moe-router-load-balancing-type {options.moe_router_load_balancing_type}"
+        )
 
 
 def _check_layout(options: argparse.Namespace) -> None:

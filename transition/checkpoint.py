@@ -287,6 +287,7 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> dict[str, A
         "layout": writer.layout,
         "groups": plain(state.optimizer.param_groups),
         "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
+        "scales": state.scales(),
         "seed": getattr(state, "seed", 0),
         "index": index,
         "tensors": tensors,
@@ -380,6 +381,8 @@ def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
         state.seed = int(data["seed"])
     _restore_groups(state, data["groups"])
     _restore_schedule(state.scheduler, data["scheduler"])
+    with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
+        state.adopt_scales(data.get("scales", []))
 
 
 def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:

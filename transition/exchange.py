@@ -116,7 +116,8 @@ class Exchange:
         module = model[-1 if last else 0].module
         while hasattr(module, "module"):
             module = module.module
-        if not getattr(module, "share_embeddings_and_output_weights", False):
+        further = getattr(getattr(module, "config", None), "mtp_num_layers", None)  # the last stage embeds tokens, too
+        if not getattr(module, "share_embeddings_and_output_weights", False) and not further:
             return False
         weight = module.shared_embedding_or_output_weight().data
         before = weight.clone() if last else weight

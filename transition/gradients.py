@@ -19,9 +19,11 @@ import torch
 
 from detector.inject import injector
 from transition import elastic_buckets, groups, randomness
+from transition.auxiliary import Auxiliary
 from transition.gradient_slices import own_parts_only
 from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
+from transition.pending import Pending
 from transition.snapshots import Snapshots, Where
 
 DRAIN_SECONDS = 10.0
@@ -57,7 +59,8 @@ class Gradients:
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
     index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
     rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
-    this rank's own part only. healed: a reduce may have to be undone; where: the copies for that.
+    this rank's own part only. healed: a reduce may have to be undone; where: the copies for that. pending: what waits
+    for the commit.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Gradients:
         sharded: bool = False,
         healed: bool = True,
         where: Where = Where.CARD,
+        pending: Pending | None = None,
     ):
         from megatron.core.utils import get_model_config
 
@@ -84,6 +88,7 @@ class Gradients:
         self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
+        self._auxiliary = Auxiliary(self.model, self.config, total, pending or Pending())
         self._sharded, self._healed, self._snapshots = sharded, healed, Snapshots(where)
         self._deferred: RuntimeError | None = None
         self._in_backward = False
@@ -116,6 +121,7 @@ class Gradients:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self._snapshots.forget()
+        self._auxiliary.drop()
         self._deferred, self._whole = None, True
 
     def spoilt(self) -> None:
@@ -154,6 +160,7 @@ class Gradients:
             finally:
                 self._in_backward = False
                 self._end_backward(time.perf_counter())
+        self._auxiliary.computed()
         self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def _gather_parameters(self) -> None:
@@ -227,7 +234,9 @@ class Gradients:
             index = owed[min(number, len(owed) - 1)]
             randomness.seed(self.seed, ledger.iteration, index, chunk=chunk, **self._coordinate)
             self._whole = self._whole and alone
-            output, loss_function = self.forward_step(data_iterator, model, *rest)
+            with self._auxiliary.forward(chunk, real):
+                output, loss_function = self.forward_step(data_iterator, model, *rest)
+            self._auxiliary.weigh(output, chunk, real)
 
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
@@ -268,7 +277,8 @@ class Gradients:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
         if self._ordered:
             self._dispatch_overlapped()
-        with own_parts_only(self.model) if self._sharded else contextlib.nullcontext():
+        own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
+        with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
@@ -358,6 +368,7 @@ class Gradients:
         undoable = self.undoable
         if undoable:
             self._snapshots.restore()
+            self._auxiliary.restore()
         else:
             self.drop()
         self._deferred, self._ordered = None, True

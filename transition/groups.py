@@ -309,11 +309,13 @@ def tear_down() -> None:
 
 
 def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Every Megatron object that caches process groups: DDP, its modules, buffers, bucket groups, and the
-    optimizers."""
+    """Every Megatron object that caches process groups: DDP, its modules and the token dispatchers of experts,
+    buffers, bucket groups, and the optimizers."""
     holders: list[Any] = []
     for chunk in model:
-        holders += [chunk, *chunk.module.modules(), *buffers(chunk), *bucket_groups(chunk)]
+        modules = list(chunk.module.modules())
+        dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
+        holders += [chunk, *modules, *dispatchers, *buffers(chunk), *bucket_groups(chunk)]
     return [*holders, optimizer, *getattr(optimizer, "chained_optimizers", [])]
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from detector.inject import injector
+from transition.pending import scalers
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
@@ -33,8 +34,8 @@ class CorruptTransfer(RuntimeError):
 
 
 class TrainingState:
-    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, the seed of the random
-    numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
+    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed of
+    the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
     (:mod:`transition.safekeeping`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
@@ -67,6 +68,24 @@ class TrainingState:
                 self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self.scheduler.load_state_dict(saved)
 
+    def scales(self) -> list[dict[str, Any]]:
+        """Of fp16: each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
+        return [
+            {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in each.items()}
+            for each in (scaler.state_dict() for scaler in scalers(self.optimizer))
+        ]
+
+    def adopt_scales(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Take up such a state. Raises StateMismatch for one of other scalers."""
+        mine = scalers(self.optimizer)
+        if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
+            raise StateMismatch(
+                "the peer's optimizer has another kind of loss scale: start the same script on all nodes"
+            )
+        for scaler, values in zip(mine, saved, strict=True):
+            before = scaler.state_dict()
+            scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})
+
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
         layout = [
@@ -79,14 +98,17 @@ class TrainingState:
                 "groups": self._plain_groups(),
                 "layout": layout,
                 "scheduler": self.schedule(),
+                "scales": self.scales(),
                 "seed": self.seed,
                 "loss": self.loss,
             }
         )
 
     def settings(self) -> torch.Tensor:
-        """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule. Shape (2,)."""
-        data = msgpack.packb([[sorted(group.items()) for group in self._plain_groups()], self.schedule()])
+        """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule, loss scale. Shape
+        (2,)."""
+        groups = [sorted(group.items()) for group in self._plain_groups()]
+        data = msgpack.packb([groups, self.schedule(), self.scales()])
         return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
 
     @staticmethod
@@ -112,6 +134,7 @@ class TrainingState:
             for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
                 inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
         self.adopt_schedule(data["scheduler"])
+        self.adopt_scales(data.get("scales", self.scales()))
         self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
         return int(data["iteration"])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgpack
 import torch
 
-from transition import elastic_buckets, groups, sharding
+from transition import auxiliary, elastic_buckets, groups, sharding
 from transition.exchange import Exchange
 from transition.layout import replicas
 from transition.migrate import TrainingState
@@ -58,15 +58,23 @@ class Safekeeping:
         self._shifts = sharding.heirs(nodes, self._copies)
 
     def adopt(self, base: int, version: int) -> None:
-        """Take up a state from whoever holds it; with it go the schedule and the seed."""
+        """Take up a state from whoever holds it; with it go the schedule, the biases of experts
+        and the seed."""
         extra = msgpack.unpackb(self.shards.adopt(base, version), strict_map_key=False)
         self._state.adopt_schedule(extra["scheduler"])
+        auxiliary.adopt_biases(self._state.model, extra["biases"])
         self._state.seed, self._state.loss = int(extra["seed"]), extra["loss"]
         self._confirm(version)
 
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
-        extra = {"scheduler": self._state.schedule(), "seed": self._state.seed, "loss": self._state.loss}
+        state = self._state
+        extra = {
+            "scheduler": state.schedule(),
+            "biases": auxiliary.biases(state.model),
+            "seed": state.seed,
+            "loss": state.loss,
+        }
         self.shards.export(version, msgpack.packb(extra))
         self._confirm(version)
 

@@ -24,6 +24,7 @@ from transition.gradients import Gradients, PeerLost
 from transition.handover import Handover
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import Member
+from transition.pending import Pending, hold_scalers
 from transition.safekeeping import Safekeeping
 from transition.snapshots import SETTING, chosen
 from transition.watch import Plan, PlanTimeout
@@ -107,6 +108,7 @@ class Session:
         self._state = migrate.TrainingState(model, optimizer, scheduler, torch.initial_seed() if seed is None else seed)
         self._member = self._join(current)
         self._exchange = Exchange(current)
+        self._pending = Pending()
         healed = self._channel is not None and self._state.sharded
         where = chosen()
         self._kept = Safekeeping(current, self._state, self._exchange, where) if healed else None
@@ -125,8 +127,10 @@ class Session:
             self._kept is not None,
             self._channel is not None,
             where,
+            self._pending,
         )
         at_commit(optimizer, self._commit)
+        hold_scalers(optimizer, self._pending)
         self._parameters = sum(each.numel() for chunk in model for each in chunk.module.parameters())
         self._samples = micro_batches * micro_batch_size
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
@@ -308,9 +312,12 @@ class Session:
         """Right before the parameters change, after all else of the step that communicates: nobody steps before all
         can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration
         reduced once more."""
-        if self._channel is None or self._committed:
-            self._committed = True
-            return
+        if not self._committed and self._channel is not None:
+            self._agree_to_step()
+        self._committed = True
+        self._pending.apply()
+
+    def _agree_to_step(self) -> None:
         try:
             if self.layout.size > 1 and self._kept is None and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
@@ -322,7 +329,6 @@ class Session:
                 raise
             if not self._recover(error):
                 raise _Again from error
-        self._committed = True
         self._watch.hold_off(self._kept is None)  # nothing of the step waits for a peer any more
 
     def _keep(self) -> None:
@@ -408,10 +414,12 @@ class Session:
         if plan.members != before:
             self._self_stops = 0
         self._publish("running")
+        steps = plan.step == self._ledger.iteration and self._phase == "synced"
+        if member.came_new or not steps:
+            self._pending.forget()
         if member.came_new:
             self._next_assignment = member.assigned(plan)
             raise _Rejoined
-        steps = plan.step == self._ledger.iteration and self._phase == "synced"
         if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)

@@ -17,7 +17,7 @@ def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
     config = get_model_config(model[0])
     if any(chunk.ddp_config.use_distributed_optimizer for chunk in model):
         elastic_buckets.check(model, optimizer)
-    for found in (*_sizes(layout), *_model(config), *_reduces(model), *_optimizer(optimizer)):
+    for found in (*_sizes(layout), *_model(model, config), *_reduces(model), *_optimizer(optimizer)):
         raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
 
 
@@ -33,25 +33,45 @@ def _sizes(layout: Layout) -> Iterator[str]:
         given = f"Layout(tensor={found[0]}, context={found[1]}, pipeline={found[2]})"
         yield f"a layout that it is not told of: give init_process_group layout=transition.{given}"
     if layout.context > 1:
-        yield "context parallelism: leave --context-parallel-size out"
+        yield "context parallelism, which Megatron's own attention has not: leave --context-parallel-size out"
     if parallel_state.get_expert_model_parallel_world_size() > 1:
-        yield "expert parallelism: leave --expert-model-parallel-size out"
+        yield (
+            "expert parallelism, whose groups are of several replicas of the dense layers: leave "
+            "--expert-model-parallel-size out"
+        )
+    if parallel_state.get_expert_tensor_parallel_world_size() != layout.tensor:
+        yield "expert tensor parallelism of another size than --tensor-model-parallel-size: leave it out"
 
 
-def _model(config: Any) -> Iterator[str]:
+def _model(model: Sequence[Any], config: Any) -> Iterator[str]:
     if getattr(config, "num_moe_experts", None):
-        yield "mixtures of experts, whose auxiliary losses and biases follow the number of micro-batches of a call"
-    if getattr(config, "mtp_num_layers", None):
-        yield "multi-token prediction, whose loss follows the number of micro-batches of a call"
+        yield from _experts(config)
+    if getattr(config, "mtp_num_layers", None) and config.pipeline_model_parallel_size > 1 and _ties(model):
+        yield (
+            "multi-token prediction over pipeline stages with tied embeddings, of which Megatron makes no checkpoint: "
+            "give the output layer weights of its own"
+        )
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         yield "fp8 and fp4, whose scaling factors are a state of their own: use bf16"
-    if getattr(config, "fp16", False):
-        yield "fp16, whose loss scale is a state of its own: use bf16"
-
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
         yield "CUDA graphs, which hold the groups that they were captured with"
     if getattr(config, "tp_comm_overlap", False):
         yield "tp_comm_overlap, which holds groups of its own: unset it"
+
+
+def _ties(model: Sequence[Any]) -> bool:
+    modules = (module for chunk in model for module in chunk.modules())
+    return any(getattr(module, "share_embeddings_and_output_weights", False) for module in modules)
+
+
+def _experts(config: Any) -> Iterator[str]:
+    if config.tensor_model_parallel_size > 1:
+        yield "mixtures of experts with tensor parallelism, which was never seen to work: use pipeline stages"
+    balance = config.moe_router_load_balancing_type
+    if "global_aux_loss" in ([balance] if isinstance(balance, str) else balance):
+        yield "global_aux_loss, which ties each forward pass to those of all replicas: use aux_loss or seq_aux_loss"
+    if getattr(config, "moe_enable_routing_replay", False):
+        yield "moe_enable_routing_replay, whose routes belong to ranks and not to micro-batches: unset it"
 
 
 def _reduces(model: Sequence[Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from tests.support.processes import call, outside_slurm
 from tests.support.zygote import Script
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
+SESSION = Path(gpt_options.__file__).with_name("train_gpt.py")
 ITERATIONS = 6
 SMALL = f"--num-layers 4 --hidden-size 64 --seq-length 64 --micro-batches 8 --train-iterations {ITERATIONS}".split()
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
@@ -35,6 +36,11 @@ def dataset(tmp_path_factory):
 
 def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **environment: str) -> dict:
     """What rank 0 printed."""
+    return json.loads(run(dataset, ranks, *arguments, script=script, **environment).splitlines()[-1])
+
+
+def run(dataset, ranks: int, *arguments: object, script: Path, **environment: str) -> str:
+    """The output of rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -52,7 +58,7 @@ def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **envir
     ]
     ended = [each.wait() for each in started]
     assert [each.returncode for each in ended] == [0] * ranks, ended
-    return json.loads(ended[0].stdout.splitlines()[-1])
+    return ended[0].stdout
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,41 @@ def test_one_seed_gives_one_training_in_every_layout(dataset, reference, ranks, 
     assert reference["losses"][-1] < reference["losses"][0] - 0.3
     assert found["losses"] == pytest.approx(reference["losses"], rel=TOLERANCE)
     assert found["norms"] == pytest.approx(reference["norms"], rel=TOLERANCE)
+
+
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-input-jitter-eps 0.01 "
+BIASES = (
+    "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-load-balancing-type none --moe-router-bias-update-rate 0.01 "
+)
+FURTHER = "--mtp-num-layers 2 --untie-embeddings-and-output-weights "
+FP16 = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 "  # too large for two iterations or more
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model"),
+    [
+        (2, INTERLEAVED, EXPERTS + FURTHER),
+        (2, "", FP16 + BIASES),
+        pytest.param(2, PP + SHARDED, FP16 + BIASES, marks=pytest.mark.long),
+        pytest.param(2, SHARDED + OVERLAP, EXPERTS + "--calculate-per-token-loss ", marks=pytest.mark.long),
+        pytest.param(2, TP, FP16 + FURTHER, marks=pytest.mark.long),
+    ],
+)
+def test_experts_further_tokens_and_fp16_give_one_training_too(dataset, tmp_path, ranks, layout, model):
+    """In a session as in Megatron's own loop: auxiliary losses, biases of experts and the loss scale."""
+    alone = train(dataset, 1, *model.split())
+    found = train(dataset, ranks, *layout.split(), *model.split())
+    run(dataset, ranks, *layout.split(), *model.split(), "--metrics", tmp_path / "metrics", script=SESSION)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.slot0").read_text().splitlines()]
+    session = {"losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps]}
+    for each in (found, session):
+        assert each["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+        assert [norm is None for norm in each["norms"]] == [norm is None for norm in alone["norms"]]
+        assert [norm or 0.0 for norm in each["norms"]] == pytest.approx(
+            [n or 0.0 for n in alone["norms"]], rel=TOLERANCE
+        )
+    assert ("--fp16" in model) == (alone["norms"][0] is None), "the first step overflows"
 
 
 @pytest.mark.long

@@ -88,8 +88,8 @@ class Loop:
         shard = (self.replica, self.count) if options.use_distributed_optimizer else (0, 1)
         return Writer(place, layout.size, *shard, layout.text, loss)
 
-    def iteration(self, number: int) -> tuple[float, float]:
-        """(loss over all micro-batches, gradient norm)."""
+    def iteration(self, number: int) -> tuple[float, float | None]:
+        """(loss over all micro-batches, gradient norm or, after an overflow, None)."""
         import torch
         import torch.distributed as dist
 
@@ -103,9 +103,10 @@ class Loop:
         divisor = options.micro_batches * options.tensor_model_parallel_size
         if options.calculate_per_token_loss:
             divisor *= options.micro_batch_size * options.seq_length
-        _, norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=options.micro_batches * options.micro_batch_size)
-        return float(total) / divisor, float(norm)
+        succeeded, norm, _ = self.optimizer.step()
+        if succeeded:
+            self.scheduler.step(increment=options.micro_batches * options.micro_batch_size)
+        return float(total) / divisor, None if norm is None else float(norm)
 
     def compute(self, number: int) -> list[dict]:
         """Forward, backward, reduce, by Megatron's schedule."""

@@ -65,13 +65,14 @@ def nothing_thrown_away(ranks: Ranks) -> None:
                 assert not any(set(status.done) & set(other["computed"]) for other in others), (slot, status, others)
 
 
-def losses(out: Path) -> dict[int, set[float]]:
-    """iteration -> the losses that ranks reported."""
+def losses(out: Path, what: str = "loss") -> dict[int, set[float]]:
+    """iteration -> the losses that ranks reported, or what else is written beside them: "scale", of fp16;
+    "biases", of experts."""
     found = defaultdict(set)
     for path in out.glob("losses.*"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            found[entry["iteration"]].add(entry["loss"])
+            found[entry["iteration"]].add(entry[what])
     return found
 
 
@@ -79,7 +80,7 @@ def gradient_differences(
     out: Path, reference: Path, iterations: int, size: int = 1, relative: bool = False
 ) -> dict[int, float]:
     """iteration -> the largest difference of any rank's reduced gradient to the reference's at its place; relative:
-    over the largest there. size: ranks of a replica."""
+    over the largest there. What overflows must do so in both. size: ranks of a replica."""
     import torch
 
     found = {}
@@ -89,6 +90,9 @@ def gradient_differences(
         for path in out.glob(f"step.{iteration}.*"):
             mine = torch.load(path)["gradient"]
             theirs = torch.load(wanted[int(path.suffix[1:]) % size])["gradient"]
+            sound = theirs.isfinite()
+            assert torch.equal(mine.isfinite(), sound), f"iteration {iteration}: other elements overflow in {path}"
+            mine, theirs = mine.where(sound, 0), theirs.where(sound, 0)
             largest = float(theirs.abs().max()) if relative else 1.0
             found[iteration] = max(found[iteration], float((mine - theirs).abs().max()) / largest)
     return found

@@ -2,19 +2,21 @@
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
 "delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for
-its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_TOKENS=1
-for a loss per token; TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a
-micro-batch; TINY_RATE of learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for
-overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose gradients and
-parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
+its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_FP16 the
+first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of experts is balanced, by a loss
+("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction; TINY_DROPOUT; TINY_LAYERS,
+TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE: this part of
+the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per
+micro-batch; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
+TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
-reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
-between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
-groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
-compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place of
-`count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file` only
-once that file is in TINY_OUT.
+reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "norm" of the
+gradients, in it; "outside" between it and the next iteration; "enter" a generation's groups are built; "world" its
+world is there, the other groups are not; "entered" the groups are there; "transfer" of the state to newcomers;
+"resume": the ranks of a replica compare what they have after a recovery; "save" a checkpoint's file is written;
+"import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the
+time before the first. With `file` only once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -53,9 +55,11 @@ SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, in
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
+EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
+FP16 = float(os.environ.get("TINY_FP16", "0"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("save", "import", "resume")
+COUNTED += ("norm", "save", "import", "resume")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -137,7 +141,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
@@ -151,7 +155,7 @@ def build():
     overlap = os.environ.get("TINY_OVERLAP") == "1"
     torch.manual_seed(1234)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    dtype = torch.bfloat16 if BF16 else torch.float32
+    dtype = torch.float16 if FP16 else torch.bfloat16 if BF16 else torch.float32
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=int(os.environ.get("TINY_HIDDEN", "64")),
@@ -163,6 +167,9 @@ def build():
         pipeline_model_parallel_size=PIPELINE,
         virtual_pipeline_model_parallel_size=VIRTUAL if VIRTUAL > 1 else None,
         bf16=BF16,
+        fp16=bool(FP16),
+        **experts(),
+        **predictions(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         calculate_per_token_loss=TOKENS,
@@ -171,7 +178,9 @@ def build():
     )
     chunks = [wrap(config, part(config, stage if VIRTUAL > 1 else None), overlap) for stage in range(VIRTUAL)]
     settings = OptimizerConfig(optimizer="adam", lr=RATE, min_lr=RATE / 10, weight_decay=0.01, clip_grad=1.0, bf16=BF16)
-    settings.use_distributed_optimizer = DISTOPT
+    settings.use_distributed_optimizer, settings.fp16 = DISTOPT, bool(FP16)
+    settings.initial_loss_scale, settings.loss_scale_window = FP16 or 1.0, 2
+    settings.hysteresis = 1  # one overflow halves the scale
     optimizer = get_megatron_optimizer(settings, chunks)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -180,21 +189,47 @@ def build():
     return chunks, optimizer
 
 
+def experts() -> dict:
+    """Of the configuration, for a mixture of experts: a balance with an auxiliary loss, or by biases."""
+    if not EXPERTS:
+        return {}
+    by_bias = EXPERTS == "bias"
+    return {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none" if by_bias else EXPERTS,
+        "moe_aux_loss_coeff": 0.0 if by_bias else 0.1,
+        "moe_z_loss_coeff": 0.01,
+        "moe_router_score_function": "sigmoid" if by_bias else "softmax",
+        "moe_router_enable_expert_bias": by_bias,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_input_jitter_eps": 0.01,
+        "add_bias_linear": False,
+    }
+
+
+def predictions() -> dict:
+    """Of the configuration, for multi-token prediction."""
+    return {"mtp_num_layers": MTP, "mtp_loss_scaling_factor": 0.5} if MTP else {}
+
+
 def part(config, stage: int | None):
     """One chunk of the model; the same seed wherever it is built."""
     torch.manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank() + (stage or 0))
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        layer,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer, False, vp_stage=stage) if MTP else None,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=not MTP,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
-    return Float16Module(config, model) if BF16 else model
+    return Float16Module(config, model) if BF16 or FP16 else model
 
 
 def wrap(config, model, overlap: bool):
@@ -370,6 +405,7 @@ def install_points(chunks, optimizer) -> None:
         return outcome
 
     dist.all_reduce = all_reduce
+    around(optimizer.chained_optimizers[0], "get_grad_norm", "norm")
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
@@ -402,12 +438,16 @@ def main() -> None:
         train_iterations=ITERATIONS,
         checkpoints=transition.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
     )
+    from transition import auxiliary
+
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)
     for result in session:
         point("outside")
         with (OUT / f"losses.{SLOT}").open("a") as file:
             step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation}
+            step["scale"] = float(optimizer.get_loss_scale())
+            step["biases"] = str(auxiliary.biases(chunks))
             file.write(json.dumps(step | {"time": time.time(), "world_size": result.world_size}) + "\n")
 
 

@@ -52,6 +52,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(checkpoint, "LOOK_SECONDS", 0.01)
 
 
+def with_scale(state: TrainingState, scale: float) -> TrainingState:
+    """As fp16 has one."""
+    held = {"scale": torch.tensor([scale]), "growth_tracker": 3}
+    state.optimizer.grad_scaler = SimpleNamespace(state_dict=lambda: held, load_state_dict=held.update)
+    return state
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -62,6 +69,17 @@ def written(folder: Path, state: TrainingState, iteration: int, *writers: Writer
 
 
 # ------------------------------------------------------------ reading
+def test_the_loss_scale_comes_back_too_where_there_is_one(tmp_path):
+    written(tmp_path, with_scale(training(), 2.0**20), 7, Writer())
+    other = with_scale(training(seed=3), 2.0**32)
+    assert Checkpoints(tmp_path).load(other) == 7
+    assert other.scales() == [{"scale": [2.0**20], "growth_tracker": 3}]
+    assert Checkpoints(tmp_path).load(training(seed=3)) == 7, "in another precision"
+    written(tmp_path, training(), 9, Writer())
+    assert Checkpoints(tmp_path).load(other) == 9
+    assert other.scales() == [{"scale": [2.0**20], "growth_tracker": 3}], "there was none"
+
+
 def test_everything_comes_back_bit_for_bit(tmp_path, state):
     state.seed, other = 77, training(seed=3)
     other.seed = 0

@@ -208,6 +208,35 @@ def test_the_schedule_is_the_senders_whatever_the_receiver_did_before(own_steps)
         assert torch.equal(receiver.settings(), sender.settings())
 
 
+class Scaler:
+    """The state of Megatron's dynamic gradient scaler."""
+
+    def __init__(self, scale: float, good: int):
+        self.load_state_dict({"scale": torch.tensor([scale]), "growth_tracker": good})
+
+    def state_dict(self) -> dict:
+        return dict(self.held)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.held = state
+
+
+def scaled(*scalers: Scaler) -> migrate.TrainingState:
+    chained = [SimpleNamespace(grad_scaler=scaler, param_groups=[], state={}) for scaler in scalers]
+    return migrate.TrainingState([], SimpleNamespace(chained_optimizers=chained, param_groups=[]), None)
+
+
+def test_the_loss_scale_is_part_of_the_state():
+    sender, receiver = scaled(Scaler(2.0**20, 3)), scaled(Scaler(2.0**32, 0))
+    assert not torch.equal(receiver.settings(), sender.settings())
+    assert receiver.adopt(sender.header(7)) == 7
+    found = receiver.optimizer.chained_optimizers[0].grad_scaler.held
+    assert found["scale"].equal(torch.tensor([2.0**20])) and found["growth_tracker"] == 3
+    assert torch.equal(receiver.settings(), sender.settings())
+    with pytest.raises(migrate.StateMismatch, match="another kind of loss scale"):
+        scaled().adopt(sender.header(7))
+
+
 def test_two_members_that_differ_cannot_be_told_apart(monkeypatch):
     _, outcomes, _ = run(monkeypatch, [2.5, 1.5, 0.0], {2})
     assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
