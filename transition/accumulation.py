@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from detector.inject import injector
 from transition import randomness
 from transition.layout import Layout
 from transition.ledger import Ledger
+from transition.snapshots import Snapshots, Where
 
 
 class PeerLost(RuntimeError):
@@ -28,8 +31,8 @@ class Work:
     them. total: micro-batches of an iteration. over() tells whether the generation is over, lost() whether the rank
     cannot go on computing either: in a replica of several ranks only when one of them is gone. place: of this rank in
     its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite this
-    rank's own part only. healed: a reduce may have to be undone. sequence, size: of a micro-batch, in tokens and
-    samples.
+    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. sequence, size: of a
+    micro-batch, in tokens and samples.
     """
 
     fetch: Callable[[int, int], Any]
@@ -42,6 +45,7 @@ class Work:
     seed: int
     sharded: bool
     healed: bool
+    where: Where
     sequence: int
     size: int
 
@@ -52,6 +56,7 @@ class Accumulation(ABC):
     def __init__(self, work: Work):
         self._work, self.total, self.seed = work, work.total, work.seed
         self.lost = work.lost
+        self._snapshots = Snapshots(work.where)
         self._whole = True  # no micro-batch is in the gradient in part
         self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
         self._began = self._data_before = 0.0  # the micro-batch at hand
@@ -86,9 +91,29 @@ class Accumulation(ABC):
         """Wait for reduces that are still under way: one that ended later would write into gradients restored by
         then."""
 
+    @property
+    def undoable(self) -> bool:
+        """The reduces of this iteration, as far as they have begun, can be undone."""
+        return self._snapshots.undoable
+
+    def restore(self) -> bool:
+        """Undo every reduce that had begun: this rank's own gradient sum is back. False where nothing was kept for
+        that: nothing is in the gradient then."""
+        undoable = self.undoable
+        if undoable:
+            self._snapshots.restore()
+        else:
+            self.drop()
+        return undoable
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """That the copies take which undo a reduce."""
+        return self._snapshots.size(self._reduced())
+
     @abstractmethod
-    def restore(self) -> None:
-        """Undo every reduce that had begun: this rank's own gradient sum is back."""
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        """What reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
         """The groups of another generation are in use."""

@@ -19,7 +19,7 @@ import torch
 
 from transition import elastic_buckets, groups
 from transition.accumulation import Accumulation, PeerLost, Work
-from transition.gradient_slices import GradientSlices, own_parts_only
+from transition.gradient_slices import own_parts_only
 from transition.ledger import Ledger, LedgerError
 
 DRAIN_SECONDS = 10.0
@@ -59,9 +59,7 @@ class Gradients(Accumulation):
         self.layout, self._coordinate = work.layout, work.layout.coordinate(work.place)._asdict()
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
-        self._slices, self._healed = GradientSlices() if work.sharded else None, work.healed
-        self._snapshots: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._fresh: set[int] = set()  # buckets whose snapshot belongs to the present reduce
+        self._sharded, self._healed = work.sharded, work.healed
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._ordered = False  # reduces start after the schedule, in the same order in all ranks
@@ -85,9 +83,7 @@ class Gradients(Accumulation):
                 group.per_param_grad_ready_counts = {}
         for chunk in self.model:
             chunk.zero_grad_buffer()
-        self._fresh.clear()
-        if self._slices is not None:
-            self._slices.forget()
+        self._snapshots.forget()
         self._deferred, self._whole = None, True
 
     @property
@@ -126,7 +122,7 @@ class Gradients(Accumulation):
 
     def _gather_parameters(self) -> None:
         """What the forward pass would have begun with, where gathers are overlapped with it."""
-        if self._slices is not None and self.model[0].ddp_config.overlap_param_gather:
+        if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
     def _padded(self, count: int) -> int:
@@ -208,7 +204,7 @@ class Gradients(Accumulation):
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
         if self._ordered:
             self._dispatch_overlapped()
-        with own_parts_only(self.model) if self._slices is not None else contextlib.nullcontext():
+        with own_parts_only(self.model) if self._sharded else contextlib.nullcontext():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
     def proven(self, tokens: float) -> float:
@@ -256,16 +252,16 @@ class Gradients(Accumulation):
         group.start_grad_sync = start_grad_sync
 
     def _snapshot(self, group: Any) -> None:
-        """A failed in-place all-reduce leaves a mix of partial sums, so the bucket is copied first."""
-        if self._slices is not None:
-            self._slices.take(group)
-            return
+        """Before the reduce of a bucket group."""
         for bucket in group.buckets:
-            key = id(bucket)
-            if key not in self._snapshots:
-                self._snapshots[key] = (bucket, torch.empty_like(bucket.grad_data))
-            self._snapshots[key][1].copy_(bucket.grad_data)
-            self._fresh.add(key)
+            self._snapshots.take(id(bucket), self._overwritten(bucket, group))
+
+    def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
+        """By its reduce: a failed in-place all-reduce leaves a mix of partial sums."""
+        return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -274,7 +270,7 @@ class Gradients(Accumulation):
 
         Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
         """
-        if self._slices is not None:
+        if self._sharded:
             with again_and_again(unblock):
                 elastic_buckets.drain(self.model)
             return
@@ -287,15 +283,10 @@ class Gradients(Accumulation):
                     unblock()
                     time.sleep(0.001)
 
-    def restore(self) -> None:
-        """Undo every reduce that had begun: this rank's own gradient sum is back."""
-        for key in self._fresh:
-            bucket, copy = self._snapshots[key]
-            bucket.grad_data.copy_(copy)
-        self._fresh.clear()
-        if self._slices is not None:
-            self._slices.restore()
+    def restore(self) -> bool:
+        undone = super().restore()
         self._deferred, self._ordered = None, True
+        return undone
 
     def adopt_groups(self) -> None:
         """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""

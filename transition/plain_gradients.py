@@ -19,7 +19,6 @@ import torch.distributed as dist
 from transition.accumulation import Accumulation, Work
 from transition.groups import UnsupportedLayout
 from transition.ledger import Ledger
-from transition.snapshots import Snapshots, chosen
 
 BUCKET_BYTES = 1 << 26  # a larger parameter has a bucket of its own
 LOSS = "forward_step returns the mean loss of its micro-batch, or (sum of losses, tokens)"
@@ -92,7 +91,6 @@ class PlainGradients(Accumulation):
         self._model, self._scale, self._forward_step = model, scale, forward_step
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._buckets = buckets(parameters.values())
-        self._snapshots = Snapshots(chosen())
         self._used: set[int] = set()  # identities of the parameters that have a gradient in this rank
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self._note_used)
@@ -163,10 +161,14 @@ class PlainGradients(Accumulation):
             bucket.release_unused()
         return tokens or float(self.total)
 
-    def restore(self) -> None:
-        self._snapshots.restore()
+    def restore(self) -> bool:
+        undone = super().restore()
         for bucket in self._buckets:
             bucket.attach()
+        return undone
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        return (bucket.flat for bucket in self._buckets)
 
 
 def _is_number(value: Any) -> bool:

@@ -40,7 +40,7 @@ def _statistics(module: torch.nn.Module) -> Iterator[str]:
         if isinstance(each, _NormBase) and each.track_running_stats and each.training:
             yield (
                 f"the running statistics of {name or 'the model'} ({type(each).__name__}), which depend on who "
-                "computes what: use GroupNorm or LayerNorm, or build it with track_running_stats=False, or put it into eval()"
+                "computes what: use GroupNorm or LayerNorm, or set track_running_stats=False, or put it into eval()"
             )
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import proof
+from tests.support.moments import fault, moments
 from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -32,37 +33,14 @@ KINDS: dict[str, dict[str, str]] = {
     "dropout": {"TINY_DROPOUT": "0.1"},
     "tokens": {"TINY_TOKENS": "1"},
     "bf16": {"TINY_BF16": "1"},
+    "host": {"UNICRON_SNAPSHOT": "host"},
+    "no-copies": {"UNICRON_SNAPSHOT": "none", "TINY_OVERLAP": "1"},
     "sharded": {"TINY_DISTOPT": "1"},
     "sharded-overlap": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
     "sharded-bf16": {"TINY_DISTOPT": "1", "TINY_BF16": "1", "TINY_DROPOUT": "0.1"},
+    "sharded-host": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "host"},
+    "sharded-no-copies": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "none"},
 }
-
-
-def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
-    return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
-
-
-def moments(size: int) -> dict[str, list[dict]]:
-    """What strikes the second replica, or both. size: ranks of one."""
-    first, last = size, 2 * size - 1
-    return {
-        "data": [fault(first, 1, "fetch", 1)],
-        "backward": [fault(last, 1, "backward", 1)],
-        "reduce": [fault(first, 1, "reduce", 0)],
-        "in-reduce": [fault(last, 1, "reduce", 0, kind="late", delay=0.001)],
-        "proof": [fault(last, 1, "reduce", 1)],
-        "commit": [fault(first, 1, "reduce", 2)],
-        "step": [fault(first, 1, "step", kind="late", delay=0.004)],
-        "after": [fault(last, 1, "outside")],
-        "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
-        "twice": [
-            fault(first, 1, "fetch", 1),
-            fault(0, 2, "fetch", kind="wait", gate=1),  # until the process that was started again is offered
-            fault(first, 3, "fetch", incarnation=1),
-        ],
-        "both": [fault(0, 1, "fetch", 1), fault(last, 1, "fetch", 0)],
-        "error": [fault(first, 1, "reduced", 1, kind="error")],
-    }
 
 
 MATRIX = [
@@ -75,7 +53,9 @@ MATRIX = [
 SPREAD = {
     ("dp", "sharded-overlap", "after"),
     ("dp", "sharded-overlap", "twice"),
+    ("dp", "no-copies", "proof"),
     ("tp", "dropout", "both"),
+    ("tp", "sharded-no-copies", "step"),
     ("tp", "sharded", "after"),
     ("pp", "tokens", "backward"),
     ("pp", "sharded", "recovery"),
@@ -134,11 +114,7 @@ def run(references, tmp_path):
     def go(layout: str, kind: str, *faults: dict, **keywords) -> Ranks:
         reference = references(layout, kind)
         ranks = train(tmp_path, layout, KINDS[kind], list(faults), **keywords)
-        wanted = proof.losses(reference)
-        for iteration, values in proof.losses(tmp_path).items():
-            assert len(values) == 1, f"iteration {iteration}: members report {values}"
-            one, loss = next(iter(wanted[iteration])), values.pop()
-            assert abs(loss - one) <= LOSSES * abs(one), f"iteration {iteration}: loss {loss}, undisturbed {one}"
+        proof.same_losses(tmp_path, reference, LOSSES)
         differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
         assert max(differences.values()) <= GRADIENTS, differences
         return ranks
