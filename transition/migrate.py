@@ -153,10 +153,11 @@ def as_before(before: Any, value: Any) -> Any:
     """A value of a header as it is held here: MessagePack knows neither tuples nor tensors, nor counters."""
     if isinstance(before, torch.Tensor):
         return torch.tensor(value, dtype=before.dtype, device=before.device)
-    for kind in (tuple, Counter):
-        if isinstance(before, kind):
-            return kind(value)
-    return value
+    if isinstance(before, list) and len(before) == len(value):
+        return [as_before(*pair) for pair in zip(before, value, strict=True)]
+    if isinstance(before, tuple):
+        return tuple(as_before(list(before), value))
+    return Counter(value) if isinstance(before, Counter) else value
 
 
 def can_be_told(value: Any) -> bool:

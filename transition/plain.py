@@ -79,6 +79,7 @@ class PlainOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler
         self._stepped = False
+        self._trained_first: list[int] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -86,12 +87,23 @@ class PlainOptimizer:
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that it trains, by name."""
-        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
         named = self._module.named_parameters()
         return {name: each for name, each in named if id(each) in mine and each.requires_grad}
 
     def zero_grad(self) -> None:
-        """The gradients are zeroed with their buckets."""
+        """The gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be trained
+        now: a rank that joins later would not know."""
+        now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
+        self._trained_first = self._trained_first or now
+        if now != self._trained_first:
+            raise UnsupportedLayout(
+                "unicron can't heal a training whose trained parameters change (requires_grad, add_param_group): end "
+                "it there, and go on from its checkpoint with a session of its own"
+            )
+
+    def _groups(self) -> list[list[torch.nn.Parameter]]:
+        return [group["params"] for group in self.param_groups]
 
     def step(self) -> tuple[bool, float | None, None]:
         """(whether the parameters have changed, the norm of all gradients, None)."""

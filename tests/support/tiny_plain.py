@@ -46,7 +46,7 @@ import transition  # noqa: E402
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=5e-3),
     "fused": lambda groups: torch.optim.AdamW(groups, lr=5e-3, fused=True),
-    "tensor-lr": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(5e-3), foreach=True, capturable=False),
+    "tensor-lr": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(5e-3), foreach=False),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=5e-3),
 }
