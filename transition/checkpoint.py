@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transition import parts
-from transition.migrate import StateMismatch, TrainingState, plain
+from transition.migrate import StateMismatch, TrainingState, as_before, plain
 
 VERSION = 2
 OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
@@ -279,8 +279,11 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> dict[str, A
             continue
         keys = {key: len(tensors) + number for number, key in enumerate(part.tensors)}
         tensors += [tensor.detach().to("cpu", copy=True) for tensor in part.tensors.values()]
-        scalars = {key: value.detach().to("cpu", copy=True) for key, value in part.scalars.items()}
-        index.append((*part.box, part.begin, part.end, keys, scalars))
+        others = {
+            key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in part.others.items()
+        }
+        index.append((*part.box, part.begin, part.end, keys, others))
     return {
         "version": VERSION,
         "iteration": iteration,
@@ -360,16 +363,16 @@ def _other_model(path: Path, why: object) -> CheckpointError:
 
 def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
-    saved: dict[str, tuple[Iterable[str], dict[str, torch.Tensor]]] = {}
+    saved: dict[str, tuple[Iterable[str], dict[str, Any]]] = {}
     for file in files:
-        for name, whole, offset, extent, begin, end, keys, scalars in file.data["index"]:
+        for name, whole, offset, extent, begin, end, keys, others in file.data["index"]:
 
             def read(key: str, file: _File = file, keys: dict[str, int] = keys) -> torch.Tensor:
                 return file.tensor(keys[key])
 
             box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
             sources[name].append(parts.Source(box, begin, end, read))
-            saved[name] = [key for key in keys if key != parts.PARAMETER], scalars
+            saved[name] = [key for key in keys if key != parts.PARAMETER], others
     try:
         parts.restore(state.model, state.optimizer, sources, saved)
     except (parts.Missing, KeyError, RuntimeError) as error:
@@ -391,7 +394,8 @@ def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
     own = hasattr(state.scheduler, "num_steps")
     for number, group in enumerate(state.optimizer.param_groups):
         values = saved[min(number, len(saved) - 1)] if saved else {}
-        group.update({key: value for key, value in values.items() if key in group and (key == "step" or not own)})
+        taken = {key: value for key, value in values.items() if key in group and (key == "step" or not own)}
+        group.update({key: as_before(group[key], value) for key, value in taken.items()})
 
 
 def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:

@@ -150,7 +150,8 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
                 raise groups.UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
         if not hasattr(each, _PARAMETERS):
             raise groups.UnsupportedLayout(
-                "the distributed optimizer was built before transition.init_process_group: call that first"
+                "the distributed optimizer was not built as a session needs it: import megatron.core, call "
+                "transition.init_process_group, and build the model after that"
             )
 
 

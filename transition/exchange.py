@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transition.gradients import PeerLost
+from transition.accumulation import PeerLost
 from transition.process import Process
 from transition.watch import Plan
 
@@ -37,7 +37,9 @@ class Exchange:
     # ------------------------------------------------------------ groups
     @property
     def data_parallel(self) -> Any:
-        """The ranks of this one's place in all replicas."""
+        """The ranks of this one's place in all replicas; None for all there are."""
+        if self._process.layout.size == 1:
+            return None
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -107,6 +109,8 @@ class Exchange:
 
     def tie_embeddings(self, model: Sequence[Any]) -> bool:
         """Give the last stage the first one's embedding, where they share it; whether this rank's has changed."""
+        if self._process.layout.pipeline == 1:
+            return False
         from megatron.core import parallel_state
 
         group = parallel_state.get_embedding_group(check_initialized=False)

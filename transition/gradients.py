@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 
-from detector.inject import injector
-from transition import elastic_buckets, groups, randomness
+from transition import elastic_buckets, groups
+from transition.accumulation import Accumulation, PeerLost, Work
 from transition.auxiliary import Auxiliary
 from transition.gradient_slices import own_parts_only
-from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
-from transition.pending import Pending
-from transition.snapshots import Snapshots, Where
 
 DRAIN_SECONDS = 10.0
 UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
@@ -48,55 +45,26 @@ def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
         thread.join()
 
 
-class PeerLost(RuntimeError):
-    """The generation is over: a member is gone, or its groups are broken."""
+class Gradients(Accumulation):
+    """Of the Megatron DDP chunks of one rank. forward_step: Megatron's `forward_step_func(data_iterator, model) ->
+    (output, loss_func)`."""
 
-
-class Gradients:
-    """Owns the DDP model chunks of one rank. `over()` tells whether the generation is over, `lost()` whether the
-    schedule cannot go on either: in a replica of several ranks only when one of them is gone.
-
-    forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
-    index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
-    rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
-    this rank's own part only. healed: a reduce may have to be undone; where: the copies for that. pending: what waits
-    for the commit.
-    """
-
-    def __init__(
-        self,
-        model: Sequence[Any],
-        forward_step: Callable[..., Any],
-        fetch: Callable[[int, int], Any],
-        total: int,
-        schedule_arguments: dict[str, Any],
-        lost: Callable[[], bool],
-        over: Callable[[], bool],
-        on_progress: Callable[[], None],
-        layout: Layout,
-        place: int = 0,
-        seed: int = 0,
-        sharded: bool = False,
-        healed: bool = True,
-        where: Where = Where.CARD,
-        pending: Pending | None = None,
-    ):
+    def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], work: Work):
         from megatron.core.utils import get_model_config
 
-        self.model, self.forward_step, self.fetch, self.total = list(model), forward_step, fetch, total
-        self.schedule_arguments, self.lost, self.over, self.on_progress = schedule_arguments, lost, over, on_progress
-        self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
+        super().__init__(work)
+        if min(work.sequence, work.size) < 1:
+            raise ValueError("Megatron's schedule needs seq_length and micro_batch_size")
+        self.model, self.forward_step = list(model), forward_step
+        self.schedule_arguments = {"seq_length": work.sequence, "micro_batch_size": work.size}
+        self.layout, self._coordinate = work.layout, work.layout.coordinate(work.place)._asdict()
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
-        self._auxiliary = Auxiliary(self.model, self.config, total, pending or Pending())
-        self._sharded, self._healed, self._snapshots = sharded, healed, Snapshots(where)
+        self._auxiliary = Auxiliary(self.model, self.config, work.total, work.pending)
+        self._sharded, self._healed = work.sharded, work.healed
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._ordered = False  # reduces start after the schedule, in the same order in all ranks
-        self._whole = True  # no micro-batch is in the gradient in part
-        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
-        self._began = 0.0  # the micro-batch at hand
-        self._backward_since: float | None = None
         for group in self._bucket_groups():
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor = 1.0
@@ -107,11 +75,8 @@ class Gradients:
 
     # ------------------------------------------------------------ computing
     def begin(self, ordered: bool) -> None:
-        """A new iteration: zero the gradients, forget the snapshots. ordered: overlapped reduces must not start from
-        the backward pass, since not all ranks have one, or know its order yet."""
-        self.drop()
+        super().begin(ordered)
         self._ordered = ordered
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def drop(self) -> None:
         """Nothing is in the gradient any more."""
@@ -123,10 +88,6 @@ class Gradients:
         self._snapshots.forget()
         self._auxiliary.drop()
         self._deferred, self._whole = None, True
-
-    def spoilt(self) -> None:
-        """What is in the gradient is not to be trusted."""
-        self._whole = False
 
     @property
     def first(self) -> bool:
@@ -176,17 +137,6 @@ class Gradients:
         group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
         return -(-count // group) * group
 
-    def _finished(self, ledger: Ledger, indices: Sequence[int]) -> None:
-        self._whole = True
-        for index in indices:
-            ledger.finish(index)
-        self.on_progress()
-
-    @property
-    def intact(self) -> bool:
-        """No micro-batch is in the gradient in part. False after an error in the middle of a backward pass."""
-        return self._whole
-
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
         """The schedule only accumulates."""
@@ -203,36 +153,21 @@ class Gradients:
 
     def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
         for number in range(count):
-            began = time.perf_counter()
-            micro_batch = self.fetch(iteration, indices[min(number, len(indices) - 1)])
-            self.seconds["data"] += time.perf_counter() - began
-            yield micro_batch
-
-    def _end_backward(self, now: float) -> None:
-        """The backward pass that began when the last loss was there is over."""
-        if self._backward_since is not None:
-            injector.slow_down(now - self._began)
-            self.seconds["backward"] += time.perf_counter() - self._backward_since
-            self._backward_since = None
+            yield self._fetched(iteration, indices[min(number, len(indices) - 1)])
 
     def _forward(self, ledger: Ledger, owed: Sequence[int], count: int) -> Callable[..., Any]:
         passed = [0] * len(self.model)  # forward passes so far, by chunk
         alone = self.layout.size == 1
 
         def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
-            self._end_backward(time.perf_counter())
-            injector.point()
-            self._began = began = time.perf_counter()
-            data_before = self.seconds["data"]
+            self._next()
             chunk = next(number for number, one in enumerate(self.model) if one is model)
             number, passed[chunk] = passed[chunk], passed[chunk] + 1
             if alone and number:  # the schedule asks for the next forward when the backward before it is over
                 self._finished(ledger, [owed[number - 1]])
-            if self.lost():
-                raise PeerLost("a member of the generation is gone")
             real = number < len(owed)
             index = owed[min(number, len(owed) - 1)]
-            randomness.seed(self.seed, ledger.iteration, index, chunk=chunk, **self._coordinate)
+            self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
             self._whole = self._whole and alone
             with self._auxiliary.forward(chunk, real):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
@@ -240,9 +175,7 @@ class Gradients:
 
             def weighted(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
-                self._whole = False
-                self._backward_since = time.perf_counter()
-                self.seconds["forward"] += self._backward_since - began - (self.seconds["data"] - data_before)
+                self._begin_backward()
                 return self._weighted(ledger, index, loss, others, count, real)
 
             return output, weighted
@@ -281,6 +214,9 @@ class Gradients:
         with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
+    def proven(self, tokens: float) -> float:
+        return tokens if self.per_token else float(self.total)
+
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
         """Of the micro-batches in this rank's gradient, as the schedule would count them."""
         if not self.per_token:
@@ -307,7 +243,7 @@ class Gradients:
         def start_grad_sync(*arguments: Any, **keywords: Any) -> Any:
             if self._in_backward and self._ordered:
                 return None
-            if self._in_backward and (self._deferred is not None or self.over()):
+            if self._in_backward and (self._deferred is not None or self._work.over()):
                 self._deferred = self._deferred or PeerLost("a member of the generation is gone")
                 return None  # raising inside an autograd hook would cut the backward pass short
             if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
@@ -331,11 +267,8 @@ class Gradients:
         """By its reduce: a failed in-place all-reduce leaves a mix of partial sums."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """That the copies take which undo a reduce."""
-        owners = [(bucket, group) for group in self._bucket_groups() for bucket in group.buckets]
-        return self._snapshots.size(self._overwritten(bucket, group) for bucket, group in owners)
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -357,22 +290,12 @@ class Gradients:
                     unblock()
                     time.sleep(0.001)
 
-    @property
-    def undoable(self) -> bool:
-        """The reduces of this iteration, as far as they have begun, can be undone."""
-        return self._snapshots.undoable
-
     def restore(self) -> bool:
-        """Undo every reduce that had begun: this rank's own gradient sum is back. False where nothing was kept for
-        that: nothing is in the gradient then."""
-        undoable = self.undoable
-        if undoable:
-            self._snapshots.restore()
+        undone = super().restore()
+        if undone:
             self._auxiliary.restore()
-        else:
-            self.drop()
         self._deferred, self._ordered = None, True
-        return undoable
+        return undone
 
     def adopt_groups(self) -> None:
         """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""

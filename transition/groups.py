@@ -106,13 +106,11 @@ class Groups:
     """
 
     def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
-        from megatron.core import parallel_state
-
         self.layout, self._unblocker, self._aborter = layout, unblocker, aborter
         self._replicas = dist.get_world_size() // layout.size
         self._roles = {WORLD: Role(True, tuple(range(layout.size)))}
         self._lists: dict[str, Role] = {}
-        for name, value in vars(parallel_state).items():
+        for name, value in vars(megatron("parallel_state")).items():
             if name.startswith("_") and isinstance(value, dist.ProcessGroup):
                 kind = "gloo" if name.endswith("_GLOO") else None
                 self._roles[name] = self._role(name, dist.get_process_group_ranks(value), kind)
@@ -144,8 +142,7 @@ class Groups:
         be_patient()
 
     def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
-        from megatron.core import parallel_state
-
+        parallel_state = megatron("parallel_state")
         made: dict[tuple[Any, ...], Any] = {}
         roles: dict[str, Any] = {}
         ranks_of = cache(
@@ -213,8 +210,8 @@ class Groups:
 
         Raises :class:`UnsupportedLayout` for a group that has no role, since a collective on it would hang.
         """
-        from megatron.core import parallel_state
-
+        parallel_state = megatron("parallel_state")
+        collection = getattr(megatron("process_groups_config"), "ProcessGroupCollection", ())
         by_identity = {id(getattr(parallel_state, name)): name for name in self._roles if name != WORLD}
         by_identity[id(dist.group.WORLD)] = WORLD
         seen: set[int] = set()
@@ -234,17 +231,20 @@ class Groups:
             for name, value in list(attributes.items()):
                 if isinstance(value, dist.ProcessGroup):
                     note(owner, attributes, name, value)
-                elif isinstance(value, ProcessGroupCollection):
+                elif isinstance(value, collection):
                     visit(value)
                 elif isinstance(value, list) and value and all(isinstance(item, dist.ProcessGroup) for item in value):
                     for index, item in enumerate(value):
                         note(owner, value, index, item)
 
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
         for holder in holders:
             visit(holder)
         return len(self._pointers)
+
+
+def megatron(module: str) -> Any:
+    """A module of Megatron-core; an empty one where the script does not use it."""
+    return sys.modules.get(f"megatron.core.{module}") or SimpleNamespace()
 
 
 def connect(name: str, backend: str, ranks: list[int], me: int) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transition import groups, migrate
-from transition.gradients import PeerLost
+from transition.accumulation import PeerLost
 from transition.layout import replica_of
 from transition.process import Process
 from transition.watch import Plan, PlanTimeout

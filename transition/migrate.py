@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -143,13 +144,17 @@ class TrainingState:
         for chunk in self.model:
             yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())
 
+    def model_tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers."""
+        for chunk in self.model:
+            yield from (*chunk.module.parameters(), *chunk.module.buffers())
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors of the state in a fixed order: model, main parameters where they differ, optimizer state."""
         seen = set()
-        for chunk in self.model:
-            for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
-                seen.add(tensor.data_ptr())
-                yield tensor.data
+        for tensor in self.model_tensors():
+            seen.add(tensor.data_ptr())
+            yield tensor.data
         for inner, group in () if self.sharded else self._groups():
             for parameter in group["params"]:
                 if parameter.data_ptr() not in seen:
@@ -160,14 +165,36 @@ class TrainingState:
 
 def plain(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """An optimizer's parameter groups without the parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return [as_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def as_plain(value: Any) -> Any:
+    """A setting without tensors, for MessagePack."""
+    if isinstance(value, dict):
+        return {key: as_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def as_before(before: Any, value: Any) -> Any:
-    """A value of a header as it is held here: MessagePack knows neither tuples nor tensors."""
+    """A value of a header as it is held here: MessagePack knows neither tuples nor tensors, nor counters."""
     if isinstance(before, torch.Tensor):
         return torch.tensor(value, dtype=before.dtype, device=before.device)
-    return tuple(value) if isinstance(before, tuple) else value
+    if isinstance(before, list) and len(before) == len(value):
+        return [as_before(*pair) for pair in zip(before, value, strict=True)]
+    if isinstance(before, tuple):
+        return tuple(as_before(list(before), value))
+    return Counter(value) if isinstance(before, Counter) else value
+
+
+def can_be_told(value: Any) -> bool:
+    """It could stand in a header."""
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _room(value: Any, parameter: torch.Tensor) -> Any:
@@ -268,12 +295,12 @@ def _send_once(
         wire = tensor if keep and not spoil else tensor.to(device, copy=True)
         if spoil:
             _spoil(wire)
-        flat = wire.contiguous().view(-1)
-        for piece in flat.split(max(1, PIECE // flat.element_size())):  # the same pieces in all ranks
+        flat = wire.contiguous().view(-1).view(torch.uint8)  # gloo knows no booleans
+        for piece in flat.split(PIECE):  # the same pieces in all ranks
             dist.broadcast(piece, group=group, group_src=source)
-            moved(piece.numel() * piece.element_size())
+            moved(piece.numel())
         if receiving and flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
         sums.append(checksum(tensor))
     mine = torch.stack(sums)
     sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)

@@ -36,8 +36,8 @@ class Part:
     """Elements [begin, end) of a box, in row-major order: the parameter's, and those of its optimizer state by key.
 
     parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
-    elements; scalars: key -> 0-d tensor. duplicate: another rank of the same replica holds the same, as the first stage
-    does of a tied embedding.
+    elements; others: key -> whatever else the optimizer keeps for the parameter, a step count for example. duplicate:
+    another rank of the same replica holds the same, as the first stage does of a tied embedding.
     """
 
     box: Box
@@ -46,7 +46,7 @@ class Part:
     parameter: Any
     first: int
     tensors: dict[str, torch.Tensor]
-    scalars: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
     duplicate: bool = False
 
 
@@ -79,19 +79,19 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
         state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
         tensors = {PARAMETER: own.main.detach().reshape(-1)}
         tensors |= {key: value.reshape(-1) for key, value in sorted(state.items()) if _is_like(value, own.main)}
-        scalars = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
+        others = {key: value for key, value in state.items() if not _is_like(value, own.main)}
         first = 0
         for box in boxes:
             begin, end = max(own.begin, first), min(own.end, first + box.numel)
             if begin < end:
                 cut = slice(begin - own.begin, end - own.begin)
                 mine = {key: tensor[cut] for key, tensor in tensors.items()}
-                yield Part(box, begin - first, end - first, parameter, begin, mine, scalars, duplicate)
+                yield Part(box, begin - first, end - first, parameter, begin, mine, others, duplicate)
             first += box.numel
 
 
 def _is_like(value: Any, main: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == main.numel()
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == main.shape
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
@@ -145,9 +145,12 @@ def _places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], boo
         if hasattr(module, "sharded_state_dict"):
             yield from _megatron_places(module)
         else:
+            seen: set[int] = set()  # a tied parameter has several names
             for name, tensor in module.state_dict(keep_vars=True).items():
-                shape = tuple(tensor.shape)
-                yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    shape = tuple(tensor.shape)
+                    yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
 
 
 def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
@@ -253,18 +256,18 @@ def restore(
     model: Sequence[Any],
     optimizer: Any,
     sources: Mapping[str, Sequence[Source]],
-    saved: Mapping[str, tuple[Iterable[str], Mapping[str, torch.Tensor]]],
+    saved: Mapping[str, tuple[Iterable[str], Mapping[str, Any]]],
 ) -> None:
     """Put what `sources` (by tensor name) have into this rank's model and optimizer.
 
-    saved: tensor name -> the keys of its optimizer state, and the scalars of that. Raises :class:`Missing`; then part
+    saved: tensor name -> the keys of its optimizer state, and what else is in that. Raises :class:`Missing`; then part
     of the state may be the old one.
     """
     held = _held(optimizer)
     for parameter, boxes, _ in _places(model):
         if any(box.name not in sources for box in boxes):
             raise Missing(f"{boxes[0].name} is not there")
-        keys, scalars = saved[boxes[0].name]
+        keys, others = saved[boxes[0].name]
         own = held.get(id(parameter))
         values = {
             key: torch.cat([assemble(box, key, sources[box.name]).reshape(-1) for box in boxes])
@@ -272,15 +275,24 @@ def restore(
         }
         parameter.detach().view(-1).copy_(values[PARAMETER])
         if own is not None:
-            _restore_state(own, values, keys, scalars)
+            _restore_state(own, values, keys, others)
 
 
-def _restore_state(own: _Held, values: Mapping[str, torch.Tensor], keys: Iterable[str], scalars: Any) -> None:
+def _restore_state(
+    own: _Held, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
+) -> None:
     cut = slice(own.begin, own.end)
     own.main.detach().view(-1).copy_(values[PARAMETER][cut])
     state: dict[str, Any] = {
         key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
     }
-    state |= {key: value.clone() for key, value in scalars.items()}  # torch keeps its step counts on the CPU
+    for key, value in others.items():
+        state[key] = value.to(_device(own, key), copy=True) if isinstance(value, torch.Tensor) else value
     if state:
         own.owner.state[own.main] = state
+
+
+def _device(own: _Held, key: str) -> torch.device | str:
+    """Where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
+    return "cpu" if key == "step" and not on_device else own.main.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
+import sys
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     global _process
     settle(backend)
     _process = Process(backend, layout or Layout())
-    if find_spec("megatron") is not None:
+    if "megatron.core" in sys.modules:
         elastic_buckets.prepare()
     if _process.channel is None:
         dist.init_process_group(backend, timeout=groups.collective_timeout())

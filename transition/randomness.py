@@ -28,7 +28,7 @@ def seed(
     coordinate in its replica. chunk: of the virtual pipeline. The data-parallel rank is no part of it. The default
     generators and the tracker's data-parallel state are the same in all tensor ranks, all other states differ.
     """
-    place = (base, iteration, micro_batch, pipeline, context, chunk)
+    place = (base % 2**63, iteration, micro_batch, pipeline, context, chunk)
     shared = _hashed(SHARED, 0, place)
     torch.default_generator.manual_seed(shared)
     on_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

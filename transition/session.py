@@ -1,4 +1,4 @@
-"""The training loop that survives: one object between a Megatron training script and the generation protocol
+"""The training loop that survives: one object between a training script and the generation protocol
 (docs/design/generations.md).
 
 A rank prepares itself in a world without peers (model, optimizer, data), then enters generations. When a member is lost
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transition import groups, migrate, process, supported
+from transition import groups, migrate, process
+from transition.accumulation import PeerLost, Work
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
 from transition.exchange import Exchange, at_commit
-from transition.gradients import Gradients, PeerLost
 from transition.handover import Handover
+from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import Member
 from transition.pending import Pending, hold_scalers
@@ -71,28 +72,35 @@ class _ReplicaStopped(PeerLost):
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: list of DDP chunks (one, without a virtual pipeline). micro_batches: per iteration, over all ranks.
-    forward_step, fetch: see :class:`transition.gradients.Gradients`. checkpoints: where to go on from, and where the
-    first member saves. seed: of the random numbers of the training, by default torch's own. Raises
-    :class:`transition.groups.UnsupportedLayout` for what it cannot heal, and
+    model: a `torch.nn.Module`, with a `torch.optim` optimizer and, if there is one, its schedule; or the list of
+    Megatron's DDP chunks (one, without a virtual pipeline), with Megatron's. micro_batches: per iteration, over all
+    ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum of losses, tokens); with Megatron its
+    `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else. seq_length,
+    micro_batch_size: of a micro-batch; Megatron's schedule needs them, else they count FLOPs. checkpoints: where to go
+    on from, and where the first member saves. seed: of the random numbers of the training, by default torch's own.
+    clip_grad, scaler: the largest norm of all gradients and a `torch.amp.GradScaler`, for a plain module.
+
+    Raises :class:`transition.groups.UnsupportedLayout` for what it cannot heal, and
     :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
     """
 
     def __init__(
         self,
         *,
-        model: Sequence[Any],
+        model: Any,
         optimizer: Any,
-        scheduler: Any,
+        scheduler: Any = None,
         micro_batches: int,
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
-        seq_length: int,
-        micro_batch_size: int,
+        seq_length: int = 0,
+        micro_batch_size: int = 0,
         train_iterations: int,
         start_iteration: int = 0,
         checkpoints: Checkpoints | None = None,
         seed: int | None = None,
+        clip_grad: float | None = None,
+        scaler: Any = None,
     ):
         if micro_batches < 1 or train_iterations < start_iteration:
             raise ValueError(
@@ -101,40 +109,41 @@ class Session:
             )
         self._process = current = process.current()
         self.layout = current.layout
-        supported.check(model, optimizer, self.layout)
+        trained = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
+        trained.check(self.layout)
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
-        self._model, self._optimizer, self._scheduler = list(model), optimizer, scheduler
+        self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
         self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
-        self._state = migrate.TrainingState(model, optimizer, scheduler, torch.initial_seed() if seed is None else seed)
-        self._member = self._join(current)
+        self._state = trained.state(torch.initial_seed() if seed is None else seed)
+        self._member = self._join(current, trained)
         self._exchange = Exchange(current)
         self._pending = Pending()
         healed = self._channel is not None and self._state.sharded
         where = chosen()
         self._kept = Safekeeping(current, self._state, self._exchange, where) if healed else None
-        self._gradients = Gradients(
-            model,
-            forward_step,
-            fetch,
-            micro_batches,
-            {"seq_length": seq_length, "micro_batch_size": micro_batch_size},
-            self._watch.lost if self.layout.size == 1 else self._watch.hit,
-            self._watch.lost,
-            self._progress,
-            self.layout,
-            self.slot % self.layout.size,
-            self._state.seed,
-            self._kept is not None,
-            self._channel is not None,
-            where,
-            self._pending,
+        work = Work(
+            fetch=fetch,
+            total=micro_batches,
+            lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
+            over=self._watch.lost,
+            on_progress=self._progress,
+            layout=self.layout,
+            place=self.slot % self.layout.size,
+            seed=self._state.seed,
+            sharded=self._kept is not None,
+            healed=self._channel is not None,
+            where=where,
+            pending=self._pending,
+            sequence=seq_length,
+            size=micro_batch_size,
         )
-        at_commit(optimizer, self._commit)
-        hold_scalers(optimizer, self._pending)
-        self._parameters = sum(each.numel() for chunk in model for each in chunk.module.parameters())
-        self._samples = micro_batches * micro_batch_size
+        self._gradients = trained.gradients(forward_step, work)
+        at_commit(self._optimizer, self._commit)
+        hold_scalers(self._optimizer, self._pending)
+        self._parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
+        self._samples = micro_batches * max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        self._flops = 6.0 * self._parameters * self.layout.size * self._samples * seq_length
+        self._flops = 6.0 * self._parameters * self.layout.size * self._samples * max(1, seq_length)
         self._phase = "computing"
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
@@ -154,16 +163,17 @@ class Session:
             self._kept.check_untouched()
         self._handover = Handover(self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration)
 
-    def _join(self, current: process.Process) -> Member:
+    def _join(self, current: process.Process, trained: Trained) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
         member = Member(current, FATAL)
         if self._channel is None:
             replica, place = self.layout.from_megatron_rank(dist.get_rank(), dist.get_world_size() // self.layout.size)
             self.slot = member.slot = replica * self.layout.size + place
             member.members, member.inside = list(range(dist.get_world_size())), True
+            trained.begin_alone(self._state, current.device)
             return member
         member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
-        member.groups.note_holders(groups.group_holders(self._model, self._optimizer))
+        member.groups.note_holders(trained.holders())
         member.report, member.take, member.rescue = self._report, self._take, self._rescue
         return member
 
@@ -298,8 +308,7 @@ class Session:
         proof = self._exchange.over_replicas(proof)
         Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
         self._stopping = bool(proof[3, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
-        count = float(proof[2].sum()) if self._gradients.per_token else float(self.micro_batches)
-        loss = float(proof[1].sum()) / max(count, 1.0)
+        loss = float(proof[1].sum()) / max(self._gradients.proven(float(proof[2].sum())), 1.0)
         return self._exchange.from_last_stage(loss)
 
     def request_stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from transition import elastic_buckets
@@ -17,7 +17,12 @@ def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
     config = get_model_config(model[0])
     if any(chunk.ddp_config.use_distributed_optimizer for chunk in model):
         elastic_buckets.check(model, optimizer)
-    for found in (*_sizes(layout), *_model(model, config), *_reduces(model), *_optimizer(optimizer)):
+    refuse((*_sizes(layout), *_model(model, config), *_reduces(model), *_optimizer(optimizer)))
+
+
+def refuse(findings: Iterable[str]) -> None:
+    """Raises :class:`UnsupportedLayout` for the first one."""
+    for found in findings:
         raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
 
 

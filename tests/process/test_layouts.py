@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import proof
+from tests.support.moments import fault, moments
 from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -49,35 +50,6 @@ KINDS: dict[str, dict[str, str]] = {
     "mtp": {"TINY_MTP": "1"},
     "sharded-mtp": {"TINY_MTP": "2", "TINY_EXPERTS": "aux_loss", "TINY_DISTOPT": "1", "TINY_TOKENS": "1"},
 }
-
-
-def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
-    return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
-
-
-def moments(size: int) -> dict[str, list[dict]]:
-    """What strikes the second replica, or both. size: ranks of one."""
-    first, last = size, 2 * size - 1
-    return {
-        "data": [fault(first, 1, "fetch", 1)],
-        "backward": [fault(last, 1, "backward", 1)],
-        "reduce": [fault(first, 1, "reduce", 0)],
-        "in-reduce": [fault(last, 1, "reduce", 0, kind="late", delay=0.001)],
-        "proof": [fault(last, 1, "reduce", 1)],
-        "commit": [fault(first, 1, "reduce", 2)],
-        "step": [fault(first, 1, "step", kind="late", delay=0.004)],
-        "norm": [fault(first, 1, "norm"), fault(0, 1, "norm", kind="sleep", delay=0.5)],
-        "after": [fault(last, 1, "outside")],
-        "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
-        "resume": [fault(first, 1, "fetch", 1), fault(0, 1, "resume", kind="gloo")],
-        "twice": [
-            fault(first, 1, "fetch", 1),
-            fault(0, 2, "fetch", kind="wait", gate=1),  # until the process that was started again is offered
-            fault(first, 3, "fetch", incarnation=1),
-        ],
-        "both": [fault(0, 1, "fetch", 1), fault(last, 1, "fetch", 0)],
-        "error": [fault(first, 1, "reduced", 1, kind="error")],
-    }
 
 
 MATRIX = [
@@ -153,11 +125,7 @@ def run(references, tmp_path):
     def go(layout: str, kind: str, *faults: dict, **keywords) -> Ranks:
         reference = references(layout, kind)
         ranks = train(tmp_path, layout, KINDS[kind], list(faults), **keywords)
-        wanted = proof.losses(reference)
-        for iteration, values in proof.losses(tmp_path).items():
-            assert len(values) == 1, f"iteration {iteration}: members report {values}"
-            one, loss = next(iter(wanted[iteration])), values.pop()
-            assert abs(loss - one) <= LOSSES * abs(one), f"iteration {iteration}: loss {loss}, undisturbed {one}"
+        proof.same_losses(tmp_path, reference, LOSSES)
         for what in ("scale", "biases"):  # of fp16, and of experts
             assert proof.losses(tmp_path, what) == proof.losses(reference, what)
         differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)

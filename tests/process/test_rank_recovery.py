@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import proof
+from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -49,10 +50,6 @@ def run(reference, tmp_path):
         return ranks
 
     return go
-
-
-def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = "kill", **more) -> dict:
-    return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
 
 
 def steppers(ranks: Ranks, iteration: int) -> set[int]:

@@ -6,5 +6,5 @@ jobs         :class:`Agent`, :class:`Job`: real agents with real ranks; :class:`
 scripted     :class:`ScriptedAgent` and :class:`FakeController`: one side of the protocol in the test's own hands
 rank_harness :class:`Ranks`: real ranks under a minimal agent and controller in one loop; `zygote` forks them
 proof        what must hold of any run, by what the ranks have written
-tiny_gpt, plain_train   the programs that the ranks run
+tiny_gpt, tiny_plain, plain_train   the programs that the ranks run; `fault_points` where they fail, `moments` when
 """

@@ -76,6 +76,15 @@ def losses(out: Path, what: str = "loss") -> dict[int, set[float]]:
     return found
 
 
+def same_losses(out: Path, reference: Path, most: float) -> None:
+    """All members report one loss for each iteration, and it differs by `most` of it from the reference's."""
+    wanted = losses(reference)
+    for iteration, values in losses(out).items():
+        assert len(values) == 1, f"iteration {iteration}: members report {values}"
+        one, loss = next(iter(wanted[iteration])), values.pop()
+        assert abs(loss - one) <= most * abs(one), f"iteration {iteration}: loss {loss}, undisturbed {one}"
+
+
 def gradient_differences(
     out: Path, reference: Path, iterations: int, size: int = 1, relative: bool = False
 ) -> dict[int, float]:

@@ -67,7 +67,7 @@ class Ranks:
     restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
     replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left
     is offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs:
-    SIGKILL at any point.
+    SIGKILL at any point. settings: environment of the ranks; TINY_SCRIPT is what they run in place of tiny_gpt.
     """
 
     def __init__(
@@ -108,9 +108,8 @@ class Ranks:
         }
         kind = ForkedRank if fork else Rank
         environment = rank_environment(place, self.endpoint, base)
-        self.ranks = {
-            slot: kind(slot, slot, [sys.executable, str(HERE / "tiny_gpt.py")], environment) for slot in range(size)
-        }
+        script = settings.get("TINY_SCRIPT", str(HERE / "tiny_gpt.py"))
+        self.ranks = {slot: kind(slot, slot, [sys.executable, script], environment) for slot in range(size)}
         self.environment = environment(0, 0, 0)
         self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
         self.kills, self.born = sorted(kills or []), 0.0

@@ -1,55 +1,33 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
-"delay"}; TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for
-its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_FP16 the
-first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of experts is balanced, by a loss
-("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction; TINY_DROPOUT; TINY_LAYERS,
-TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE: this part of
-the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per
-micro-batch; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
+Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the
+distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
+garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
+experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
+TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of
+learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many
+buckets; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
 TINY_CHECKPOINT_EVERY so many iterations (2).
 
-`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
-reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "norm" of the
-gradients, in it; "outside" between it and the next iteration; "enter" a generation's groups are built; "world" its
-world is there, the other groups are not; "entered" the groups are there; "transfer" of the state to newcomers;
-"resume": the ranks of a replica compare what they have after a recovery; "save" a checkpoint's file is written;
-"import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the
-time before the first. With `file` only once that file is in TINY_OUT.
-
-`kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
-seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
-here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
-send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
+`at` has one more place: "norm" of the gradients, in the optimizer's step.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
-import signal
 import sys
-import threading
-import time
 import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-OUT = Path(os.environ["TINY_OUT"])
-SLOT = int(os.environ.get("UNICRON_SLOT", "0"))
-INCARNATION = int(os.environ.get("UNICRON_INCARNATION", "0"))
-WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
-FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
+from tests.support.fault_points import OUT, SLOT, around, around_generations, fetching, now, point, train, wait
+
 ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
 CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
-SESSIONS: list = []
-SLOW = float(os.environ.get("TINY_SLOW", "0"))
 RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("TINY_RULE", "0"))
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
@@ -58,78 +36,7 @@ TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOK
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
 FP16 = float(os.environ.get("TINY_FP16", "0"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
-COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("norm", "save", "import", "resume")
-BEGUN: list = []
-now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
-
-
-def point(name: str) -> None:
-    """A place where a fault may be wanted."""
-    for fault in FAULTS:
-        due = fault["recovery"] == now["entered"] if "recovery" in fault else fault.get("count", 0) == now[name]
-        due = due and ("file" not in fault or (OUT / fault["file"]).exists())
-        if due and fault["at"] == name and fault["iteration"] in (now["iteration"], "any" if BEGUN else None):
-            FAULTS.remove(fault)
-            strike(fault)
-            break
-    now[name] += 1
-
-
-def strike(fault: dict) -> None:
-    """Fail in the wanted way."""
-    (OUT / f"fault.{SLOT}.{INCARNATION}.{now['iteration']}").write_text(repr(time.time() + fault.get("delay", 0)))
-    kind = fault["kind"]
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "late":
-        signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
-    elif kind == "hang":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "sleep":
-        time.sleep(fault["delay"])
-    elif kind == "wait":
-        wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
-    elif kind == "loss":
-        lose_packets(fault["delay"])
-    elif kind == "raise":
-        raise ValueError("an error of the training script")
-    else:
-        strike_session(kind)
-
-
-def lose_packets(seconds: float) -> None:
-    """For so long nothing that peers send arrives here; the program goes on."""
-    from detector import blackhole
-
-    hole = blackhole.dig(pace=False)
-    threading.Timer(seconds, blackhole.fill, [hole]).start()
-
-
-def strike_session(kind: str) -> None:
-    """What needs the session."""
-    from transition import process
-
-    if kind == "stop":
-        SESSIONS[0].request_stop()
-    elif kind == "lost":
-        wait(process.current().watch.lost)
-        raise RuntimeError("an error of the training script")
-    else:
-        process.current().unblocker.unblock()
-        if kind == "error":
-            raise RuntimeError("Connection closed by peer")
-
-
-def wait(condition) -> None:
-    """Until it holds, 60 s at most."""
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of what Megatron calls
-faulthandler.register(signal.SIGUSR2, all_threads=True)
 point("import")
 import torch  # noqa: E402
 
@@ -268,14 +175,7 @@ MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
 
 def fetch(iteration: int, index: int):
     """Tokens of one micro-batch, shape (SIZE, SEQUENCE + 1)."""
-    if iteration != now["iteration"]:
-        BEGUN.append(iteration)
-        now.update({"iteration": iteration, **dict.fromkeys(COUNTED, 0)})
-    point("fetch")
-    with (OUT / f"fetched.{SLOT}").open("a") as file:
-        file.write(f"{INCARNATION} {iteration} {index}\n")
-    if SLOW:
-        time.sleep(SLOW)
+    fetching(iteration, index)
     generator = torch.Generator().manual_seed(1000003 * iteration + index)
     tokens = torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
     return follow(tokens, generator) if RULE else tokens
@@ -358,24 +258,10 @@ def fail_silently() -> None:
 
 def install_points(chunks, optimizer) -> None:
     """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
-    from transition import checkpoint, groups, migrate
-
     step = optimizer.step
 
     def every():
         return [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-
-    def around(owner, name: str, before: str, after: str = "") -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*arguments, **keywords):
-            point(before)
-            outcome = original(*arguments, **keywords)
-            if after:
-                point(after)
-            return outcome
-
-        setattr(owner, name, wrapped)
 
     def saving_step():
         point("step")
@@ -406,11 +292,7 @@ def install_points(chunks, optimizer) -> None:
 
     dist.all_reduce = all_reduce
     around(optimizer.chained_optimizers[0], "get_grad_norm", "norm")
-    around(groups.Groups, "build", "enter", "entered")
-    around(groups.Groups, "_connect_roles", "world")
-    around(migrate, "transfer", "transfer")
-    around(transition.Session, "_keep_or_drop", "resume")
-    around(checkpoint.Checkpoints, "_write", "save")
+    around_generations()
 
 
 def main() -> None:
@@ -440,15 +322,7 @@ def main() -> None:
     )
     from transition import auxiliary
 
-    signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
-    SESSIONS.append(session)
-    for result in session:
-        point("outside")
-        with (OUT / f"losses.{SLOT}").open("a") as file:
-            step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation}
-            step["scale"] = float(optimizer.get_loss_scale())
-            step["biases"] = str(auxiliary.biases(chunks))
-            file.write(json.dumps(step | {"time": time.time(), "world_size": result.world_size}) + "\n")
+    train(session, lambda: {"scale": float(optimizer.get_loss_scale()), "biases": str(auxiliary.biases(chunks))})
 
 
 if __name__ == "__main__":

@@ -187,5 +187,5 @@ def test_an_optimizer_that_was_built_too_early_is_refused(build):
     elastic_buckets.prepare()
     model, optimizer = build(2, 0)
     del optimizer.chained_optimizers[0].unicron_parameters
-    with pytest.raises(groups.UnsupportedLayout, match="call that first"):
+    with pytest.raises(groups.UnsupportedLayout, match="build the model after that"):
         elastic_buckets.check([model], optimizer)

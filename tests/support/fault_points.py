@@ -1,0 +1,156 @@
+"""Faults at exact points of a rank's training: what the scripts of the rank tests have in common.
+
+Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
+"delay"}; TINY_SLOW seconds per micro-batch.
+
+`at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
+reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
+between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
+groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
+compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place
+of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file`
+only once that file is in TINY_OUT.
+
+`kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
+seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
+here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
+send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+OUT = Path(os.environ["TINY_OUT"])
+SLOT = int(os.environ.get("UNICRON_SLOT", "0"))
+INCARNATION = int(os.environ.get("UNICRON_INCARNATION", "0"))
+WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
+FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
+SLOW = float(os.environ.get("TINY_SLOW", "0"))
+SESSIONS: list = []
+COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
+COUNTED += ("norm", "save", "import", "resume")
+BEGUN: list = []
+now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
+
+
+def point(name: str) -> None:
+    """A place where a fault may be wanted."""
+    for fault in FAULTS:
+        due = fault["recovery"] == now["entered"] if "recovery" in fault else fault.get("count", 0) == now[name]
+        due = due and ("file" not in fault or (OUT / fault["file"]).exists())
+        if due and fault["at"] == name and fault["iteration"] in (now["iteration"], "any" if BEGUN else None):
+            FAULTS.remove(fault)
+            strike(fault)
+            break
+    now[name] += 1
+
+
+def strike(fault: dict) -> None:
+    """Fail in the wanted way."""
+    (OUT / f"fault.{SLOT}.{INCARNATION}.{now['iteration']}").write_text(repr(time.time() + fault.get("delay", 0)))
+    kind = fault["kind"]
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "late":
+        signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
+    elif kind == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "sleep":
+        time.sleep(fault["delay"])
+    elif kind == "wait":
+        wait(lambda: (OUT / f"gate.{fault['gate']}").exists())
+    elif kind == "loss":
+        lose_packets(fault["delay"])
+    elif kind == "raise":
+        raise ValueError("an error of the training script")
+    else:
+        strike_session(kind)
+
+
+def lose_packets(seconds: float) -> None:
+    """For so long nothing that peers send arrives here; the program goes on."""
+    from detector import blackhole
+
+    hole = blackhole.dig(pace=False)
+    threading.Timer(seconds, blackhole.fill, [hole]).start()
+
+
+def strike_session(kind: str) -> None:
+    """What needs the session."""
+    from transition import process
+
+    if kind == "stop":
+        SESSIONS[0].request_stop()
+    elif kind == "lost":
+        wait(process.current().watch.lost)
+        raise RuntimeError("an error of the training script")
+    else:
+        process.current().unblocker.unblock()
+        if kind == "error":
+            raise RuntimeError("Connection closed by peer")
+
+
+def wait(condition) -> None:
+    """Until it holds, 60 s at most."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+# ------------------------------------------------------------ where they strike
+def fetching(iteration: int, index: int) -> None:
+    """At the beginning of every fetch."""
+    if iteration != now["iteration"]:
+        BEGUN.append(iteration)
+        now.update({"iteration": iteration, **dict.fromkeys(COUNTED, 0)})
+    point("fetch")
+    with (OUT / f"fetched.{SLOT}").open("a") as file:
+        file.write(f"{INCARNATION} {iteration} {index}\n")
+    if SLOW:
+        time.sleep(SLOW)
+
+
+def around(owner, name: str, before: str, after: str = "") -> None:
+    """Points before and after a function of `owner`."""
+    original = getattr(owner, name)
+
+    def wrapped(*arguments, **keywords):
+        point(before)
+        outcome = original(*arguments, **keywords)
+        if after:
+            point(after)
+        return outcome
+
+    setattr(owner, name, wrapped)
+
+
+def around_generations() -> None:
+    """Points in what every session does."""
+    from transition import checkpoint, groups, migrate, session
+
+    around(groups.Groups, "build", "enter", "entered")
+    around(groups.Groups, "_connect_roles", "world")
+    around(migrate, "transfer", "transfer")
+    around(session.Session, "_keep_or_drop", "resume")
+    around(checkpoint.Checkpoints, "_write", "save")
+
+
+def train(session, more=dict) -> None:
+    """The loop: the losses come into a file, with what `more()` says beside them."""
+    signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
+    SESSIONS.append(session)
+    for result in session:
+        point("outside")
+        with (OUT / f"losses.{SLOT}").open("a") as file:
+            step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation, **more()}
+            file.write(json.dumps(step | {"time": time.time(), "world_size": result.world_size}) + "\n")
+
+
+faulthandler.register(signal.SIGUSR2, all_threads=True)

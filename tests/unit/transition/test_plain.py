@@ -1,0 +1,214 @@
+"""A plain module under a session, in one process: what is refused, and that its state is whole wherever it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from transition import kinds
+from transition.checkpoint import Checkpoints
+from transition.groups import UnsupportedLayout
+from transition.layout import Layout
+from transition.migrate import TrainingState
+from transition.plain import Plain
+
+
+def plain(model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any) -> Plain:
+    return Plain(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), scheduler, **more)
+
+
+class Remembering(nn.Linear):
+    """It has a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Sharded(torch.optim.SGD):
+    """Stands for those of torch.distributed."""
+
+    __module__ = "torch.distributed.optim"
+
+
+def with_function(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["decay"] = lambda step: step
+    return optimizer
+
+
+def plateau(model: nn.Module) -> Plain:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return plain(model, optimizer, lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+REFUSED: dict[str, tuple[Callable[[], Plain], str]] = {
+    "batch norm": (lambda: plain(nn.Sequential(nn.BatchNorm2d(3))), r"running statistics of 0 \(BatchNorm2d\)"),
+    "instance norm": (lambda: plain(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), "running statistics"),
+    "lazy": (lambda: plain(nn.LazyLinear(3)), "weight, which has no shape yet"),
+    "complex": (lambda: plain(nn.Linear(3, 3, dtype=torch.complex64)), "which is complex"),
+    "extra state": (lambda: plain(Remembering(3, 3)), "_extra_state, which is no tensor"),
+    "LBFGS": (lambda: plain(one := nn.Linear(3, 3), torch.optim.LBFGS(one.parameters())), "LBFGS"),
+    "sharded": (lambda: plain(one := nn.Linear(3, 3), Sharded(one.parameters())), "another part of its state"),
+    "no optimizer": (lambda: plain(one := nn.Linear(3, 3), [torch.optim.SGD(one.parameters())]), "no torch.optim"),
+    "others": (lambda: plain(nn.Linear(3, 3), torch.optim.SGD(nn.Linear(3, 3).parameters())), "the model has not"),
+    "function": (lambda: plain(one := nn.Linear(3, 3), with_function(one)), "settings of SGD"),
+    "plateau": (lambda: plateau(nn.Linear(3, 3)), "ReduceLROnPlateau"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_healed_is_refused_in_one_line(name):
+    make, says = REFUSED[name]
+    with pytest.raises(UnsupportedLayout, match=says) as raised:
+        make().check(Layout())
+    assert "\n" not in str(raised.value)
+
+
+def test_a_wrapped_model_is_refused_by_name(world):
+    with pytest.raises(UnsupportedLayout, match="DistributedDataParallel"):
+        plain(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)))).check(Layout())
+
+
+def test_what_looks_alike_and_can_be_healed_is_not_refused():
+    frozen = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4, track_running_stats=False))
+    frozen[0].weight.requires_grad_(False)
+    plain(frozen).check(Layout())
+    plain(torch.compile(nn.Linear(3, 3), backend="eager")).check(Layout())
+
+
+def test_a_plain_module_is_a_whole_replica():
+    with pytest.raises(UnsupportedLayout, match=r"is for Megatron's models"):
+        plain(nn.Linear(3, 3)).check(Layout(tensor=2))
+
+
+def test_neither_a_module_nor_chunks_is_one_line():
+    for model in ([nn.Linear(3, 3)], nn.ModuleList([nn.Linear(3, 3)]).requires_grad_(False)._modules.values()):
+        with pytest.raises(ValueError, match=r"one torch\.nn\.Module, or the list of Megatron's DDP chunks"):
+            kinds.kind_of(model, None, None, clip_grad=None, scaler=None)
+
+
+def test_parameters_that_are_trained_only_later_are_refused_then():
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    optimizer = plain(model).optimizer
+    optimizer.zero_grad()
+    model.bias.requires_grad_(True)
+    with pytest.raises(UnsupportedLayout, match="requires_grad"):
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------ its state
+class Model(nn.Module):
+    """A tied parameter, one without dimensions, a buffer of booleans, and a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("mask", torch.rand(4) > 0.5)
+        self.register_buffer("cache", torch.rand(3), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(values))) * self.mask * self.scale
+
+
+OPTIMIZERS = {
+    name: (lambda parameters, name=name: getattr(torch.optim, name)(parameters, lr=0.01))
+    for name in "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Rprop Adafactor".split()
+}
+OPTIMIZERS["momentum"] = lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+OPTIMIZERS["fused"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True)
+OPTIMIZERS["tensor"] = lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.01), foreach=False)
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2]
+    ),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+}
+
+
+def training(seed: int, optimizer: str, schedule: str, scaler: bool = False) -> Plain:
+    torch.manual_seed(seed)
+    model = Model()
+    its = OPTIMIZERS[optimizer](model.parameters())
+    made = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaler else None
+    return Plain(model, its, SCHEDULES[schedule](its), clip_grad=1.0, scaler=made)
+
+
+def train(trained: Plain, steps: int) -> None:
+    torch.manual_seed(7)
+    for _ in range(steps):
+        loss = trained._model(torch.rand(5, 4)).square().sum()
+        trained.optimizer.optimizer.zero_grad()
+        (trained._scaler.scale(loss) if trained._scaler else loss).backward()
+        assert trained.optimizer.step()[0]
+        trained.scheduler.step(1)
+
+
+def everything(trained: Plain) -> list[Any]:
+    rates = [float(group["lr"]) for group in trained.optimizer.param_groups]
+    return [*trained.state(0).tensors(), rates, trained.scheduler.state_dict()]
+
+
+def assert_same(one: Plain, other: Plain) -> None:
+    for mine, its in zip(everything(one), everything(other), strict=True):
+        assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
+
+
+def moved(source: TrainingState, target: TrainingState) -> None:
+    """As :func:`transition.migrate.transfer` does it."""
+    target.adopt(source.header(3))
+    for mine, its in zip(target.tensors(), source.tensors(), strict=True):
+        assert (mine.shape, mine.dtype) == (its.shape, its.dtype)
+        mine.copy_(its)
+    assert torch.equal(source.settings(), target.settings())
+
+
+WAYS = [(name, "LambdaLR") for name in OPTIMIZERS] + [("Adam", name) for name in SCHEDULES]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), WAYS)
+def test_a_newcomer_that_was_given_the_state_trains_on_as_the_others_do(optimizer, schedule):
+    one, other = training(1, optimizer, schedule, scaler=True), training(2, optimizer, schedule, scaler=True)
+    train(one, 3)
+    other._model.cache = torch.rand(8)  # of another size: a cache is nobody's state
+    moved(one.state(0), other.state(0))
+    train(one, 3)
+    train(other, 3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), WAYS)
+def test_a_checkpoint_has_all_of_the_state(tmp_path: Path, optimizer, schedule):
+    one, other = training(1, optimizer, schedule, scaler=True), training(2, optimizer, schedule, scaler=True)
+    train(one, 3)
+    Checkpoints(tmp_path).save_last(one.state(0), 3)
+    assert Checkpoints(tmp_path).load(other.state(0)) == 3
+    train(one, 3)
+    train(other, 3)
+    assert_same(one, other)
+
+
+def test_an_overflow_is_no_step_and_a_smaller_scale():
+    trained = training(1, "momentum", "LambdaLR", scaler=True)
+    before = everything(trained)[0].clone()
+    loss = trained._model(torch.rand(5, 4)).sum() * float("inf")
+    trained._scaler.scale(loss).backward()
+    assert trained.optimizer.step()[0] is False
+    assert torch.equal(everything(trained)[0], before) and trained._scaler.get_scale() == 2.0
