@@ -5,15 +5,15 @@ Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation"
 its gathers overlapped; TINY_SILENT=1: collectives of a broken generation return garbage; TINY_BF16=1; TINY_FP16 the
 first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of experts is balanced, by a loss
 ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction; TINY_DROPOUT; TINY_LAYERS;
-TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
-TINY_CHECKPOINT_EVERY so many iterations (2).
+TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SLOW seconds per micro-batch; TINY_SAVE iterations whose
+gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2).
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
-reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "norm" of the gradients, in it;
-"outside" between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
-groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "save" a checkpoint's file is
-written; "import". With `recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any
-but the time before the first. With `file` only once that file is in TINY_OUT.
+reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "norm" of the
+gradients, in it; "outside" between it and the next iteration; "enter" a generation's groups are built; "world" its
+world is there, the other groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "save"
+a checkpoint's file is written; "import". With `recovery` n in place of `count`: the first time after n recoveries.
+`iteration` "any" is any but the time before the first. With `file` only once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
