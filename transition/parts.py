@@ -156,8 +156,11 @@ def _places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], boo
 def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-    for sharded in module.sharded_state_dict().values():
+    further = getattr(getattr(module, "config", None), "mtp_num_layers", None)  # which does not look for it itself
+    metadata = {"metadata": ensure_metadata_has_dp_cp_group(None)} if further else {}
+    for sharded in module.sharded_state_dict(**metadata).values():
         if isinstance(sharded, ShardedTensorFactory):
             pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
             pieces.sort(key=lambda piece: int(piece.data.data_ptr()))

@@ -43,12 +43,13 @@ def undisturbed(tmp_path_factory):
     """Losses of the whole run, from the model that the first layout begins with."""
     made = {}
 
-    def of(layout: str, replicas: int) -> dict[int, float]:
-        if layout not in made:
+    def of(layout: str, replicas: int, **settings: str) -> dict[int, float]:
+        key = layout, *settings.items()
+        if key not in made:
             folder = tmp_path_factory.mktemp("undisturbed")
-            train(folder / "run", layout, replicas, folder / "saves", 6)
-            made[layout] = losses(folder / "run")
-        return made[layout]
+            train(folder / "run", layout, replicas, folder / "saves", 6, **settings)
+            made[key] = losses(folder / "run")
+        return made[key]
 
     return of
 
@@ -70,6 +71,24 @@ def test_a_job_goes_on_in_another_layout(tmp_path, undisturbed, one, other):
     found = losses(tmp_path / "one") | losses(tmp_path / "other")
     assert sorted(losses(tmp_path / "other")) == [4, 5]
     assert found == pytest.approx(undisturbed(*one), rel=LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("1 2 1", 2), ("1 1 1", 1)),
+        pytest.param(("1 2 1" + SHARDED, 2), ("1 2 2" + SHARDED, 1), marks=pytest.mark.long),
+    ],
+)
+def test_experts_with_their_biases_further_tokens_and_the_loss_scale_go_on_too(tmp_path, undisturbed, one, other):
+    saves = tmp_path / "saves"
+    settings = {"TINY_EXPERTS": "bias", "TINY_MTP": "1", "TINY_FP16": str(2.0**22)}
+    train(tmp_path / "one", *one, saves, 4, **settings)
+    train(tmp_path / "other", *other, saves, 6, **settings)
+    found = losses(tmp_path / "one") | losses(tmp_path / "other")
+    assert found == pytest.approx(undisturbed(*one, **settings), rel=LOSSES)
+    scales = [float(proof.losses(tmp_path / name, "scale")[last].pop()) for name, last in (("one", 3), ("other", 4))]
+    assert scales[0] < 2.0**22 and scales[1] in (scales[0] / 2, scales[0], scales[0] * 2)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,10 @@ SPREAD = {
     ("vpp", "sharded-overlap", "proof"),
     ("pp", "bf16", "error"),
     ("tp", "sharded-bf16", "twice"),
+    ("pp", "fp16", "norm"),
+    ("dp", "experts-bias", "twice"),
+    ("vpp", "experts", "backward"),
+    ("pp", "sharded-mtp", "after"),
 }
 
 
