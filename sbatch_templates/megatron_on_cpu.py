@@ -18,6 +18,7 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -60,7 +61,8 @@ def _pretend_device(torch: Any) -> None:
     torch.cuda.Stream = _Stream
     torch.cuda.current_stream = lambda device=None: _Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.cuda.get_device_capability = lambda device=None: (0, 0)
+    # Megatron-LM asks older ones for CUDA_DEVICE_MAX_CONNECTIONS=1, which is about the order of kernels.
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=10, minor=0)
 
 
 def _take_installed_helpers() -> None:
