@@ -19,6 +19,7 @@ def install() -> None:
     replace(TIMERS, "Timer.stop", _stop)
     replace(TIMERS, "Timers._get_elapsed_time_all_ranks", lambda _: _own_times)
     replace(TRAINING, "print_datetime", _print_datetime)
+    replace(TRAINING, "training_log", _training_log)
     replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat: stat)
 
 
@@ -55,3 +56,14 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
             torch.distributed.barrier = barrier
 
     return print_datetime
+
+
+def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The loop logs its first iteration at once, and once more in the mean of the next line. For a rank that joins a job
+    that is no first one."""
+
+    def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
+        keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1
+        return original(losses, totals, rate, iteration, *rest, **keywords)
+
+    return training_log

@@ -42,7 +42,7 @@ class Loop:
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
         replace(TRAINING, "checkpoint_and_decide_exit", lambda _: self._decide_exit)
-        # With overlapped gathers the first iteration would do without them: in a newcomer that is not the others' first.
+        # The first iteration would do without overlapped gathers: in a newcomer that is not the others' first.
         replace(TRAINING, "should_disable_forward_pre_hook", lambda _: lambda args: False)
 
     # ------------------------------------------------------------ the loop
@@ -89,9 +89,10 @@ class Loop:
             )
         except (UnsupportedLayout, CheckpointError) as error:
             raise Refused(str(error).removeprefix("unicron ")) from None
-        signal.signal(signal.SIGUSR1, lambda *_: self._session and self._session.request_stop())
-        self._results = iter(self._session)
-        return self._session
+        session = self._session
+        signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
+        self._results = iter(session)
+        return session
 
     def _note_steps(self, optimizer: Any) -> None:
         """The log tells how many gradients were zero, and whether a step was skipped."""

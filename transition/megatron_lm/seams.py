@@ -38,6 +38,12 @@ SEAMS: tuple[tuple[str, str, str], ...] = (
         "model optimizer opt_param_scheduler iteration num_floating_point_operations_so_far checkpointing_context "
         "train_data_iterator",
     ),
+    (
+        TRAINING,
+        "training_log",
+        "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
+        "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",
+    ),
     (TRAINING, "build_train_valid_test_data_iterators", "build_train_valid_test_datasets_provider"),
     (
         TRAINING,

@@ -21,7 +21,9 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 # `from megatron.training import pretrain`: a program of Megatron-LM's, or made like one
-_MEGATRON_LM = re.compile(r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.M)
+_MEGATRON_LM = re.compile(
+    r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
+)
 LAUNCHER = ("-m", "transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
 
 
