@@ -42,9 +42,9 @@ class _Stream:
 
 def install() -> bool:
     """Let `megatron.training` train without CUDA. False where CUDA is available, and nothing was done."""
-    import cpu_adapter
+    from cpu_adapter import install as adapt
 
-    if not cpu_adapter.install():
+    if not adapt():
         return False
     import torch
 
@@ -81,7 +81,6 @@ def _take_installed_helpers() -> None:
 
 def _skip_kernels() -> None:
     """CUDA kernels that Megatron-LM compiles at its start, and its question whether there is CUDA."""
-    import megatron.training
     from megatron.legacy import fused_kernels
 
     fused_kernels.load = lambda args: None

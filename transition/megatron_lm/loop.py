@@ -69,9 +69,7 @@ class Loop:
 
         return train
 
-    def _make(
-        self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any
-    ) -> Session:
+    def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
         self._note_steps(optimizer)
         try:
             self._session = Session(
