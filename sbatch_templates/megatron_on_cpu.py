@@ -3,9 +3,9 @@
     python megatron_on_cpu.py pretrain_gpt.py --distributed-backend gloo --use-cpu-initialization ...
     python megatron_on_cpu.py -m transition.megatron_lm pretrain_gpt.py ...           (healed within the iteration)
 
-Where CUDA is available it only runs the program. Elsewhere `cpu_adapter.py` does for megatron-core what it can, and this
-file the rest, for `megatron.training`. The Megatron-LM must be of the megatron-core release that is installed: its own
-dataset helpers may not be compiled, and the installed ones take their place.
+Where CUDA is available it only runs the program. Elsewhere `cpu_adapter.py` does its part for megatron-core, and this
+file the rest, for `megatron.training`. The Megatron-LM must be of the megatron-core release that is installed, whose
+compiled dataset helpers take the place of its own. It imports triton, pydantic, pyyaml, six and regex, too.
 """
 
 from __future__ import annotations

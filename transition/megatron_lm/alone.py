@@ -59,8 +59,8 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop logs its first iteration at once, and once more in the mean of the next line. For a rank that joins a job
-    that is no first one."""
+    """The loop logs its first iteration at once, and once more in the mean of the next line. Where a rank joins is no
+    such place."""
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
         keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1

@@ -40,7 +40,7 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     return args
 
 
-def validate_args(args, defaults={}):
+def validate_args(args, defaults=None):
     total = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     assert args.world_size % total == 0
     args.data_parallel_size = args.world_size // total

@@ -114,8 +114,8 @@ def train(
         batch = mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
         args.consumed_train_samples += batch
         training_log(
-            loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, None, None, 0,
-            is_first_iteration=iteration == start + 1,
+            loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, None, None,
+            0, is_first_iteration=iteration == start + 1,
         )  # fmt: skip
         should_exit = checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, 0, {}, None)
     if should_exit:
@@ -153,7 +153,7 @@ def training_log(
     loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm,
     params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False,
 ):  # fmt: skip
-    """A line for the mean since the last one; what the first one told is in the second once more, as in the real one."""
+    """A line for the mean since the last one. What the first one told is in the second once more, as in the real."""
     args, timers = get_args(), get_timers()
     for key, value in loss_dict.items():
         total_loss_dict.setdefault(key, []).append(value.item())
