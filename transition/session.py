@@ -189,11 +189,22 @@ class Session:
         """The generation that this rank is in."""
         return self._member.generation
 
+    @property
+    def stopping(self) -> bool:
+        """All ranks have agreed that the last iteration was the last one."""
+        return self._stopping
+
     # ------------------------------------------------------------ the loop
-    def __iter__(self) -> Iterator[StepResult]:
-        if self._channel is not None:
+    def join(self) -> int:
+        """Wait until this rank is in a generation; returns the iteration that it begins with there. Iterating does it,
+        too: this is for who has to know before the first step."""
+        if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
             self._change_to(self._member.enter_until_in(self._member.wait_plan()))
+        return self.iteration
+
+    def __iter__(self) -> Iterator[StepResult]:
+        self.join()
         while self.iteration < self.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from unicron_ctl import cli as programs
-from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
 from unicron_ctl.agent.place import number, read_place
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol.wire import SESSION
@@ -73,10 +73,12 @@ def cli() -> None:
     help="session: COMMAND uses transition.Session and is healed within the iteration; restart: any program, started "
     "again in a new world; auto: by the text of its script [default: UNICRON_MODE, auto].",
 )
+@click.option("--session", "mode", flag_value=SESSION, help="The same as --mode session.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
     chosen = check_command(command, mode)
+    command = tuple(launched(command)) if chosen.launched else command
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)

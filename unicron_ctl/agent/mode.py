@@ -20,14 +20,21 @@ _IMPORT = re.compile(
     r"transition\b)",
     re.MULTILINE,
 )
+# `from megatron.training import pretrain`: a program of Megatron-LM's, or made like one
+_MEGATRON_LM = re.compile(
+    r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
+)
+LAUNCHER = ("-m", "transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
 
 
 @dataclass(frozen=True)
 class Mode:
-    """session or restart, and why."""
+    """session or restart, and why. launched: the command is a program of Megatron-LM's own, which is healed in session
+    mode by being run through :mod:`transition.megatron_lm`."""
 
     name: str
     reason: str
+    launched: bool = False
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -46,14 +53,24 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
     auto reads the text of the script and follows nothing: who imports `transition` in another module says
     `--unicron-mode=session`.
     """
-    if asked != AUTO:
-        return Mode(asked, f"{where}={asked}")
     name, text = _program(command, folder, imports)
+    uses = text is not None and _IMPORT.search(text) is not None
+    megatron_lm = text is not None and not uses and name.endswith(".py") and _MEGATRON_LM.search(text) is not None
+    if asked != AUTO:
+        launched = asked == SESSION and megatron_lm
+        return Mode(asked, f"{where}={asked}" + (f", {name} by {LAUNCHER[1]}" if launched else ""), launched)
     if text is None:
         return Mode(RESTART, name)
-    if _IMPORT.search(text):
+    if uses:
         return Mode(SESSION, f"{name} imports transition")
-    return Mode(RESTART, f"{name} does not import transition")
+    hint = "; it is Megatron-LM's, which session mode heals within the iteration, if asked for" if megatron_lm else ""
+    return Mode(RESTART, f"{name} does not import transition{hint}")
+
+
+def launched(command: Sequence[str]) -> list[str]:
+    """The command with :data:`LAUNCHER` in front of its script."""
+    at = next(number for number, word in enumerate(command) if word.endswith(".py"))
+    return [*command[:at], *LAUNCHER, *command[at:]]
 
 
 def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:
@@ -64,6 +81,8 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
         if python and word == "-c":
             return "the code after -c", following
         if python and word == "-m":
+            if following.split(".")[0] == "transition":
+                return f"-m {following}", f"import {following}"
             path = _module(following, imports)
             return (f"-m {following}", _read(path)) if path else (f"module {following} is none of the job's own", None)
         if word.endswith(".py") and (folder / word).is_file():

@@ -26,6 +26,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
         ),
         "a GPT with Megatron-core that is healed within the iteration: session mode",
     ),
+    "megatron": ("megatron_lm.sbatch", (), "NVIDIA's Megatron-LM as it is (pretrain_gpt.py): session mode"),
 }
 
 
@@ -50,7 +51,7 @@ def command(name: str | None, folder: Path | None) -> None:
             click.echo(f"{known:8} {file:20} {line}")
         return
     if name not in TEMPLATES:
-        raise UserError(f"no template {name!r}: there are {' and '.join(TEMPLATES)}", WRONG_USE)
+        raise UserError(f"no template {name!r}: there are {', '.join(TEMPLATES)}", WRONG_USE)
     file, neighbours, _ = TEMPLATES[name]
     if folder is None:
         click.echo((FOLDER / file).read_text(), nl=False)

@@ -13,6 +13,7 @@ import sbatch_templates.train_gpt as train_gpt
 FOLDER = Path(train_gpt.__file__).parent
 TEMPLATE = FOLDER / "gpt_elastic.sbatch"
 ANY_SCRIPT = FOLDER / "any_script.sbatch"
+MEGATRON_LM = FOLDER / "megatron_lm.sbatch"
 
 
 @pytest.fixture
@@ -82,7 +83,22 @@ def test_any_script_runs_the_words_after_the_file_under_the_agent(start):
     )
 
 
-@pytest.mark.parametrize("file", [TEMPLATE, ANY_SCRIPT], ids=lambda file: file.name)
+def test_megatron_lms_script_runs_in_session_mode(start, tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    (start.tools / "srun").write_text('#!/bin/sh\necho "$@"\necho "mode $UNICRON_MODE"\n')
+    own = "--distributed-backend nccl --eval-iters 0 --eval-interval 1000"
+    own += " --save checkpoints/pretrain-7 --save-interval 500"
+    found = start("pretrain_gpt.py", "--lr", "1", "--save", "/mine", file=MEGATRON_LM).stdout.splitlines()
+    assert found == [
+        f"--cpu-bind=none unicron-agent run -- python pretrain_gpt.py {own} --lr 1 --save /mine",
+        "mode session",
+    ]
+    nothing = start("gone.py", file=MEGATRON_LM, UNICRON="1")
+    assert nothing.returncode == 2
+    assert nothing.stderr.startswith("megatron_lm: no script gone.py: submit from Megatron-LM's folder")
+
+
+@pytest.mark.parametrize("file", [TEMPLATE, ANY_SCRIPT, MEGATRON_LM], ids=lambda file: file.name)
 def test_what_an_element_needs_is_asked_for(file):
     asked = {line.split()[1].split("=")[0] for line in file.read_text().splitlines() if line.startswith("#SBATCH ")}
     assert asked >= {"--array", "--gres", "--nodes", "--ntasks", "--exclusive", "--requeue", "--open-mode", "--output"}

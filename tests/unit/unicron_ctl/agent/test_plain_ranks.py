@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.main import import_folders
-from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
 from unicron_ctl.agent.ranks import last_words
@@ -65,6 +65,29 @@ def test_what_was_said_goes_before(tmp_path):
     assert choose_mode(*asked, ["hostname"], tmp_path, []) == Mode("session", "UNICRON_MODE=session")
     with pytest.raises(UserError, match="UNICRON_MODE='fast': write auto, session or restart"):
         asked_mode(None, {"UNICRON_MODE": "fast"})
+
+
+def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text("import torch\nfrom megatron.training import get_args, pretrain\n")
+    (tmp_path / "mine.py").write_text("from megatron.training import pretrain\nimport transition\n")
+    (tmp_path / "core.py").write_text("from megatron.core import mpu\n# from megatron.training import pretrain\n")
+
+    def chosen(asked: str, *command: str) -> Mode:
+        return choose_mode(asked, "--mode", command, tmp_path, [tmp_path])
+
+    found = chosen("session", "python", "-u", "pretrain_gpt.py", "--lr", "1")
+    assert found == Mode("session", "--mode=session, pretrain_gpt.py by transition.megatron_lm", launched=True)
+    assert not chosen("session", "python", "mine.py").launched
+    assert not chosen("session", "python", "core.py").launched
+    assert not chosen("restart", "python", "pretrain_gpt.py").launched
+    assert chosen("auto", "python", "pretrain_gpt.py") == Mode(
+        "restart",
+        "pretrain_gpt.py does not import transition; it is Megatron-LM's, which session mode heals within the "
+        "iteration, if asked for",
+    )
+    assert chosen("auto", "python", "-m", "transition.megatron_lm", "pretrain_gpt.py").name == "session"
+    words = "python -u -m transition.megatron_lm pretrain_gpt.py --lr 1".split()
+    assert launched(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
 
 
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):

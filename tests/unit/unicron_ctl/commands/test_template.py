@@ -21,6 +21,7 @@ def test_the_templates_are_listed_and_printed_as_they_are() -> None:
     assert [line.split()[:2] for line in call().splitlines()] == [
         ["script", "any_script.sbatch"],
         ["gpt", "gpt_elastic.sbatch"],
+        ["megatron", "megatron_lm.sbatch"],
     ]
     assert call("script") == (template.FOLDER / "any_script.sbatch").read_text()
 
@@ -41,6 +42,6 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(tmp_path: Path) -> 
 
 
 def test_an_unknown_name_is_wrong_use() -> None:
-    with pytest.raises(UserError, match="no template 'gtp': there are script and gpt") as caught:
+    with pytest.raises(UserError, match="no template 'gtp': there are script, gpt, megatron") as caught:
         call("gtp")
     assert caught.value.exit_code == 2

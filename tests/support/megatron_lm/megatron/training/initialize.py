@@ -1,0 +1,74 @@
+"""Of the stand-in: arguments, world, groups."""
+
+import os
+import sys
+
+import torch
+from megatron.core import parallel_state
+
+from .global_vars import get_args, set_global_variables
+
+OWN = {  # of the real script's options those that the template has not
+    "--eval-iters": ("eval_iters", 0),
+    "--exit-interval": ("exit_interval", None),
+    "--save-dir": ("save", None),
+    "--load-dir": ("load", None),
+    "--rampup-batch-size": ("rampup_batch_size", None),
+}
+
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    import gpt_options
+
+    words, own = [], {name: default for name, default in OWN.values()}
+    given = iter(sys.argv[1:])
+    for word in given:
+        if word in OWN:
+            text = next(given)
+            own[OWN[word][0]] = int(text) if text.isdigit() else text
+        else:
+            words.append(word)
+    args = gpt_options.parse(words)
+    vars(args).update(own)
+    args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    args.local_rank, args.distributed_backend = 0, "gloo"
+    args.train_iters = args.train_iterations
+    args.global_batch_size = args.micro_batches * args.micro_batch_size
+    args.context_parallel_size, args.dataloader_type = 1, "single"
+    args.exit_signal_handler, args.exit_duration_in_mins = True, None
+    args.iteration = args.consumed_train_samples = 0
+    return args
+
+
+def validate_args(args, defaults=None):
+    total = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    assert args.world_size % total == 0
+    args.data_parallel_size = args.world_size // total
+    return args
+
+
+def initialize_megatron():
+    args = parse_args()
+    validate_args(args)
+    set_global_variables(args)
+    _initialize_distributed(None, None, None)
+    _compile_dependencies()
+
+
+def _compile_dependencies():
+    if torch.distributed.get_rank() == 0:
+        print("> the helpers are compiled already", flush=True)
+    torch.distributed.barrier()
+
+
+def _initialize_distributed(get_embedding_ranks, get_position_embedding_ranks, store):
+    import gpt_options
+
+    args = get_args()
+    if torch.distributed.is_initialized():
+        args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        torch.distributed.init_process_group(args.distributed_backend, world_size=args.world_size, rank=args.rank)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, gpt_options.virtual_stages(args)
+    )

@@ -1,0 +1,203 @@
+"""Of the stand-in: the loop, with what the real one does between two iterations."""
+
+import sys
+from datetime import datetime
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch.utils.data import default_collate
+
+from .global_vars import get_args, get_signal_handler, get_timers, get_writers
+from .initialize import initialize_megatron
+
+
+def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
+    import gpt_model
+
+    initialize_megatron()
+    args = get_args()
+    print_datetime("after megatron is initialized")
+    model = model_provider(args)
+    optimizer, scheduler = gpt_model.build_optimizer(args, model)
+    train_data_iterator, _, _ = build_train_valid_test_data_iterators(train_valid_test_dataset_provider)
+    if args.do_train:
+        train(
+            forward_step_func, model, optimizer, scheduler, train_data_iterator, None, None,
+            get_model_config(model[0]), {}, None, None,
+        )  # fmt: skip
+    print_datetime("after training is done")
+
+
+def model_provider(args):
+    import gpt_model
+
+    chunks = gpt_model.build_model(args, torch.device("cpu"))
+    config = get_model_config(chunks[0])
+    config.no_sync_func = config.grad_sync_func = None  # the loop sets them
+    return chunks
+
+
+def forward_step(data_iterator, model):
+    """The real one's loss function: (sum over tokens, tokens, {name: both})."""
+    import gpt_model
+
+    output, inner = gpt_model.make_forward_step(get_args(), torch.device("cpu"), get_args().micro_batch_seconds)(
+        data_iterator, model
+    )
+    return output, lambda losses: _loss(inner(losses), losses)
+
+
+def _loss(found, losses):
+    loss, tokens = found[0], torch.tensor(losses.numel(), dtype=torch.int)
+    total = loss * tokens if len(found) == 2 else loss
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples):
+    import train_gpt
+
+    assert train_val_test_num_samples[0] == get_args().train_iters * get_args().global_batch_size
+    return train_gpt.build_dataset(get_args()), None, None
+
+
+def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, train_valid_test_num_samples=None):
+    args = get_args()
+    return build_train_valid_test_datasets_provider((args.train_iters * args.global_batch_size, 0, 0))
+
+
+def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):
+    args = get_args()
+    dataset = build_train_valid_test_datasets(build_train_valid_test_datasets_provider)[0]
+    flags = torch.tensor([1])
+    torch.distributed.broadcast(flags, 0)
+    args.do_train = bool(flags[0])
+    return _loader(dataset, args), None, None
+
+
+def _loader(dataset, args):
+    """In the order of Megatron's sampler."""
+    whole, mine = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    for first in range(mine * args.micro_batch_size, len(dataset), whole * args.micro_batch_size):
+        yield default_collate([dataset[sample] for sample in range(first, first + args.micro_batch_size)])
+
+
+def train(
+    forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator, valid_data_iterator,
+    process_non_loss_data_func, config, checkpointing_context, non_loss_data_func, inference_model=None,
+):  # fmt: skip
+    args, timers = get_args(), get_timers()
+    iteration = args.iteration
+    if args.overlap_grad_reduce:
+        assert config.no_sync_func is None
+        config.no_sync_func = [chunk.no_sync for chunk in model]
+        config.no_sync_func = config.no_sync_func[0] if len(model) == 1 else config.no_sync_func
+    config.finalize_model_grads_func, config.timers = finalize_model_grads, timers
+    timers("interval-time", log_level=0).start(barrier=True)
+    print_datetime("before the start of training step")
+    if should_disable_forward_pre_hook(args):
+        for chunk in model:
+            chunk.disable_forward_pre_hook(param_sync=False)
+    start, should_exit, totals = iteration, False, {}
+    while iteration < args.train_iters and not should_exit:
+        loss_dict, skipped, _, _, exit_code, grad_norm, _, _ = train_step(
+            forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config,
+            get_forward_backward_func(), iteration=iteration,
+        )  # fmt: skip
+        if iteration == start and should_disable_forward_pre_hook(args):
+            for chunk in model:
+                chunk.enable_forward_pre_hook()
+        iteration += 1
+        batch = mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
+        args.consumed_train_samples += batch
+        training_log(
+            loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, None, None,
+            0, is_first_iteration=iteration == start + 1,
+        )  # fmt: skip
+        should_exit = checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, 0, {}, None)
+    if should_exit:
+        sys.exit(exit_code)
+    return iteration, 0
+
+
+def train_step(
+    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+    iteration=None,
+):  # fmt: skip
+    args = get_args()
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward_func(
+        forward_step_func=forward_step_func,
+        data_iterator=[data_iterator] * len(model) if len(model) > 1 else data_iterator,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+    )
+    _, grad_norm, _ = optimizer.step()
+    opt_param_scheduler.step(increment=get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
+    loss_dict = {}
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        value = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
+        torch.distributed.all_reduce(value, group=mpu.get_data_parallel_group())
+        loss_dict = {"lm loss": value[0] / value[1]}
+    return loss_dict, 0, False, False, 0, grad_norm, None, 0
+
+
+def training_log(
+    loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm,
+    params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False,
+):  # fmt: skip
+    """A line for the mean since the last one. What the first one told is in the second once more, as in the real."""
+    args, timers = get_args(), get_timers()
+    for key, value in loss_dict.items():
+        total_loss_dict.setdefault(key, []).append(value.item())
+    learning_rate = reduce_max_stat_across_model_parallel_group(learning_rate)
+    if iteration % args.log_interval and not is_first_iteration:
+        return
+    seconds = timers("interval-time").elapsed(barrier=True)
+    line = f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:12d} |"
+    line += f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {learning_rate:.6E} |"
+    for key, values in total_loss_dict.items():
+        line += f" {key}: {sum(values) / len(values):.6E} |"
+    if not is_first_iteration:
+        total_loss_dict.clear()
+    print_rank_last(f"{line} grad norm: {grad_norm:.5f} | skipped: {skipped_iter} | writers: {len(get_writers())} |")
+    timers.log(["forward-backward"], normalizer=1, barrier=True)
+
+
+def checkpoint_and_decide_exit(
+    model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, checkpointing_context,
+    train_data_iterator,
+):  # fmt: skip
+    args = get_args()
+    signalled = torch.tensor([int(args.exit_signal_handler and get_signal_handler()._signal_received)])
+    torch.distributed.all_reduce(signalled)
+    assert args.save is None, "the stand-in has no checkpoints"
+    return bool(signalled) or bool(args.exit_interval and iteration % args.exit_interval == 0)
+
+
+def reduce_max_stat_across_model_parallel_group(stat):
+    value = torch.tensor([stat])
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=mpu.get_model_parallel_group())
+    return value.item()
+
+
+def should_disable_forward_pre_hook(args):
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def print_datetime(string, override_timestamp=None):
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        print(f"[{string}] datetime: {datetime.now()}", flush=True)
+
+
+def print_rank_last(message):
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        print(message, flush=True)

@@ -1,0 +1,11 @@
+"""A stand-in for Megatron-LM's `pretrain_gpt.py`, which is no package that tests could install.
+
+The model, its optimizer, schedules and datasets are megatron-core's own; `megatron/training` beside this file has the
+seams of the real one, by the same names and parameters, and waits for other ranks where that does. It knows nothing
+of Unicron. What it takes are the options of `sbatch_templates/train_gpt.py`, and a few of the real one's.
+"""
+
+from megatron.training import forward_step, model_provider, pretrain, train_valid_test_datasets_provider
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step)

@@ -1,0 +1,178 @@
+"""Megatron-LM's options, samples and folders, as the launcher takes them; its seams are tried in
+tests/process/test_megatron_lm.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from transition.checkpoint import CheckpointError
+from transition.layout import Layout
+from transition.megatron_lm import checkpoints, data, options, world
+from transition.megatron_lm.seams import Refused
+
+
+def args(**more):
+    """Of a run that can be healed."""
+    plain = {
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 4,
+        "global_batch_size": 16,
+        "distributed_backend": "nccl",
+        "optimizer": "adam",
+        "dataloader_type": "single",
+        "cuda_graph_impl": "none",
+        "eval_iters": 0,
+        "save": None,
+        "load": None,
+        "save_interval": None,
+        "async_save": True,
+    }
+    return SimpleNamespace(**plain | more)
+
+
+# ------------------------------------------------------------ options
+def test_what_can_be_healed_is_not_refused():
+    options.check(args())
+    options.check(args(rampup_batch_size=None, num_experts=None, fim_data=False, eval_iters=None))
+
+
+@pytest.mark.parametrize("name", sorted(options.REFUSED))
+def test_each_of_the_others_is_refused_by_its_name(name):
+    with pytest.raises(Refused) as found:
+        options.check(args(**{name: 3}))
+    option = "--use-nccl-ub" if name == "nccl_ub" else "--" + name.replace("_", "-")
+    assert str(found.value).startswith(f"can't heal {option}")
+    assert str(found.value).endswith("or run the job with --unicron-mode=restart")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type other than single"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"eval_iters": 100}, "evaluation .* add --eval-iters 0"),
+        ({"distributed_backend": "ucc"}, "--distributed-backend ucc"),
+        ({"optimizer": "muon"}, "--optimizer muon: use adam or sgd"),
+        ({"global_batch_size": None}, "give --global-batch-size"),
+    ],
+)
+def test_values_that_are_refused(more, words):
+    with pytest.raises(Refused, match=words):
+        options.check(args(**more))
+
+
+def test_the_layout_and_the_folders_are_taken_from_the_arguments():
+    given = args(save="/s", load="/l", save_interval=500)
+    assert options.layout_of(given) == Layout(tensor=2, pipeline=4)
+    assert options.take_folders(given) == options.Folders(Path("/s"), Path("/l"), 500, False)
+    assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
+
+
+# ------------------------------------------------------------ world
+@pytest.mark.parametrize(
+    ("environment", "home"),
+    [
+        ({"UNICRON_SLOT": "21", "RANK": "0", "WORLD_SIZE": "1"}, (2, 5)),
+        ({"RANK": "5", "WORLD_SIZE": "16"}, (0, 3)),  # each stage has four ranks, of two replicas
+        ({"RANK": "3", "WORLD_SIZE": "16"}, (1, 1)),
+        ({}, (0, 0)),
+    ],
+)
+def test_where_a_rank_is_at_home(monkeypatch, environment, home):
+    for name in ("UNICRON_SLOT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = world.World()
+    found.layout = Layout(tensor=2, pipeline=4)
+    assert found._home() == home
+
+
+def test_the_batch_of_the_loop_is_that_of_one_replica():
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 8, get_tensor_model_parallel_rank=lambda: 1)
+    seen = world._AsOneReplica(mpu)
+    assert seen.get_data_parallel_world_size(with_context_parallel=True) == 1
+    assert seen.get_tensor_model_parallel_rank() == 1
+
+
+# ------------------------------------------------------------ data
+def dealt(replicas: int, iterations: int, whole: int, micro: int):
+    """What Megatron-LM's sampler gives: (iteration, replica) -> its micro-batches."""
+    found, sample = {}, 0
+    for iteration in range(iterations):
+        for _ in range(whole // (micro * replicas)):
+            for replica in range(replicas):
+                found.setdefault((iteration, replica), []).append(list(range(sample, sample + micro)))
+                sample += micro
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_micro_batch_has_the_samples_that_megatron_gives_it(replicas):
+    samples = data.Samples([{"tokens": torch.tensor([number])} for number in range(64)], 16, 2)
+    for (iteration, replica), batches in dealt(replicas, 4, 16, 2).items():
+        for number, wanted in enumerate(batches):
+            found = samples(iteration, replica + number * replicas)
+            assert found["tokens"].flatten().tolist() == wanted
+
+
+def test_ranks_without_a_dataset_have_nothing_to_fetch():
+    assert data.Samples(None, 16, 2)(3, 1) is None
+
+
+def test_datasets_are_built_as_if_alone(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 7 if group is None else 3)
+    with pytest.raises(ZeroDivisionError), data.as_if_alone():
+        assert (dist.is_initialized(), dist.get_rank(), dist.get_rank("a group")) == (False, 0, 3)
+        raise ZeroDivisionError
+    assert (dist.is_initialized(), dist.get_rank()) == (True, 7)
+
+
+# ------------------------------------------------------------ checkpoints
+def folders(save: Path | None, load: Path | None, interval: int = 2, needed: bool = False) -> options.Folders:
+    return options.Folders(save, load, interval, needed)
+
+
+def test_without_save_nothing_is_written(tmp_path):
+    assert checkpoints.checkpoints(folders(None, None)) is None
+    found = checkpoints.checkpoints(folders(None, tmp_path))
+    assert not found.due(2)
+    found.save_last(None, 2)
+    found.rescue(None, 2)
+    assert list(tmp_path.iterdir()) == []
+    assert checkpoints.checkpoints(folders(tmp_path, None)).due(2)
+
+
+def test_checkpoints_of_megatrons_own_are_refused(tmp_path):
+    (tmp_path / checkpoints.TRACKER).write_text("100")
+    with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM's own format"):
+        checkpoints.checkpoints(folders(None, tmp_path))
+
+
+def test_a_checkpoint_that_has_to_be_there(tmp_path):
+    assert checkpoints.checkpoints(folders(None, tmp_path)).load(None) is None
+    with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
+        checkpoints.checkpoints(folders(None, tmp_path, needed=True)).load(None)
+
+
+def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        checkpoints.Checkpoints, "load", lambda self, state, iteration=None: read.append(self.folder.name)
+    )
+    for name in ("save", "load"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "load" / "iteration-40.pt").write_text("")
+    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    (tmp_path / "save" / "iteration-7.pt").write_text("")
+    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
+    assert read == ["load", "save", "load"]

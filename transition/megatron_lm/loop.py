@@ -1,0 +1,178 @@
+"""Megatron-LM's training loop, and a session below it: what the loop calls a training step is one of the session's.
+
+The loop counts iterations in a variable of its own. A rank that joins a job in its middle begins the loop there, and
+one that was left out for a while leaves it and begins it again where the others are.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from transition.checkpoint import CheckpointError
+from transition.groups import UnsupportedLayout
+from transition.megatron_lm.checkpoints import checkpoints
+from transition.megatron_lm.seams import TRAINING, Refused, replace
+from transition.megatron_lm.world import World
+from transition.session import Session, StepResult
+
+
+class _Elsewhere(Exception):
+    """The others are at another iteration than this rank's loop."""
+
+
+class Loop:
+    """Of one rank."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._session: Session | None = None
+        self._results: Iterator[StepResult] = iter(())
+        self._ahead: StepResult | None = None  # a step that was made before the loop was where it belongs
+        self._stepped: tuple[bool, Any, Any] = (True, None, None)  # what the optimizer said of its last step
+        self._key = "lm loss"
+        self._began = time.time()
+
+    def install(self) -> None:
+        """Replace the loop's step, and what decides on its end."""
+        replace(TRAINING, "train", self._train)
+        replace(TRAINING, "train_step", lambda _: self._train_step)
+        replace(TRAINING, "checkpoint_and_decide_exit", lambda _: self._decide_exit)
+        # The first iteration would do without overlapped gathers: in a newcomer that is not the others' first.
+        replace(TRAINING, "should_disable_forward_pre_hook", lambda _: lambda args: False)
+
+    # ------------------------------------------------------------ the loop
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train(
+            forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, samples: Any, *rest: Any
+        ) -> Any:
+            from megatron.core.utils import get_model_config
+            from megatron.training import get_args
+
+            args, config = get_args(), get_model_config(model[0])
+            session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, samples)
+            args.iteration = session.join()
+            while True:
+                args.consumed_train_samples = args.iteration * args.global_batch_size
+                config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself
+                self._world.follow()
+                try:
+                    ended = original(forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest)
+                except _Elsewhere:
+                    continue
+                self._finish()
+                return ended
+
+        return train
+
+    def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
+        self._note_steps(optimizer)
+        try:
+            self._session = Session(
+                model=model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                micro_batches=args.global_batch_size // args.micro_batch_size,
+                forward_step=self._noting_names(forward_step),
+                fetch=samples,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                train_iterations=args.train_iters,
+                checkpoints=checkpoints(self._world.folders),
+                seed=args.seed,
+            )
+        except (UnsupportedLayout, CheckpointError) as error:
+            raise Refused(str(error).removeprefix("unicron ")) from None
+        session = self._session
+        signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
+        self._results = iter(session)
+        return session
+
+    def _note_steps(self, optimizer: Any) -> None:
+        """The log tells how many gradients were zero, and whether a step was skipped."""
+        step = optimizer.step
+
+        def noted() -> Any:
+            self._stepped = step()
+            return self._stepped
+
+        optimizer.step = noted
+
+    def _noting_names(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The script's forward step; what it calls its loss is what the log calls it."""
+
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            output, loss_function = forward_step(*arguments, **keywords)
+
+            def noted(*values: Any, **more: Any) -> Any:
+                found = loss_function(*values, **more)
+                self._key = next(iter(found[-1]), self._key)
+                return found
+
+            return output, noted
+
+        return step
+
+    # ------------------------------------------------------------ a step
+    def _train_step(
+        self,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        config: Any,
+        forward_backward_func: Any,
+        iteration: int,
+    ) -> tuple[Any, ...]:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        self._ask_for_the_end(get_args())
+        result = self._ahead or next(self._results)
+        self._ahead = None
+        self._world.follow()
+        if result.iteration != iteration:
+            self._ahead, get_args().iteration = result, result.iteration
+            raise _Elsewhere
+        succeeded, _, zeros = self._stepped
+        losses = {}
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            losses[self._key] = torch.tensor([result.loss], dtype=torch.float, device=self._device(model))
+        return losses, int(not succeeded), False, False, 0, result.grad_norm, zeros, 0
+
+    @staticmethod
+    def _device(model: Any) -> torch.device:
+        return next(model[0].parameters()).device
+
+    def _ask_for_the_end(self, args: Any) -> None:
+        """All ranks end after the same iteration, if one of them is to."""
+        from megatron.training import get_signal_handler
+
+        assert self._session is not None
+        signalled = args.exit_signal_handler and get_signal_handler()._signal_received
+        late = args.exit_duration_in_mins and time.time() - self._began > 60 * args.exit_duration_in_mins
+        if signalled or late:
+            self._session.request_stop()
+
+    def _decide_exit(self, model: Any, optimizer: Any, scheduler: Any, iteration: int, *_: Any, **__: Any) -> bool:
+        from megatron.training import get_args
+
+        assert self._session is not None
+        interval = get_args().exit_interval
+        if not self._session.stopping and not (interval and iteration % interval == 0):
+            return False
+        print(f"unicron: the training ends after iteration {iteration}", flush=True)
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """The session ends where the loop does, and writes its last checkpoint."""
+        assert self._session is not None
+        self._session.train_iterations = self._session.iteration
+        for result in self._results:
+            raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
