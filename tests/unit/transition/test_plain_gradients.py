@@ -80,7 +80,8 @@ def by_hand(forward_step=mean, indices=range(TOTAL)) -> list[torch.Tensor | None
 def same(model: nn.Module, wanted: list[torch.Tensor | None]) -> bool:
     found = [parameter.grad for parameter in model.parameters()]
     return all(
-        mine is its is None or (mine is not None and its is not None and torch.allclose(mine, its, rtol=1e-6, atol=1e-9))
+        mine is its is None
+        or (mine is not None and its is not None and torch.allclose(mine, its, rtol=1e-6, atol=1e-9))
         for mine, its in zip(found, wanted, strict=True)
     )
 
