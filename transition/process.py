@@ -69,8 +69,10 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     if "megatron.core" in sys.modules:
         elastic_buckets.prepare()
     if _process.channel is None:
-        single = "RANK" not in os.environ and os.environ.get("SLURM_NTASKS", "1") == "1"
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if single else {}
-        dist.init_process_group(backend, timeout=groups.collective_timeout(), **alone)
+        limit = groups.collective_timeout()
+        if "RANK" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1":
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     else:
         preparing.prepare(_process.layout, _process.slot)
