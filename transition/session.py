@@ -58,13 +58,14 @@ class _ReplicaStopped(PeerLost):
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: a `torch.nn.Module` with torch's optimizer and schedule, or the list of Megatron's DDP chunks with Megatron's.
+    model: a `torch.nn.Module` with torch's optimizer and schedule, or a list of Megatron's DDP chunks with Megatron's.
     micro_batches: per iteration, over all ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum
     of losses, tokens); with Megatron its `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
     function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
     checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
-    default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises :class:`transition.groups.UnsupportedLayout` for what it cannot heal, and
-    :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
+    default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
+    :class:`groups.UnsupportedLayout` for what it cannot heal, and :class:`CheckpointError` when there are checkpoints
+    and none can be used.
     """
 
     def __init__(
