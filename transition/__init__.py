@@ -11,7 +11,7 @@ _MODULES = {
     "Checkpoints": "checkpoint",
     "Layout": "layout",
     "Session": "session",
-    "StepResult": "session",
+    "StepResult": "result",
     "init_process_group": "process",
 }
 __all__ = list(_MODULES)

@@ -60,7 +60,8 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     """In place of `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
 
     Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
-    into the job's generations. Without an agent it is torch's own call with the usual environment variables.
+    into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
+    process needs none.
     """
     global _process
     settle(backend)
@@ -68,6 +69,10 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     if "megatron.core" in sys.modules:
         elastic_buckets.prepare()
     if _process.channel is None:
-        dist.init_process_group(backend, timeout=groups.collective_timeout())
+        limit = groups.collective_timeout()
+        if "RANK" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1":
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     else:
         preparing.prepare(_process.layout, _process.slot)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import Member
 from transition.pending import Pending, hold_scalers
+from transition.result import StepResult
 from transition.safekeeping import Safekeeping
 from transition.snapshots import SETTING, chosen
 from transition.watch import Plan, PlanTimeout
@@ -44,19 +44,6 @@ SELF_STOPS = 3
 BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a collective's ways to say that a peer is gone
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. `loss` is the mean over all micro-batches of the iteration, the same number on every rank."""
-
-    iteration: int
-    loss: float
-    grad_norm: float | None
-    learning_rate: float
-    seconds: float
-    generation: int
-    world_size: int
-
-
 class _Rejoined(Exception):
     """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
 
@@ -72,16 +59,14 @@ class _ReplicaStopped(PeerLost):
 class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
-    model: a `torch.nn.Module`, with a `torch.optim` optimizer and, if there is one, its schedule; or the list of
-    Megatron's DDP chunks (one, without a virtual pipeline), with Megatron's. micro_batches: per iteration, over all
-    ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum of losses, tokens); with Megatron its
-    `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else. seq_length,
-    micro_batch_size: of a micro-batch; Megatron's schedule needs them, else they count FLOPs. checkpoints: where to go
-    on from, and where the first member saves. seed: of the random numbers of the training, by default torch's own.
-    clip_grad, scaler: the largest norm of all gradients and a `torch.amp.GradScaler`, for a plain module.
-
-    Raises :class:`transition.groups.UnsupportedLayout` for what it cannot heal, and
-    :class:`transition.checkpoint.CheckpointError` when there are checkpoints and none can be used.
+    model: a `torch.nn.Module` with torch's optimizer and schedule, or a list of Megatron's DDP chunks with Megatron's.
+    micro_batches: per iteration, over all ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum
+    of losses, tokens); with Megatron its `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
+    function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
+    checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
+    default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
+    :class:`groups.UnsupportedLayout` for what it cannot heal, and :class:`CheckpointError` when there are checkpoints
+    and none can be used.
     """
 
     def __init__(

@@ -6,19 +6,23 @@ losses and parameters. A spread of kinds and moments runs always, the others are
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
+from sbatch_templates.training_metrics import read_metrics
 from tests.support import proof
 from tests.support.moments import fault, moments
-from tests.support.processes import ROOT, outside_slurm
+from tests.support.processes import ROOT, call, outside_slurm
 from tests.support.rank_harness import Ranks
 from tests.support.zygote import Script
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests" / "support" / "tiny_plain.py"
+TEMPLATE = ROOT / "sbatch_templates" / "train_plain.py"
 ITERATIONS = 5
 GRADIENTS = 1e-6  # relative to the largest, in fp32
 LOSSES = 1e-5  # relative
@@ -106,3 +110,62 @@ def test_a_rank_that_starts_again_gets_the_state_and_joins(run):
     ranks = run("scaler", fault(1, 1, "fetch", 1), gate, restart=True)
     offer = next(plan for plan in ranks.plans if plan.boundary)
     assert offer.joiners == [1] and ranks.exits[1] == [-9, 0]
+
+
+@pytest.mark.parametrize("how", ["card", pytest.param("none", marks=pytest.mark.long)])
+def test_garbage_that_a_broken_collective_returns_without_an_error_is_not_believed(run, monkeypatch, how):
+    """As aborted NCCL collectives do; with and without copies of what was reduced."""
+    monkeypatch.setitem(KINDS, "adamw", {"TINY_SILENT": "1", "UNICRON_SNAPSHOT": how})
+    ranks = run("adamw", fault(1, 1, "reduce", 0), fault(2, 2, "reduce", 1))
+    assert len([lost for _, lost, _ in ranks.breaks if lost]) == 2
+
+
+def test_a_job_that_lost_all_goes_on_from_its_checkpoint(references, tmp_path):
+    folder = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1"}
+    every = [fault(slot, 3, "fetch") for slot in range(2)]
+    ranks = Ranks(tmp_path, 2, every, fork=True, restart=True, **folder, **environment("scaler"))
+    ranks.drive()
+    assert ranks.reformed and min(step["iteration"] for step in ranks.steps if step["incarnation"] == 1) >= 2
+    proof.same_losses(tmp_path, references("scaler"), LOSSES)
+
+
+def test_a_wish_to_stop_is_everybodys(tmp_path):
+    ranks = Ranks(tmp_path, 3, [fault(1, 1, "reduce", kind="stop")], fork=True, **environment("adamw"))
+    ranks.drive()
+    assert {max(step["iteration"] for step in ranks.steps if step["slot"] == slot) for slot in range(3)} == {2}
+
+
+def test_all_of_transition_can_be_imported_where_megatron_is_not_installed():
+    names = sorted(path.stem for path in (ROOT / "transition").glob("*.py") if path.stem != "__init__")
+    code = f"import sys; sys.modules['megatron'] = None\nimport {', '.join(f'transition.{name}' for name in names)}"
+    done = call(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------ the template
+def losses_of_the_template(folder: Path, name: str, ranks: int, *more: object) -> list[float]:
+    """`train_plain.py` as a user starts it, on this project's own text."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    options = ["--text", TEMPLATE.parent, "--iterations", 4, "--metrics", folder / name, *more]
+    ranked = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
+    started = [Script(TEMPLATE, *options, environment=outside_slurm() | each) for each in ranked]
+    for ended in [script.wait(60) for script in started]:
+        assert ended.returncode == 0, ended
+    return [each["loss"] for each in read_metrics(folder / name)]
+
+
+def test_the_template_trains_alike_on_any_number_of_ranks_and_goes_on_from_its_checkpoint(tmp_path):
+    alone = losses_of_the_template(tmp_path, "alone", 1, "--save", tmp_path / "saves")
+    assert alone[-1] < alone[0] and 5.0 < alone[0] < 6.5  # ln 256 = 5.5: an untrained model knows nothing
+    assert losses_of_the_template(tmp_path, "three", 3) == pytest.approx(alone, rel=LOSSES)
+    longer = losses_of_the_template(tmp_path, "longer", 1, "--save", tmp_path / "saves", "--iterations", 6)
+    assert len(longer) == 2 and longer[-1] < alone[0]
+
+
+def test_a_folder_without_text_is_one_line(tmp_path):
+    ended = Script(TEMPLATE, "--text", tmp_path, environment=outside_slurm()).wait(60)
+    assert (
+        ended.returncode == 1 and ended.stderr.startswith("train_plain: no text in ") and ended.stderr.count("\n") == 1
+    )

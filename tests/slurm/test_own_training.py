@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PAGE = ROOT / "docs" / "own-training.md"
 ACTIVATE = ". .venv/bin/activate\n"  # the one line that is not: the tests' environment is another one's
 DONE = "~~~ status"
-BLOCKS = 8
+BLOCKS = 9
 
 
 class Shell:
@@ -105,4 +105,8 @@ def test_the_page_leads_from_a_cluster_to_ones_own_script(shell: Shell) -> None:
     assert shell.job("train")["ended"]["code"] == 0 and shell.job("train")["mode"] == "restart"
     said = wait_for(lambda: re.findall(r"^rank \d of 2$", shell.logs(), re.MULTILINE), shell.logs)
     assert sorted(said) == ["rank 0 of 2", "rank 1 of 2"]
+    assert "Submitted batch job" in shell.next()
+    wait_for(lambda: shell.job("loop").get("ended"), shell.logs)
+    assert shell.job("loop")["ended"]["code"] == 0 and shell.job("loop")["mode"] == "session"
+    wait_for(lambda: "iteration 2000: loss " in shell.logs(), shell.logs)
     assert "the cluster is down" in shell.next()

@@ -6,7 +6,7 @@ booleans and a cache that grows in the forward pass, two parameter groups.
 
 Environment, beside that of `fault_points`: TINY_OPTIMIZER one of `OPTIMIZERS`; TINY_TOKENS=1 for a loss per token;
 TINY_DROPOUT; TINY_CLIP the largest norm; TINY_SCALER=1 for a GradScaler; TINY_ALONE=1: a loop of torch alone, without
-a session; TINY_SAVE, TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY as for `tiny_gpt`.
+a session; TINY_SILENT, TINY_SAVE, TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY as for `tiny_gpt`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "megatron
     del sys.modules[name]
 sys.modules["megatron"] = None  # type: ignore[assignment]  # whoever imports it fails
 
-from tests.support.fault_points import OUT, SLOT, around, around_generations, fetching, now, point, train  # noqa: E402
+from tests.support.fault_points import (  # noqa: E402
+    OUT,
+    SLOT,
+    around,
+    around_generations,
+    fetching,
+    now,
+    point,
+    silent_reduces,
+    train,
+)
 
 ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
@@ -157,6 +167,8 @@ def main() -> None:
         saving(*parts[:2])
         return alone(*parts)
     transition.init_process_group("gloo")
+    if os.environ.get("TINY_SILENT") == "1":
+        silent_reduces()
     model, optimizer, schedule = build()
     saving(model, optimizer)
     around(dist, "all_reduce", "reduce", "reduced")

@@ -14,6 +14,11 @@ FOLDER = Path(unicron_ctl.__file__).resolve().parent.parent / "sbatch_templates"
 # name -> (the file, its neighbours, one line)
 TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "script": ("any_script.sbatch", (), "any training script, unmodified: restart mode"),
+    "plain": (
+        "any_script.sbatch",
+        ("train_plain.py", "training_metrics.py"),
+        "a model in plain PyTorch that is healed within the iteration: session mode",
+    ),
     "gpt": (
         "gpt_elastic.sbatch",
         (
@@ -44,7 +49,7 @@ def command(name: str | None, folder: Path | None) -> None:
 
     \b
     unicronctl template script > train.sbatch
-    unicronctl template gpt --copy my-run
+    unicronctl template plain --copy my-run
     """
     if name is None:
         for known, (file, _, line) in TEMPLATES.items():

@@ -10,6 +10,7 @@ from transition.accumulation import PeerLost, Work
 from transition.groups import UnsupportedLayout
 from transition.layout import Layout
 from transition.ledger import Ledger
+from transition.pending import Pending
 from transition.plain import Plain
 from transition.plain_gradients import buckets
 from transition.snapshots import Where
@@ -60,6 +61,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         sharded=False,
         healed=True,
         where=where,
+        pending=Pending(),
         sequence=0,
         size=0,
     )

@@ -20,28 +20,30 @@ def call(*words: str) -> str:
 def test_the_templates_are_listed_and_printed_as_they_are() -> None:
     assert [line.split()[:2] for line in call().splitlines()] == [
         ["script", "any_script.sbatch"],
+        ["plain", "any_script.sbatch"],
         ["gpt", "gpt_elastic.sbatch"],
         ["megatron", "megatron_lm.sbatch"],
     ]
     assert call("script") == (template.FOLDER / "any_script.sbatch").read_text()
 
 
-def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "script"), [("gpt", "train_gpt.py"), ("plain", "train_plain.py")])
+def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(tmp_path: Path, name: str, script: str) -> None:
     folder = tmp_path / "my" / "run"
-    copied = call("gpt", "--copy", str(folder)).split()
+    copied = call(name, "--copy", str(folder)).split()
     assert {Path(name).name for name in copied} == {path.name for path in folder.iterdir()}
     # The neighbours that the scripts import or start are there.
     names = {path.name for path in template.FOLDER.iterdir() if path.suffix in (".py", ".sbatch")}
     text = "".join(path.read_text() for path in folder.iterdir())
     used = {name for name in names if name in text or f"import {Path(name).stem}" in text}
     assert used <= {path.name for path in folder.iterdir()}
-    (folder / "train_gpt.py").write_text("mine")
+    (folder / script).write_text("mine")
     with pytest.raises(UserError, match="is there already: remove it, or choose another folder"):
-        call("gpt", "--copy", str(folder))
-    assert (folder / "train_gpt.py").read_text() == "mine"
+        call(name, "--copy", str(folder))
+    assert (folder / script).read_text() == "mine"
 
 
 def test_an_unknown_name_is_wrong_use() -> None:
-    with pytest.raises(UserError, match="no template 'gtp': there are script, gpt, megatron") as caught:
+    with pytest.raises(UserError, match="no template 'gtp': there are script, plain, gpt, megatron") as caught:
         call("gtp")
     assert caught.value.exit_code == 2
