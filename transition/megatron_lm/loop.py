@@ -133,8 +133,11 @@ class Loop:
         from megatron.training import get_args
 
         self._ask_for_the_end(get_args())
-        result = self._ahead or next(self._results)
+        result = self._ahead or next(self._results, None)
         self._ahead = None
+        if result is None:  # the others have come to the end without this rank
+            get_args().iteration = get_args().train_iters
+            raise _Elsewhere
         self._world.follow()
         if result.iteration != iteration:
             self._ahead, get_args().iteration = result, result.iteration

@@ -8,8 +8,8 @@ rank prepares itself (:mod:`transition.preparing`), and belong to the job's gene
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,14 +116,16 @@ def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(original: Callable[[], None]) -> Callable[[], None]:
-    """Rank 0 would compile what the others wait for. Whoever comes first on its node does, and nobody waits longer."""
+    """Rank 0 would compile what the others wait for. Whoever comes first does, and the others wait for that alone."""
 
     def compile_dependencies() -> None:
         from megatron.core.datasets import utils
 
-        with lock(Path(tempfile.gettempdir())):
-            if find_spec(HELPERS) is None:
-                utils.compile_helpers()
+        if find_spec(HELPERS) is None:
+            with lock(Path(utils.__file__).parent):
+                importlib.invalidate_caches()
+                if find_spec(HELPERS) is None:
+                    utils.compile_helpers()
         before, utils.compile_helpers = utils.compile_helpers, lambda: None
         try:
             original()
@@ -134,7 +136,8 @@ def _compile(original: Callable[[], None]) -> Callable[[], None]:
 
 
 class lock:
-    """Holds a lock file in `folder`; one that cannot be had is done without, for then no other rank writes there."""
+    """Holds a lock file in `folder`. Where there can be none it is done without: nothing can be written there, or the
+    file system has no locks, and a rank that reads what another has half written starts again."""
 
     def __init__(self, folder: Path):
         self._path, self._file = folder / f".unicron-{os.getuid()}.lock", -1

@@ -3,6 +3,7 @@ tests/process/test_megatron_lm.py."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from transition.checkpoint import CheckpointError
 from transition.layout import Layout
-from transition.megatron_lm import checkpoints, data, options, world
+from transition.megatron_lm import checkpoints, data, loop, options, world
 from transition.megatron_lm.seams import Refused
+from transition.session import StepResult
 
 
 def args(**more):
@@ -134,6 +136,55 @@ def test_datasets_are_built_as_if_alone(monkeypatch):
         assert (dist.is_initialized(), dist.get_rank(), dist.get_rank("a group")) == (False, 0, 3)
         raise ZeroDivisionError
     assert (dist.is_initialized(), dist.get_rank()) == (True, 7)
+
+
+# ------------------------------------------------------------ the loop
+@pytest.fixture
+def stepping(monkeypatch):
+    """steps(results) -> (the loop's training step, which takes an iteration; Megatron-LM's arguments)."""
+    from megatron.core import parallel_state
+
+    given = SimpleNamespace(exit_signal_handler=False, exit_duration_in_mins=None, train_iters=9, iteration=0)
+    megatron = SimpleNamespace(get_args=lambda: given, get_signal_handler=lambda: None)
+    monkeypatch.setitem(sys.modules, "megatron.training", megatron)
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda ignore_virtual: True)
+
+    def steps(*iterations):
+        running = loop.Loop(SimpleNamespace(follow=lambda: None))
+        running._session = SimpleNamespace(request_stop=lambda: None)
+        results = (StepResult(number, number / 2, 1.5, 1e-3, 0.1, 1, 4) for number in iterations)
+        running._results = iter(results)
+        model = [torch.nn.Linear(1, 1)]
+        return lambda iteration: running._train_step(None, None, model, None, None, None, None, iteration), given
+
+    return steps
+
+
+def test_a_step_is_what_the_loop_wants_of_it(stepping):
+    step, _ = stepping(3, 4)
+    losses, *others = step(3)
+    assert ({key: value.tolist() for key, value in losses.items()}, others) == (
+        {"lm loss": [1.5]},
+        [0, False, False, 0, 1.5, None, 0],
+    )
+    assert step(4)[0]["lm loss"].item() == 2.0
+
+
+def test_a_rank_that_was_left_out_begins_its_loop_where_the_others_are(stepping):
+    step, given = stepping(3, 7)
+    step(3)
+    with pytest.raises(loop._Elsewhere):
+        step(4)
+    assert given.iteration == 7
+    assert step(7)[0]["lm loss"].item() == 3.5, "the step that was made is the loop's first one"
+
+
+def test_a_rank_that_the_others_have_not_waited_for_is_at_the_end(stepping):
+    step, given = stepping(3)
+    step(3)
+    with pytest.raises(loop._Elsewhere):
+        step(4)
+    assert given.iteration == given.train_iters
 
 
 # ------------------------------------------------------------ checkpoints
