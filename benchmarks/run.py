@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ORDER = ("planner", "paper", "detector", "recovery")
+ORDER = ("planner", "paper", "detector", "recovery", "cost", "layouts")
 APART = {"storms"}  # takes half an hour, and root: `make storms`
 MARK = re.compile(r"^(?P<what>.+?)\s+(?P<value>\S+) (?P<unit>\S*)\s+asked: (?P<asked>.*?)(?P<missed>\s+MISSED)?$")
 CRASHED = 70  # an exception; a benchmark's own 1 says that a mark was missed

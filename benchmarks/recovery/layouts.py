@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.rank_harness import Ranks
+from unicron_ctl.protocol.wire import Plan
 
 AT, ITERATIONS = 2, 4
 MODEL = {"TINY_HIDDEN": "32", "TINY_MICRO_BATCHES": "32", "TINY_ITERATIONS": str(ITERATIONS), "TINY_SAVE": "0"}
@@ -35,11 +36,33 @@ SIZES = (2, 4, 8, 16)
 PARTS = ("detected", "planned", "grouped", "entered", "computed", "stepped")
 
 
+class Counted(Ranks):
+    """Ranks whose processor's time is read from the Break to when all are in the new generation."""
+
+    busy: dict[int, float]  # by slot, milliseconds
+
+    def _break(self, lost: list[int]) -> None:
+        self.busy = {slot: -_busy(self.ranks[slot].child.pid) for slot in self.members if slot not in lost}
+        super()._break(lost)
+
+    def _announce(self, plan: Plan) -> None:
+        super()._announce(plan)
+        if self.breaks and len(self.plans) == 2:
+            self.busy = {slot: self.busy[slot] + _busy(self.ranks[slot].child.pid) for slot in plan.members}
+
+
+def _busy(pid: int) -> float:
+    """Milliseconds that a process's threads have run (proc(5), schedstat)."""
+    return 1e-6 * sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
 @dataclass
 class Recovery:
-    """One run: milliseconds of each part, in the order of `PARTS`, each to when the last survivor was there."""
+    """One run: milliseconds of each part, in the order of `PARTS`, each to when the last survivor was there; and of the
+    processor, in the middle one of the survivors, from the Break to the new generation."""
 
     parts: list[float]
+    busy: float
 
     @property
     def overhead(self) -> float:
@@ -53,7 +76,7 @@ def recover(shape: str, replica: int, size: int, point: dict[str, object], shard
         out, victim = Path(folder), replica
         fault = {"slot": victim, "iteration": AT, "kind": "kill", **point}
         settings = {**MODEL, "TINY_LAYOUT": shape, "TINY_DISTOPT": str(int(sharded))}
-        ranks = Ranks(out, size, [fault], fork=True, replica=replica, **settings)
+        ranks = Counted(out, size, [fault], fork=True, replica=replica, **settings)
         ranks.drive()
         assert {slot: codes for slot, codes in ranks.exits.items() if codes != [0]} == {victim: [-9]}, ranks.exits
         killed = float((out / f"fault.{victim}.0.{AT}").read_text())
@@ -61,7 +84,8 @@ def recover(shape: str, replica: int, size: int, point: dict[str, object], shard
         assert {timing["slot"] for timing in found} == set(ranks.plans[1].members), "not all survivors told their times"
         moments = {what: max(_at(timing, what) for timing in found) for what in PARTS[1:]}
         ends = [killed, ranks.ended[victim], *moments.values()]
-        return Recovery([1e3 * max(0.0, end - began) for began, end in itertools.pairwise(ends)])
+        parts = [1e3 * max(0.0, end - began) for began, end in itertools.pairwise(ends)]
+        return Recovery(parts, statistics.median(ranks.busy.values()))
 
 
 def _at(timing: dict, what: str) -> float:
@@ -76,12 +100,13 @@ def table(rows: dict[str, tuple[str, int, int, bool]], repeats: int) -> dict[str
     for _ in range(repeats):
         for name, (shape, replica, size, sharded) in rows.items():
             found[name] += [recover(shape, replica, size, point, sharded) for point in POINTS]
-    heads = ("runs", "min", "median", "max", "detect", "plan", "groups", "enter", "again", "step")
+    heads = ("runs", "min", "median", "max", "detect", "plan", "groups", "enter", "again", "step", "busy")
     print(f"{'layout':<38}" + "".join(f"{head:>8}" for head in heads))
     for name, runs in found.items():
         totals = [run.overhead for run in runs]
         parts = [statistics.median(run.parts[number] for run in runs) for number in range(len(PARTS))]
-        figures = [min(totals), statistics.median(totals), max(totals), *parts]
+        busy = statistics.median(run.busy for run in runs)
+        figures = [min(totals), statistics.median(totals), max(totals), *parts, busy]
         print(f"{name:<38}{len(runs):>8}" + "".join(f"{figure:>8.0f}" for figure in figures), flush=True)
     return found
 
@@ -111,11 +136,15 @@ def layouts(repeats: int) -> None:
 
 def growth(repeats: int) -> None:
     """2 to 16 ranks, all on this machine's cores; the logarithm grows from 1 to 4."""
-    print(f"\nthe same, by the number of ranks, which share {os.cpu_count()} cores")
+    print(
+        f"\nthe same by the number of ranks, which share {os.cpu_count()} cores; busy: what a rank needs of one of them"
+    )
     for sharded in (False, True):
         kind = ", distributed optimizer" if sharded else ""
         rows = {f"DP{size}{kind}": ("1 1 1", 1, size, sharded) for size in SIZES}
         found = table(rows, repeats)
-        medians = [statistics.median(run.overhead for run in runs) for runs in found.values()]
-        steepest = max(value / medians[0] / math.log2(size) for value, size in zip(medians, SIZES, strict=True))
-        asked(f"growth{kind}, 2 to {SIZES[-1]} ranks: time over that of 2, over log2(ranks)", steepest, "", 1.0)
+        for what in ("overhead", "busy"):
+            medians = [statistics.median(getattr(run, what) for run in runs) for runs in found.values()]
+            steepest = max(value / medians[0] / math.log2(size) for value, size in zip(medians, SIZES, strict=True))
+            name = "time" if what == "overhead" else "processor's time of a rank"
+            asked(f"growth{kind}: {name} over that of 2 ranks, over log2", steepest, "", 1.0)
