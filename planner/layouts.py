@@ -9,17 +9,15 @@ an estimate, so that nobody restarts for a gain that may be none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner import cost_model
 from planner.cost_model import Gpt, Hardware, Parallel
-from planner.model import PlanError
 from planner.throughput import MODEL_ERROR, NOISE, PRIOR, SPREAD, Throughput, ridge
 
 Measured = Mapping[int, float]  # aggregate FLOP/s by node count
-MOST_WAYS = 16  # of `ways`: those that are best somewhere
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Known:
     gpus: int
     per_node: float
     model: Gpt | None = None
-    hardware: Hardware = Hardware()
+    hardware: Hardware = field(default_factory=Hardware)
     micro_batch: int = 1
     recompute: bool = False
 
@@ -163,33 +161,3 @@ def _by_model(
 def _features(known: Known, how: Parallel) -> np.ndarray:
     assert known.model is not None
     return np.array([*cost_model.parts(known.model, known.hardware, how), 1.0])
-
-
-def ways(known: Known, most_tp: int, most_pp: int, nodes: int) -> list[Split]:
-    """Those splits that are the best on any number up to `nodes` nodes, by the cost model: the one that is best on most
-    first. most_tp, most_pp: no larger ones. Raises PlanError where none fits."""
-    if known.model is None:
-        raise PlanError("layouts can't be chosen without the model")
-    model = known.model
-    splits = [
-        Split(_name(tp, pp), tp, pp)
-        for tp in (1 << power for power in range(most_tp.bit_length()))
-        for pp in range(1, most_pp + 1)
-        if model.heads % tp == 0 and model.layers % pp == 0 and tp <= known.gpus and tp * pp <= nodes * known.gpus
-    ]
-    tables = rates(splits, known, {}, range(1, nodes + 1))
-    won: dict[str, int] = {}
-    for size in range(1, nodes + 1):
-        best = max(tables, key=lambda name: tables[name][size], default=None)
-        if best is not None and tables[best][size] > 0:
-            won[best] = won.get(best, 0) + 1
-    if not won:
-        raise PlanError(f"no layout of up to TP{most_tp} PP{most_pp} fits into the GPUs' memory on {nodes} nodes")
-    order = sorted(won, key=lambda name: -won[name])[:MOST_WAYS]
-    return [next(split for split in splits if split.name == name) for name in order]
-
-
-def _name(tp: int, pp: int) -> str:
-    """As people write it."""
-    parts = [f"{word}{count}" for word, count in (("TP", tp), ("PP", pp)) if count > 1]
-    return " ".join(parts) or "TP1"

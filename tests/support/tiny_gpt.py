@@ -33,6 +33,8 @@ import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from transition import layout
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 OUT = Path(os.environ["TINY_OUT"])
@@ -48,6 +50,9 @@ SESSIONS: list = []
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SEQUENCE, VOCABULARY, SIZE = 32, 128, 2
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
+if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
+    TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
+    TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))

@@ -100,13 +100,6 @@ def test_a_layout_that_no_size_can_run_is_not_there():
     assert list(layouts.rates([Split("PP4", 1, 4), ONE], known(gpus=1), {}, range(1, 4))) == ["TP1"]
 
 
-def test_the_ways_that_are_best_somewhere():
-    found = layouts.ways(replace(known(LARGE), recompute=True), 8, 16, 16)
-    assert found and all(layouts.parallel(split, 16, LARGE, Hardware(), 1, True) for split in found)
-    with pytest.raises(PlanError, match=r"^no layout of up to TP2 PP2 fits into the GPUs' memory on 2 nodes$"):
-        layouts.ways(known(LARGE), 2, 2, 2)
-
-
 # ------------------------------------------------------------ what the plan makes of it
 TABLES = {"TP2": {1: 0.0, 2: 2e15, 3: 2e15}, "TP1": {1: 0.9e15, 2: 1.8e15, 3: 2.7e15}}
 
