@@ -2,7 +2,9 @@
 
 FLOP formula: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
 (arXiv 2104.04473), eq. 3 without activation recomputation: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) per iteration.
-Parameters: the same paper, eq. 2. Pipeline bubble: (p - 1) / m, section 2.2. Activation memory: Korthikanti et al. 2022
+Parameters: the same paper, eq. 2. Pipeline bubble: (p - 1) / m, section 2.2.1, and (p - 1) / (v m) where each rank has
+v virtual stages, section 2.2.2, which sends v times as much and holds (1 + (p - 1) / (p v)) times the activations
+(arXiv 2205.05198, section 4.2.3). Activation memory: Korthikanti et al. 2022
 (arXiv 2205.05198), eq. 2 with tensor and sequence parallelism, and 2 s b h per layer with full recomputation.
 """
 
@@ -70,27 +72,30 @@ A800 = A100
 @dataclass(frozen=True)
 class Parallel:
     """One way to split a model: tensor, pipeline and data parallel sizes, sequences per micro-batch, full activation
-    recomputation or not. Replicas may span nodes; GPUs beyond tp x pp x dp idle; micro-batches may split unevenly."""
+    recomputation or not, virtual pipeline stages of a rank. Replicas may span nodes; GPUs beyond tp x pp x dp idle;
+    micro-batches may split unevenly."""
 
     tp: int
     pp: int
     dp: int
     micro_batch: int = 1
     recompute: bool = False
+    virtual: int = 1
 
 
 def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, float]:
     """Seconds of one iteration spent in (compute, tensor-parallel traffic, network traffic), bubbles included."""
     per_replica = math.ceil(model.global_batch / how.micro_batch / how.dp)
-    slots = per_replica + how.pp - 1
+    slots = per_replica + (how.pp - 1) / how.virtual
     tokens = how.micro_batch * model.seq_length
     work = model.flops_per_token * tokens * (4 / 3 if how.recompute else 1.0)
     compute = slots * work / (how.tp * how.pp) / (hardware.peak * hardware.efficiency)
     activation = 2.0 * tokens * model.hidden  # bytes of one activation in 16 bits
     reduces = 6 if how.recompute else 4  # all-reduces per layer: two forward, two backward, two again when recomputing
     per_slot = reduces * math.ceil(model.layers / how.pp) * activation
-    tensor = slots * per_slot * 2 * (how.tp - 1) / how.tp / hardware.nvlink
-    send = 0.0 if how.pp == 1 else slots * 2 * activation / how.tp / hardware.network
+    link = hardware.nvlink if how.tp <= hardware.gpus else hardware.network
+    tensor = slots * per_slot * 2 * (how.tp - 1) / how.tp / link
+    send = 0.0 if how.pp == 1 else slots * how.virtual * 2 * activation / how.tp / hardware.network
     gradients = 4.0 * model.parameters / (how.tp * how.pp)
     reduce = gradients * 2 * (how.dp - 1) / how.dp / hardware.network
     return compute, tensor, send + reduce
@@ -106,6 +111,8 @@ def memory(model: Gpt, how: Parallel) -> float:
     held = min(how.pp, math.ceil(model.global_batch / how.micro_batch / how.dp))
     layer = s * b * h * (34 + 5 * model.heads * s / h) / how.tp
     activations = (held * layers * 2 * s * b * h / how.tp + layer) if how.recompute else held * layers * layer
+    if how.virtual > 1:
+        activations *= 1 + (how.pp - 1) / (how.pp * how.virtual)
     logits = 4.0 * s * b * model.vocab / how.tp
     return state + activations + logits
 

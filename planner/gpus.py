@@ -1,6 +1,7 @@
-"""What GPUs can do at most, by their type in Slurm's GRES: no job is faster than its nodes, whatever it says.
+"""What GPUs can do at most, and what they hold, by their type in Slurm's GRES: no job is faster than its nodes,
+whatever it says.
 
-Dense bf16 (fp16 for GPUs without bf16) FLOP/s from the vendors' data sheets, without sparsity.
+Dense bf16 (fp16 for GPUs without bf16) FLOP/s and memory from the vendors' data sheets, without sparsity.
 """
 
 from __future__ import annotations
@@ -39,6 +40,36 @@ PEAK: dict[str, float] = {
     "mi355x": 2516.6e12,
 }
 BEST = max(PEAK.values())
+MEMORY: dict[str, float] = {  # bytes; of types that are sold with several sizes the smallest
+    "t4": 16e9,
+    "v100": 16e9,
+    "a10": 24e9,
+    "a30": 24e9,
+    "a40": 48e9,
+    "a6000": 48e9,
+    "a100": 40e9,
+    "a800": 40e9,
+    "l4": 24e9,
+    "l40": 48e9,
+    "l40s": 48e9,
+    "h20": 96e9,
+    "h800": 80e9,
+    "h100": 80e9,
+    "h200": 141e9,
+    "gh200": 96e9,
+    "b200": 180e9,
+    "gb200": 186e9,
+    "b300": 270e9,
+    "gb300": 279e9,
+    "mi100": 32e9,
+    "mi210": 64e9,
+    "mi250": 128e9,
+    "mi250x": 128e9,
+    "mi300a": 128e9,
+    "mi300x": 192e9,
+    "mi325x": 256e9,
+    "mi355x": 288e9,
+}
 
 
 def peak(kind: str) -> float:
@@ -58,3 +89,22 @@ def node_peak(gres: str) -> float:
             count = int(words[-1]) if words[-1].isdigit() else 1
             total += count * peak(words[1] if len(words) > 1 and not words[1].isdigit() else "")
     return total or BEST
+
+
+def gpu_peak(gres: str) -> float | None:
+    """FLOP/s of one GPU of a node by its GRES; None for a type that is not known."""
+    return max((PEAK[word] for word in _words(gres) if word in PEAK), default=None)
+
+
+def gpu_memory(gres: str) -> float:
+    """Bytes of one GPU of a node by its GRES ("gpu:a100:8", "gpu:nvidia_a100-sxm4-80gb:8"); endless for a type that is
+    not known."""
+    words = _words(gres)
+    said = [float(word.removesuffix("gb")) * 1e9 for word in words if re.fullmatch(r"\d+gb", word)]
+    return min(said or [MEMORY[word] for word in words if word in MEMORY], default=float("inf"))
+
+
+def _words(gres: str) -> list[str]:
+    """Of the types of a node's GPUs."""
+    items = [item.strip().split(":") for item in gres.lower().split(",")]
+    return [word for item in items if item[0] == "gpu" for word in re.split(r"[^a-z0-9]+", ":".join(item[1:]))]

@@ -61,17 +61,37 @@ def _relations(job: Job) -> tuple[int, int, int, int]:
     return 0, max(job.nodes - 1, 1), job.nodes, job.nodes + 1
 
 
-def transition_seconds(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
+def transition_seconds(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str | None = None) -> np.ndarray:
     """D_transition times the indicator of G, for each size."""
-    seconds = [scenario.d_transition(job, k) if job.disturbed(k) else 0.0 for k in _relations(job)]
+    seconds = [scenario.d_transition(job, k, layout) if job.disturbed(k, layout) else 0.0 for k in _relations(job)]
     return _by_relation(job, sizes, tuple(seconds))
 
 
 def gains(scenario: Scenario, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """(sizes, G in weighted FLOP) of one job, vectorised `Scenario.g`."""
     sizes, rates = sizes_of(job, scenario.nodes)
-    cost = job.f(job.nodes) * transition_seconds(scenario, job, sizes)
-    return sizes, job.weight * rates * scenario.d_running - cost
+    if not job.layouts:
+        return sizes, job.weight * rates * scenario.d_running - job.now * transition_seconds(scenario, job, sizes)
+    ways = [_gains_in(scenario, job, sizes, name) for name in job.layouts]
+    return sizes, np.max(ways, axis=0)
+
+
+def _gains_in(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str) -> np.ndarray:
+    """G in one layout."""
+    table = job.layouts[layout]
+    rates = np.fromiter((table.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
+    cost = job.now * transition_seconds(scenario, job, sizes, layout)
+    gain: np.ndarray = job.weight * rates * scenario.d_running - cost
+    return gain
+
+
+def _changed(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
+    """Whether the job goes to another layout, by size."""
+    if job.layout is None:
+        return np.zeros(len(sizes), dtype=bool)
+    stays, best = _gains_in(scenario, job, sizes, job.layout), gains(scenario, job)[1]
+    changed: np.ndarray = (best > stays) & (sizes > 0)
+    return changed
 
 
 def _decimal(value: float) -> Fraction:
@@ -99,6 +119,8 @@ def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
 
 def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarray] | None:
     """G / (unit x D_running) of all jobs as exact integers whose largest sizes add up to less than `limit`, or None."""
+    if any(job.layouts for job in jobs):
+        return None
     tables = [sizes_of(job, scenario.nodes) for job in jobs]
     current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in jobs]
     rates = _integers([rate for _, rate in tables] + current)
@@ -151,6 +173,7 @@ def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
     out = []
     for job, (sizes, _), value in zip(jobs, tables, values, strict=True):
         moved = np.abs(sizes - job.nodes)
-        disturbed = np.zeros_like(sizes) if job.lost_worker else (moved > 0).astype(np.int64)
+        changed = (moved > 0) | _changed(scenario, job, sizes)
+        disturbed = np.zeros_like(sizes) if job.lost_worker else changed.astype(np.int64)
         out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
     return out

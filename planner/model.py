@@ -79,6 +79,8 @@ class Job:
     transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`).
     restart_only: no survivor holds the whole state, so every change is a restart from a checkpoint.
     flops_by_type, node_type: throughput by type of node, and the type it runs on now (clusters with several types).
+    layouts, layout: in place of flops, the throughput of each way to split the model ("TP2 PP2") by node count, the
+        preferred first, and the way it runs now; None while it is free. Going to another is a restart.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Job:
     node_names: tuple[str, ...] = ()
     flops_by_type: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     node_type: str | None = None
+    layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    layout: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -116,19 +120,48 @@ class Job:
             number(seconds, f"{what}: transition {kind}")
         if not isinstance(self.flops_by_type, Mapping):
             raise PlanError(f"{what}: flops_by_type must be a table of throughputs by node type")
+        self._check_layouts(what)
         if self.flops or not self.flops_by_type:
             object.__setattr__(self, "flops", _checked(self.flops, what))
         by_type = {kind: _checked(flops, f"{what} on {kind}") for kind, flops in self.flops_by_type.items()}
         object.__setattr__(self, "flops_by_type", by_type)
+
+    def _check_layouts(self, what: str) -> None:
+        """`flops` becomes the best of the layouts at each size."""
+        if not isinstance(self.layouts, Mapping):
+            raise PlanError(f"{what}: layouts must be a table of throughputs by layout")
+        if self.layout is not None and self.layout not in self.layouts:
+            known = ", ".join(self.layouts) or "none"
+            raise PlanError(f"{what}: it has no layout {self.layout!r}; its layouts are: {known}")
+        if not self.layouts:
+            return
+        if self.flops_by_type:
+            raise PlanError(f"{what}: give flops_by_type or layouts, not both")
+        tables = {name: _checked(flops, f"{what} as {name}") for name, flops in self.layouts.items()}
+        best = {
+            size: max(table.get(size, 0.0) for table in tables.values())
+            for size in sorted(set().union(*tables.values()))
+        }
+        if self.flops and dict(self.flops) != best:
+            raise PlanError(f"{what}: give flops or layouts, not both")
+        object.__setattr__(self, "layouts", tables)
+        object.__setattr__(self, "flops", Rates(best, what))
 
     @property
     def rates(self) -> Rates:
         """`flops` with its sizes and rates as arrays. Raises PlanError where all throughputs are by node type."""
         return _checked(self.flops, f"job {self.name}")
 
-    def f(self, nodes: int) -> float:
-        """F(t,x): weighted achieved FLOP/s on `nodes` nodes; 0 where the job can't run."""
-        return self.weight * self.flops.get(nodes, 0.0) if nodes and self.runs(nodes) else 0.0
+    def f(self, nodes: int, layout: str | None = None) -> float:
+        """F(t,x): weighted achieved FLOP/s on `nodes` nodes, in the best layout unless one is named; 0 where the job
+        can't run."""
+        rates = self.flops if layout is None else self.layouts[layout]
+        return self.weight * rates.get(nodes, 0.0) if nodes and self.runs(nodes) else 0.0
+
+    @property
+    def now(self) -> float:
+        """F(t,x_t), as it runs."""
+        return self.f(self.nodes, self.layout)
 
     def runs(self, nodes: int) -> bool:
         """Whether `nodes` is a size that this job can be given (0 always is)."""
@@ -140,16 +173,20 @@ class Job:
         """All sizes up to `nodes` that the job can be given, ascending, 0 first."""
         return [0, *(size for size in self.flops if size <= nodes and self.runs(size))]
 
-    def disturbed(self, nodes: int) -> bool:
-        """The indicator of G: the job lost a worker or its size changes."""
-        return self.lost_worker or nodes != self.nodes
+    def changes(self, layout: str | None) -> bool:
+        """`layout` is another than the job runs in."""
+        return layout is not None and self.layout is not None and layout != self.layout
 
-    def kind(self, nodes: int) -> str | None:
+    def disturbed(self, nodes: int, layout: str | None = None) -> bool:
+        """The indicator of G: the job lost a worker, or its size or its layout changes."""
+        return self.lost_worker or nodes != self.nodes or (nodes > 0 and self.changes(layout))
+
+    def kind(self, nodes: int, layout: str | None = None) -> str | None:
         """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
         (a replacement takes the lost node's place) or grow."""
-        if not self.disturbed(nodes) or (nodes == 0 and self.nodes == 0):
+        if not self.disturbed(nodes, layout) or (nodes == 0 and self.nodes == 0):
             return None
-        if self.restart_only or self.nodes == 0:
+        if self.restart_only or self.nodes == 0 or self.changes(layout):
             return "restart"
         if nodes > self.nodes:
             return "grow"
@@ -187,6 +224,8 @@ class Scenario:
             self._check_job(job)
 
     def _check_job(self, job: Job) -> None:
+        if job.layouts and self.types:
+            raise PlanError(f"job {job.name}: layouts can't be planned where the cluster has types of nodes")
         if job.flops_by_type and not self.types:
             raise PlanError(f"job {job.name} has flops_by_type, but the cluster has no types")
         for kind in [*job.flops_by_type, *([job.node_type] if job.node_type else [])]:
@@ -204,9 +243,9 @@ class Scenario:
         """D_running(n'): expected seconds until the next failure of any of the n' nodes."""
         return self.mtbf_node_hours * 3600.0 / max(self.nodes, 1)
 
-    def d_transition(self, job: Job, nodes: int) -> float:
-        """D_transition in seconds for taking `job` to `nodes`."""
-        kind = job.kind(nodes)
+    def d_transition(self, job: Job, nodes: int, layout: str | None = None) -> float:
+        """D_transition in seconds for taking `job` to `nodes`, and to `layout` where one is named."""
+        kind = job.kind(nodes, layout)
         if kind is not None and kind in job.transition and nodes:
             return job.transition[kind]
         return self.transition_seconds if job.transition_seconds is None else job.transition_seconds
@@ -215,8 +254,20 @@ class Scenario:
         """G(t,x'), in weighted FLOP over the next running period; -inf where the size can't be run."""
         if not job.runs(nodes):
             return -math.inf
-        gain = job.f(nodes) * self.d_running
-        return gain - job.f(job.nodes) * self.d_transition(job, nodes) if job.disturbed(nodes) else gain
+        return self.g_in(job, nodes, self.layout(job, nodes))
+
+    def g_in(self, job: Job, nodes: int, layout: str | None) -> float:
+        """G(t,x') in one layout; the size can be run."""
+        gain = job.f(nodes, layout) * self.d_running
+        return gain - job.now * self.d_transition(job, nodes, layout) if job.disturbed(nodes, layout) else gain
+
+    def layout(self, job: Job, nodes: int) -> str | None:
+        """The layout in which `nodes` nodes bring most, the way there included; the present one, then the first, where
+        several do. None where the job names none, or gets no nodes."""
+        if not job.layouts or not nodes:
+            return None
+        names = sorted(job.layouts, key=lambda name: name != job.layout)
+        return max(names, key=lambda name: self.g_in(job, nodes, name))
 
     def job(self, name: str) -> Job:
         """The job of that name; raises PlanError."""

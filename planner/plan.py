@@ -13,7 +13,7 @@ from planner.model import Job, Scenario
 class Plan:
     """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
     weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there
-    are several."""
+    are several. layouts: by job that has several."""
 
     assignment: dict[str, int]
     objective: float
@@ -21,6 +21,7 @@ class Plan:
     reasons: dict[str, str]
     spares: int = 0
     types: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl plan`."""
@@ -31,19 +32,22 @@ class Plan:
             "reasons": self.reasons,
             "spares": self.spares,
         }
-        return out | ({"types": self.types} if self.types else {})
+        more = {"types": self.types, "layouts": self.layouts}
+        return out | {name: value for name, value in more.items() if value}
 
 
 def plan_of(scenario: Scenario, assignment: dict[str, int]) -> Plan:
     """The Plan with figures and reasons for an assignment that is already known."""
     assignment = {job.name: assignment[job.name] for job in scenario.jobs}
     spares = scenario.nodes - sum(assignment.values())
+    layouts = {job.name: scenario.layout(job, assignment[job.name]) for job in scenario.jobs}
     return Plan(
         assignment=assignment,
         objective=math.fsum(scenario.g(job, assignment[job.name]) for job in scenario.jobs),
-        waf=math.fsum(job.f(assignment[job.name]) for job in scenario.jobs),
+        waf=math.fsum(job.f(assignment[job.name], layouts[job.name]) for job in scenario.jobs),
         reasons={job.name: reason(scenario, job, assignment[job.name], spares) for job in scenario.jobs},
         spares=spares,
+        layouts={name: layout for name, layout in layouts.items() if layout is not None},
     )
 
 
@@ -64,15 +68,18 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
     """Why the job gets `nodes` nodes, in one sentence."""
     if nodes == 0:
         return _stopped(scenario, job)
-    now, then = flops_text(job.f(job.nodes)), flops_text(job.f(nodes))
-    seconds = f"{scenario.d_transition(job, nodes):g} s"
+    layout = scenario.layout(job, nodes)
+    now, then = flops_text(job.now), flops_text(job.f(nodes, layout))
+    seconds = f"{scenario.d_transition(job, nodes, layout):g} s"
     lost = "lost a worker; " if job.lost_worker else ""
+    if job.changes(layout) and job.nodes:
+        return f"{lost}{_relaid(scenario, job, nodes, layout)} ({now} to {then}); the restart takes {seconds}"
     if nodes == job.nodes:
         if job.lost_worker:
             return f"lost a worker; a spare takes its place, so it stays on {nodes_text(nodes)} ({now}) after {seconds}"
         return f"stays on {nodes_text(nodes)} ({now}): no other plan gains more than its transition costs"
     if job.nodes == 0:
-        return f"starts on {nodes_text(nodes)} ({then})"
+        return f"starts on {nodes_text(nodes)}{f' as {layout}' if layout else ''} ({then})"
     if nodes > job.nodes:
         verb, why = "grows", "the nodes bring more weighted FLOP/s here than anywhere else"
     elif not job.lost_worker:
@@ -83,6 +90,14 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
         verb, why = "shrinks", "a node taken from another job would cost more weighted FLOP/s than it brings here"
     change = f"{verb} from {job.nodes} to {nodes_text(nodes)} ({now} to {then})"
     return f"{lost}{change}: {why}; the transition takes {seconds}"
+
+
+def _relaid(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str:
+    """From one layout to another, and why."""
+    size = f"on {nodes_text(nodes)}" if nodes == job.nodes else f"from {job.nodes} to {nodes_text(nodes)}"
+    stays = job.f(nodes, job.layout)
+    why = f"it would do {flops_text(stays)} there" if stays else "it cannot run there"
+    return f"goes from {job.layout} to {layout} {size}: as {job.layout} {why}"
 
 
 def _stopped(scenario: Scenario, job: Job) -> str:

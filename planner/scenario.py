@@ -16,6 +16,8 @@ lost_worker = false
 transition_seconds = 30.0    # optional
 transition = { continue = 5.0, move = 40.0, grow = 30.0, restart = 300.0 }     # optional, by kind
 flops = { 2 = 1.0e15, 4 = 1.9e15 }       # T(t,x) by node count
+layouts = { "TP2 PP2" = { 2 = 1.0e15 }, TP2 = { 1 = 0.6e15 } }  # optional, in place of flops: the same by layout
+layout = "TP2 PP2"           # the one it runs in
 ```
 """
 
@@ -44,6 +46,8 @@ JOB_KEYS = (
     "node_names",
     "flops_by_type",
     "node_type",
+    "layouts",
+    "layout",
 )
 
 
@@ -96,12 +100,14 @@ def _job(value: object, position: int) -> Job:
         raise PlanError(f"job number {position} has no name")
     what = f"job {name}"
     _known(table, JOB_KEYS, what)
-    if "flops" not in table and "flops_by_type" not in table:
+    if not {"flops", "flops_by_type", "layouts"} & table.keys():
         raise PlanError(f"{what} has no throughput: give flops = {{ nodes = FLOP/s, ... }}")
     if "flops" in table:
         table["flops"] = _flops(table["flops"], f"{what}: flops")
     by_type = _table(table.get("flops_by_type", {}), f"{what}: flops_by_type")
     table["flops_by_type"] = {kind: _flops(flops, f"{what}: flops on {kind}") for kind, flops in by_type.items()}
+    layouts = _table(table.get("layouts", {}), f"{what}: layouts")
+    table["layouts"] = {name: _flops(flops, f"{what}: flops as {name}") for name, flops in layouts.items()}
     names = table.get("node_names", [])
     if not isinstance(names, (list, tuple)) or not all(isinstance(node, str) for node in names):
         raise PlanError(f"{what}: node_names must be a list of names")
@@ -149,13 +155,17 @@ def _job_dict(job: Job) -> dict[str, Any]:
         "nodes": job.nodes,
         "lost_worker": job.lost_worker,
     }
-    if job.flops:
+    if job.layouts:
+        out["layouts"] = {
+            name: {str(size): rate for size, rate in flops.items()} for name, flops in job.layouts.items()
+        }
+    elif job.flops:
         out["flops"] = {str(size): rate for size, rate in job.flops.items()}
     if job.flops_by_type:
         out["flops_by_type"] = {
             kind: {str(size): rate for size, rate in flops.items()} for kind, flops in job.flops_by_type.items()
         }
-    for key in ("max_nodes", "transition_seconds", "node_type"):
+    for key in ("max_nodes", "transition_seconds", "node_type", "layout"):
         if getattr(job, key) is not None:
             out[key] = getattr(job, key)
     if job.transition:

@@ -22,6 +22,9 @@ from planner.model import PlanError, number, whole
 
 MODEL_ERROR = 0.10  # relative error expected of the model where nothing has been measured nearby [our choice]
 KEPT = 64  # newest samples kept per size
+NOISE = 0.02  # relative error of one measured iteration time, at least [our choice]
+# Factors of the cost model's compute, tensor-parallel traffic, network traffic and a constant, seconds [our choice]
+PRIOR, SPREAD = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,7 @@ class Throughput:
         """Factors on the features, and their covariance."""
         if self.model is None:
             return self._fit_scaling(seen)
-        prior, spread = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
-        factors, covariance = prior, np.diag(spread**2)
+        factors, covariance = PRIOR, np.diag(SPREAD**2)
         for _ in range(3):  # the best split depends on the factors, and the factors on the splits
             fitting = ((self._best(nodes, factors), value) for nodes, value in sorted(seen.items()))
             pairs = [(best, value) for best, value in fitting if best is not None]
@@ -162,8 +164,8 @@ class Throughput:
                 break
             features = np.array([best[1] for best, _ in pairs])
             seconds = np.array([value[0] for _, value in pairs])
-            noise = np.hypot([value[1] for _, value in pairs], 0.02 * seconds)
-            factors, covariance = ridge(features, seconds, prior, spread, noise)
+            noise = np.hypot([value[1] for _, value in pairs], NOISE * seconds)
+            factors, covariance = ridge(features, seconds, PRIOR, SPREAD, noise)
         return factors, covariance
 
     def _fit_scaling(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +176,7 @@ class Throughput:
         prior, spread = np.array([0.05 * work, 0.95 * work]), np.array([0.1 * work, 0.5 * work])
         features = np.array([[1.0, 1.0 / nodes] for nodes in sorted(seen)])
         seconds = np.array([seen[nodes][0] for nodes in sorted(seen)])
-        noise = np.hypot([seen[nodes][1] for nodes in sorted(seen)], 0.02 * seconds)
+        noise = np.hypot([seen[nodes][1] for nodes in sorted(seen)], NOISE * seconds)
         return ridge(features, seconds, prior, spread, noise)
 
     def to_dict(self) -> dict[str, Any]:

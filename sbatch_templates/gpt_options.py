@@ -65,6 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(name, nargs="?", action=Refuse, const=reason, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
+        take_layout(options)
         check(options)
     except ValueError as error:
         print(f"train_gpt: {error}", file=sys.stderr)
@@ -228,6 +229,22 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
         help="at least so long for each micro-batch: to rehearse several jobs on one machine's few cores",
     )
     system.add_argument("--log-interval", type=_number(int, 1), default=1, help="iterations per log line")
+
+
+def take_layout(options: argparse.Namespace) -> None:
+    """A job that has stated several layouts (UNICRON_LAYOUTS) is told in which it is to run now, and that wins over the
+    command line. Raises ValueError (one line)."""
+    if not (text := os.environ.get("UNICRON_LAYOUT")):
+        return
+    from transition.layout import stated
+
+    layout, virtual = stated(text)
+    options.tensor_model_parallel_size, options.pipeline_model_parallel_size = layout.tensor, layout.pipeline
+    options.num_layers_per_virtual_pipeline_stage = None
+    options.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
+    options.sequence_parallel = options.sequence_parallel and layout.tensor > 1
+    if layout.pipeline == 1:
+        options.decoder_first_pipeline_num_layers = options.decoder_last_pipeline_num_layers = None
 
 
 # ------------------------------------------------------------ what does not fit together

@@ -95,6 +95,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.written: int | None = None  # the iteration of the last one that this process wrote
+        self.newest = 0  # that of the last one that it has read, or has on disk
 
     # ------------------------------------------------------------ reading
     def found(self) -> list[Found]:
@@ -125,6 +126,7 @@ class Checkpoints:
                 reasons.append(f"{error}")
                 _say(f"checkpoint of iteration {each.iteration} passed over: {error}")
                 continue
+            self.newest = each.iteration
             return each.iteration
         if reasons:
             raise CheckpointError(f"no checkpoint can be read ({reasons[0]}): move {self.folder} away to start anew")
@@ -164,9 +166,16 @@ class Checkpoints:
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint was not written: {self._error}: make room in {self.folder}")
 
-    def rescue(self, state: TrainingState, iteration: int, turn: int = 0, writer: Writer | None = None) -> None:
-        """The part of a rank that nobody leads any more, on disk when this returns. turn: how many other ranks hold the
-        same and come first; a later one writes only what those before it have not written in time.
+    def rescue(
+        self,
+        state: TrainingState,
+        iteration: int,
+        turn: int = 0,
+        writer: Writer | None = None,
+        why: str = "no plan came",
+    ) -> None:
+        """The part of a rank that ends before its time, on disk when this returns. turn: how many other ranks hold the
+        same and come first; a later one writes only what those before it have not written in time. why: for people.
 
         Raises :class:`CheckpointError` when it cannot be written.
         """
@@ -178,7 +187,7 @@ class Checkpoints:
             written = self._being_written(iteration, writer, grew)
             if time.monotonic() - began >= patience and not written:
                 self.save_last(state, iteration, writer)
-                _say(f"no plan came: the state was saved in {self.folder}, to go on with iteration {iteration}")
+                _say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -218,6 +227,7 @@ class Checkpoints:
             unfinished.replace(path)
             with contextlib.suppress(FileNotFoundError):
                 (path.parent / f"{writer.mark}.{DAMAGED}").unlink()
+            self.newest = iteration
             self._prune()
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from transition.sharding import QUANTUM, Buckets, capacity, padded
 NCCL_QUANTUM = 2**16  # elements; Megatron's `pad_buckets_for_high_nccl_busbw`
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 
 def prepare() -> None:
@@ -41,6 +45,33 @@ def prepare() -> None:
         setattr(buffer, _ROOMY, True)
         buffer.__init__ = _with_room(buffer.__init__, param_and_grad_buffer)
         DistributedOptimizer.__init__ = _remembering(DistributedOptimizer.__init__)
+
+
+def prepare_when_imported() -> None:
+    """:func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
+    if OPTIMIZER in sys.modules:
+        prepare()
+    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Waiting())
+
+
+class _Waiting(MetaPathFinder):
+    """Waits for the module, and is gone then."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != OPTIMIZER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                prepare()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _with_room(build: Callable[..., None], module: Any) -> Callable[..., None]:

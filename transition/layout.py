@@ -9,6 +9,7 @@ member with place 0 is its *head*.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -68,6 +69,38 @@ class Layout:
         rest, context = divmod(rest, self.context)
         pipeline, replica = divmod(rest, replicas)
         return replica, self.place(tensor, context, pipeline)
+
+
+class Stated(NamedTuple):
+    """A layout as a job states it. virtual: pipeline stages of each rank."""
+
+    layout: Layout
+    virtual: int = 1
+
+    @property
+    def text(self) -> str:
+        """As :func:`stated` reads it: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
+        virtual = f" VPP{self.virtual}" if self.virtual > 1 else ""
+        return (self.layout.text or "TP1") + virtual
+
+
+def stated(text: str) -> Stated:
+    """The layout in words as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
+    sizes: dict[str, int] = {}
+    for word in text.split():
+        match = re.fullmatch(r"(TP|PP|VPP)([1-9]\d{0,4})", word)
+        if match is None or match[1] in sizes:
+            twice = match is not None
+            raise ValueError(
+                f'{word} {"is one too many" if twice else "is no part of a layout"}: write it like "TP2 PP2 VPP2"'
+            )
+        sizes[match[1]] = int(match[2])
+    if not sizes:
+        raise ValueError('a layout is missing: write it like "TP2 PP2"')
+    found = Stated(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
+    if found.virtual > 1 and found.layout.pipeline == 1:
+        raise ValueError(f"{text}: VPP needs PP2 or more")
+    return found
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:

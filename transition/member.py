@@ -12,10 +12,11 @@ from transition import groups, migrate
 from transition.accumulation import PeerLost
 from transition.layout import replica_of
 from transition.process import Process
-from transition.watch import Plan, PlanTimeout
+from transition.watch import Dismissed, Plan, PlanTimeout
 
 # Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
 PLAN_TIMEOUT = 900.0
+RELAID = "the job goes on in another layout"
 NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were never built
 
 
@@ -23,8 +24,8 @@ class Member:
     """What the session is for the generations. Set by whoever owns it:
 
     report(state): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan`
-    are there, so take them into use and, where ranks join, move the training state. rescue(): nobody leads the job any
-    more. fatal: errors that another try does not answer.
+    are there, so take them into use and, where ranks join, move the training state. rescue(why): the rank ends
+    before its time. fatal: errors that another try does not answer.
     """
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
@@ -34,7 +35,7 @@ class Member:
         self.groups: groups.Groups | None = None
         self.report: Callable[[str], dict[str, Any]] = lambda state: {}
         self.take: Callable[[Plan, bool], None] = lambda plan, newcomer: None
-        self.rescue: Callable[[], None] = lambda: None
+        self.rescue: Callable[[str], None] = lambda why: None
         self.generation = 0
         self.members: list[int] = []
         self.inside = False  # it has a place in the job, and the training state
@@ -99,7 +100,11 @@ class Member:
                 plan = self.watch.wait_plan(None if left else limit)  # a spare is ended by Slurm or its agent
             except PlanTimeout:
                 if self.inside and not self.half_received:
-                    self.rescue()
+                    self.rescue("no plan came")
+                raise
+            except Dismissed:
+                if self.inside and not self.half_received:
+                    self.rescue(RELAID)
                 raise
             if plan is None:
                 self.watch.give_up()

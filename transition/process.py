@@ -12,7 +12,7 @@ from detector.inject import injector
 from detector.rank_channel import RankChannel
 from transition import elastic_buckets, groups, preparing
 from transition.abort import Aborter, settle
-from transition.layout import Layout
+from transition.layout import Layout, Stated, stated
 from transition.pulse import Pulse
 from transition.unblock import Unblocker
 from transition.watch import Watch
@@ -56,18 +56,30 @@ def current() -> Process:
     return _process
 
 
+def _compare(layout: Layout) -> None:
+    wanted = os.environ.get("UNICRON_LAYOUT", "")
+    if wanted and stated(wanted).layout != layout:
+        raise groups.UnsupportedLayout(
+            f"the job runs as {wanted} now, and the script gives {Stated(layout).text}: take the layout from "
+            "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
+        )
+
+
 def init_process_group(backend: str, layout: Layout | None = None) -> None:
     """In place of `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
 
     Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
     into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
     process needs none.
+
+    Raises :class:`transition.groups.UnsupportedLayout` where the job has stated several layouts (UNICRON_LAYOUTS) and
+    this is not the one in which it is to run now.
     """
     global _process
+    _compare(layout or Layout())
     settle(backend)
     _process = Process(backend, layout or Layout())
-    if "megatron.core" in sys.modules:
-        elastic_buckets.prepare()
+    elastic_buckets.prepare_when_imported()
     if _process.channel is None:
         limit = groups.collective_timeout()
         if "RANK" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1":

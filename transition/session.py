@@ -23,7 +23,7 @@ from transition.exchange import Exchange, at_commit
 from transition.handover import Handover
 from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
-from transition.member import Member
+from transition.member import RELAID, Member
 from transition.pending import Pending, hold_scalers
 from transition.result import StepResult
 from transition.safekeeping import Safekeeping
@@ -475,12 +475,13 @@ class Session:
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
 
-    def _rescue(self) -> None:
-        """Nobody leads the job any more: what this rank knows goes to disk before it ends."""
+    def _rescue(self, why: str) -> None:
+        """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
         unfinished = self._kept is not None and self._committed and self._phase == "synced"
         if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
-            turn = 0 if self._state.sharded else self._member.replica
-            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer())
+            alone = self._state.sharded or why == RELAID  # then all others have stopped as well
+            turn = 0 if alone else self._member.replica
+            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer(), why)
 
     # ------------------------------------------------------------ telling the agent
     def _set_phase(self, phase: str) -> None:
@@ -515,6 +516,7 @@ class Session:
             "flops_per_iteration": self._flops,
             "iteration_seconds": self._seconds,
             "loss": self._loss,
+            "saved": -1 if self._checkpoints is None else self._checkpoints.newest,
         }
 
     def _finish(self) -> None:

@@ -49,6 +49,14 @@ class PlanTimeout(RuntimeError):
     """No plan came in time: the job cannot be healed now."""
 
 
+class Dismissed(SystemExit):
+    """The rank is to end, so that the job goes on in another layout: EX_TEMPFAIL of sysexits(3), for its process is
+    started again."""
+
+    def __init__(self) -> None:
+        super().__init__(75)
+
+
 class Watch:
     """Thread-safe. `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not
     acknowledged a Break. inside: the connections inside its replica, too."""
@@ -69,18 +77,23 @@ class Watch:
         self._hit = False  # a rank of this replica is lost
         self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
         self._held_off = False  # the main thread changes the parameters
+        self._dismissed = False
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
     # ------------------------------------------------------------ the channel's thread
     def on_message(self, message: Mapping[str, Any]) -> None:
-        """Take in a `break`, a `withdraw` or a `plan`; other kinds are not for the rank."""
+        """Take in a `break`, a `withdraw`, a `plan` or a `stop_rank`; other kinds are not for the rank."""
         if message["kind"] == "break":
             self._on_break(int(message["generation"]), frozenset(message.get("lost") or ()))
         elif message["kind"] == "withdraw":
             self._on_withdraw(int(message["generation"]))
         elif message["kind"] == "plan":
             self._on_plan(Plan.from_message(message))
+        elif message["kind"] == "stop_rank":
+            with self._changed:
+                self._dismissed = True
+                self._changed.notify_all()
 
     def _on_break(self, generation: int, lost: frozenset[int]) -> None:
         with self._changed:
@@ -197,13 +210,19 @@ class Watch:
     def wait_plan(self, timeout: float | None) -> Plan | None:
         """The next plan to enter, or None when one more Break came meanwhile, which the rank has to acknowledge.
 
-        Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives.
+        Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
+        :class:`Dismissed` when the rank is to end.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._plan is not None or self._broken > self._acknowledged, timeout):
+            if not self._changed.wait_for(self._news, timeout):
                 raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
+            if self._dismissed:
+                raise Dismissed
             plan, self._plan = self._plan, None
             return plan
+
+    def _news(self) -> bool:
+        return self._plan is not None or self._broken > self._acknowledged or self._dismissed
 
     # ------------------------------------------------------------ the unblocking thread
     def _kick(self) -> None:

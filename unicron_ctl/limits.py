@@ -184,6 +184,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("rank", "KICK_SECONDS", 0.02, "between two tries to free a main thread from a collective"),
     Limit("rank", "POLL_SECONDS", 0.005, "between two looks while groups are connected"),
     Limit("rank", "STALE_SECONDS", DAY, "age at which a checkpoint that was never finished is deleted"),
+    Limit("controller", "SAVE_SECONDS", 600.0, "for ranks that are to start in another layout to save their state"),
     Limit("rank", "RESCUE_SECONDS", 60.0, "for the member before it to save the state of a job that nobody leads"),
     Limit("rank", "LOOK_SECONDS", 0.2, "between two looks whether it has"),
     Limit("detector", "QUIET_SECONDS", 0.5, "between two looks at the network of a rank that says nothing"),

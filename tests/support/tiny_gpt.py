@@ -20,6 +20,8 @@ import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from transition import layout
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.fault_points import (
@@ -42,6 +44,9 @@ SAVE = int(os.environ.get("TINY_SAVE", "8"))
 RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("TINY_RULE", "0"))
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
+if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
+    TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
+    TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))

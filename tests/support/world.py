@@ -30,7 +30,8 @@ CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no tw
 class FakeAgent:
     """One agent with its ranks; `obedient` agents follow Break and Plan at once.
 
-    replica: ranks of a replica. Where that is more than one, a rank whose replica a Break does not hit finishes what it
+    layouts: those that the job states; saved: what its ranks say of checkpoints. replica: ranks of a replica. Where
+    that is more than one, a rank whose replica a Break does not hit finishes what it
     has begun first, at once while it is `prompt`, else when :meth:`finish` says so.
     """
 
@@ -46,14 +47,24 @@ class FakeAgent:
         min_nodes: int = 1,
         name: str = "",
         replica: int = 1,
+        layouts: tuple[str, ...] = (),
+        saved: int = -1,
     ):
         self.world, self.job, self.element, self.node = world, job, element, node
         self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
         self.settings = wire.Settings(
-            name=f"job{job}", user="ann", ranks_per_node=ranks, max_nodes=nodes, min_nodes=min_nodes, weight=weight
+            name=f"job{job}",
+            user="ann",
+            ranks_per_node=ranks,
+            max_nodes=nodes,
+            min_nodes=min_nodes,
+            weight=weight,
+            layouts=list(layouts),
         )
         self.slots = [element * ranks + local for local in range(ranks)]
         self.replica = replica
+        self.layout = ""  # as it was told
+        self.saved, self.can_save = saved, True
         self.ranks = {slot: self.new_rank() for slot in self.slots}
         self.prompt = True
         self.plans: dict[int, wire.Plan] = {}  # slot -> the generation that it was in last
@@ -84,8 +95,14 @@ class FakeAgent:
             iteration_seconds=0.5,
             changed=self.world.now + 1e-9 * next(CHANGES) if incarnation else 0.0,
             replica=self.replica,
-            layout=f"TP{self.replica}" if self.replica > 1 else "",
+            layout=layout.stated(self.layout).layout.text if self.layout else f"TP{self.replica}" * (self.replica > 1),
+            saved=self.saved,
         )
+
+    def _relay(self, told: str) -> None:
+        """The ranks that are started from now on have this layout."""
+        if told:
+            self.layout, self.replica = told, layout.stated(told).layout.size
 
     @property
     def route(self) -> tuple[bytes, ...]:
@@ -165,6 +182,10 @@ class FakeAgent:
         if not self.obedient or self.silent:
             return
         match message:
+            case wire.Welcome():
+                self._relay(message.layout)
+                if message.layout and all(rank.state == "starting" for rank in self.ranks.values()):
+                    self.ranks = {slot: self.new_rank() for slot in self.slots}
             case wire.Ping():
                 self.status()
             case wire.Refused(final=False) if self.asked_at < self.world.now:
@@ -197,11 +218,17 @@ class FakeAgent:
                     )
             case wire.StartRank():
                 if message.slot in self.ranks and self.ranks[message.slot].incarnation < message.incarnation:
+                    self._relay(message.layout)
                     self.ranks[message.slot] = self.new_rank(message.incarnation)
                     self.status()
             case wire.StopRank():
-                if message.slot in self.ranks and self.ranks[message.slot].incarnation == message.incarnation:
-                    self.die(message.slot)
+                rank = self.ranks.get(message.slot)
+                if rank is not None and rank.incarnation == message.incarnation:
+                    if message.save and self.can_save:
+                        self.saved = rank.iteration
+                        self.die(message.slot, code=75)
+                    elif not message.save:
+                        self.die(message.slot)
 
     def _plan(self, slot: int, plan: wire.Plan) -> None:
         rank = self.ranks[slot]

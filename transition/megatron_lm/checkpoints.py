@@ -50,9 +50,16 @@ class SavedAndLoaded(Checkpoints):
         if self._writes:
             super().save_last(state, iteration, writer)
 
-    def rescue(self, state: TrainingState, iteration: int, turn: int = 0, writer: Writer | None = None) -> None:
+    def rescue(
+        self,
+        state: TrainingState,
+        iteration: int,
+        turn: int = 0,
+        writer: Writer | None = None,
+        why: str = "no plan came",
+    ) -> None:
         if self._writes:
-            super().rescue(state, iteration, turn, writer)
+            super().rescue(state, iteration, turn, writer, why)
 
 
 def checkpoints(folders: Folders | None) -> SavedAndLoaded | None:

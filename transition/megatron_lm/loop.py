@@ -18,7 +18,8 @@ from transition.groups import UnsupportedLayout
 from transition.megatron_lm.checkpoints import checkpoints
 from transition.megatron_lm.seams import TRAINING, Refused, replace
 from transition.megatron_lm.world import World
-from transition.session import Session, StepResult
+from transition.result import StepResult
+from transition.session import Session
 
 
 class _Elsewhere(Exception):

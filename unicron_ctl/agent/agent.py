@@ -66,7 +66,8 @@ class Agent:
         self._folder = socket_folder(place.job, os.environ)
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
-        environment = rank_environment(place, self._endpoint, dict(os.environ))
+        self._layout = ""  # in which the ranks are started, as the controller wants it
+        environment = rank_environment(place, self._endpoint, dict(os.environ), lambda: self._layout)
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
@@ -409,10 +410,15 @@ class Agent:
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
+                    self._layout = message.layout
                     self._start(rank, message.incarnation)
             case wire.StopRank():
                 rank = self.ranks.get(message.slot)
-                if rank is not None and rank.status.incarnation == message.incarnation:
+                if rank is None or rank.status.incarnation != message.incarnation:
+                    return
+                if message.save:
+                    self._tell(message.slot, message)
+                else:
                     rank.kill()
             case wire.Inject():
                 self._trials.perform(message)
@@ -440,6 +446,7 @@ class Agent:
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        self._layout = message.layout
         self._welcomed = True
         if self._registered:
             self._send_status()

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from unicron_ctl import cli as programs
+from unicron_ctl.agent.layouts import LAYOUTS
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
 from unicron_ctl.agent.place import number, read_place
 from unicron_ctl.errors import WRONG_USE, UserError
@@ -81,6 +82,9 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     command = tuple(launched(command)) if chosen.launched else command
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
+    if place.settings.layouts and chosen.name != SESSION:
+        said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
+        raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     from unicron_ctl.agent.unprotected import run_unprotected
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from unicron_ctl.agent.layouts import read_layouts, read_model
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import ranges
 from unicron_ctl.protocol.wire import Settings
@@ -94,6 +95,9 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
+    most = int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1"))
+    model = read_model(environment)
     return Place(
         job=job,
         element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
@@ -105,10 +109,10 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
             weight=number(environment, "UNICRON_WEIGHT", "1.0", float, ranges.LEAST_WEIGHT, ranges.MOST_WEIGHT),
             min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS)),
-            max_nodes=int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1")),
-            ranks_per_node=int(
-                number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS)
-            ),
+            max_nodes=most,
+            ranks_per_node=per_node,
+            layouts=read_layouts(environment, per_node, most, model),
+            model=model,
         ),
     )
 

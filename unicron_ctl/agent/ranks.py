@@ -152,8 +152,11 @@ def package_path(base: Mapping[str, str]) -> str:
     return f"{path}{os.pathsep}{package_root}" if path else package_root
 
 
-def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Callable[[int, int, int], dict[str, str]]:
-    """(slot, local rank, incarnation) -> the environment of that rank's process.
+def rank_environment(
+    place: Place, endpoint: str, base: dict[str, str], layout: Callable[[], str] = str
+) -> Callable[[int, int, int], dict[str, str]]:
+    """(slot, local rank, incarnation) -> the environment of that rank's process. layout: in which it is to run now, of
+    those that the job has stated; else "".
 
     RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
     gives the real one.
@@ -176,6 +179,7 @@ def rank_environment(place: Place, endpoint: str, base: dict[str, str]) -> Calla
             "MASTER_ADDR": place.address,
             "MASTER_PORT": "0",
             "PYTHONUNBUFFERED": "1",
+            **({"UNICRON_LAYOUT": name} if (name := layout()) else {}),
         }
 
     return environment

@@ -129,14 +129,19 @@ def _notes(job: dict[str, Any]) -> list[str]:
 
 
 def replicas(job: dict[str, Any]) -> str:
-    """How a job's ranks make replicas, and who waits to complete one; empty where a rank is a replica."""
-    if job.get("replica", 1) == 1 or job["ended"]:
+    """How a job's ranks make replicas, who waits to complete one, and how else it could run; empty where a rank is a
+    replica and nothing else is possible."""
+    others = [name for name in job.get("layouts", ()) if name != job["layout"]]
+    if (job.get("replica", 1) == 1 and not others) or job["ended"]:
         return ""
     count, standbys = job["replicas"], job["standbys"]
     named = f"{job['layout']}: " if job["layout"] else ""
     waiting = f", standbys: slots {' '.join(map(str, standbys[:8]))}" if standbys else ""
     more = f" and {len(standbys) - 8} more" if len(standbys) > 8 else ""
-    return f"{named}{count} replica{'s' if count != 1 else ''} of {job['replica']} ranks{waiting}{more}"
+    size = f"{job['replica']} rank{'s' if job['replica'] != 1 else ''}"
+    planned = job.get("planned_layout") or job["layout"]
+    also = f"; goes on as {planned}" if planned != job["layout"] else f"; or {', '.join(others)}" if others else ""
+    return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{more}{also}"
 
 
 def _slow(job: dict[str, Any]) -> str:

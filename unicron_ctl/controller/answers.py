@@ -216,7 +216,9 @@ def _replicas(core: Core, state: JobState) -> dict[str, Any]:
     kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
     standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
     return {
-        "layout": view.live.layout,
+        "layout": view.live.layout if not state.layout else state.layout,
+        "layouts": list(state.settings.layouts),
+        "planned_layout": core.state.layouts.get(state.job, ""),
         "replica": size,
         "replicas": len(state.members) // size if not state.ended else 0,
         "standbys": standbys if not state.ended else [],
@@ -379,12 +381,20 @@ def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> di
                 "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive)
                 if asker.may_order(core.state.jobs[i.job])
                 else [],
-                "flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()},
+                **_throughputs(i, usual),
             }
             for i in found
             if not privacy.hidden(core.view, core.state.jobs[i.job], asker)
         ],
     }
+
+
+def _throughputs(i: planning.JobInput, usual: float) -> dict[str, Any]:
+    """What the job can do by node count, and by layout where it has several."""
+    if not i.layouts:
+        return {"flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()}}
+    tables = {name: {str(n): rate for n, rate in table.items()} for name, table in i.layouts.items()}
+    return {"layouts": tables, "layout": i.layout, "transition": {"restart": i.restart_seconds}}
 
 
 def failure_record(failure: Failure) -> dict[str, Any]:

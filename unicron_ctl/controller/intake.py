@@ -220,7 +220,7 @@ class Intake:
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
             most = confirmation.size(seen, message.job) if seen is not None else 0
-            self._take(registration.begin(message, asker, info, most))
+            self._take(registration.begin(self._view, message, asker, info, most))
         job = self._view.state.jobs[message.job]
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
@@ -274,6 +274,7 @@ class Intake:
             metrics_seconds=config.metrics_seconds,
             metrics_directory=config.metrics_directory,
             progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if large else PROGRESS_SECONDS,
+            layout=job.layout,
         )
 
     def _status(self, route: Route, message: wire.Status, key: str) -> None:

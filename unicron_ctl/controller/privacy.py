@@ -16,7 +16,8 @@ from unicron_ctl.controller.model.view import View
 # Of a job, for everybody whom Slurm shows it: what squeue shows, and how far it is.
 OPEN_FIELDS = frozenset(
     "job name user mode state since generation nodes min_nodes max_nodes planned_nodes members iteration "
-    "train_iterations iteration_seconds weight flops waf failures layout replica replicas".split()
+    "train_iterations iteration_seconds weight flops waf failures layout layouts planned_layout replica "
+    "replicas".split()
 )
 # Of a node: what sinfo shows, and what this controller has done to it.
 OPEN_NODE_FIELDS = frozenset("node states healthy reason used_by downed_by_unicron lost_at last_heard".split())

@@ -18,6 +18,7 @@ from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
+from unicron_ctl.controller.plan import layouts
 from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.inputs import (
     came_to_nothing,
@@ -125,6 +126,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     reasons = state.plan_report.reasons if state.plan_report else {}
     found = _place(view, listing, jobs, state.assignment, reasons)
     _allot(view, jobs, found, out)
+    out.merge([layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
         out.record(state.jobs[name], records.Unpinned(element=element))
     _ask(view, desk, found.actions, out)

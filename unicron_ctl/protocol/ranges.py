@@ -31,6 +31,7 @@ REASON = 100_000  # characters: of what the controller says
 CREDENTIAL = 65_536
 NODE_EVENTS = 1 << 40
 MOST_LEADERS = 16  # agents that may act for the controller
+MOST_LAYOUTS = 64  # in which a job can run
 KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
 
@@ -91,4 +92,6 @@ Values = Annotated[dict[Kind, Value], Meta(max_length=KINDS)]
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]
 Words = Annotated[list[Kind], Meta(max_length=MOST_TARGETS)]
 Addresses = Annotated[list[NoName], Meta(max_length=MOST_TARGETS)]
+Layouts = Annotated[list[Kind], Meta(max_length=MOST_LAYOUTS)]
+Sizes = Annotated[dict[Kind, Count], Meta(max_length=KINDS)]  # of a model, by name
 Arguments = Annotated[dict[Kind, Argument], Meta(max_length=KINDS)]

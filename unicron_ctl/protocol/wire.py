@@ -37,7 +37,8 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True
 # ---------------------------------------------------------------- agent -> controller
 class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
-    speaks it for them: plain programs, ended and started again as a whole), with the agent's reason."""
+    speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
+    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -47,6 +48,8 @@ class Settings(msgspec.Struct, kw_only=True):
     ranks_per_node: ranges.RanksPerNode = 1
     mode: ranges.Mode = SESSION
     mode_reason: ranges.Text = ""
+    layouts: ranges.Layouts = []
+    model: ranges.Sizes = {}
 
 
 class Exit(msgspec.Struct, kw_only=True, gc=False):
@@ -89,7 +92,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     (in no complete replica, its training state kept; can enter) | left (a plan went on without it) | finished (trained
     to the end) | exited.
     replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
-    stopped or standby.
+    stopped or standby. saved: the iteration with which the newest checkpoint of which the rank knows goes on; 0 before
+    there is one, -1 where the script makes none.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
@@ -123,6 +127,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     replica: ranges.Replica = 1
     layout: ranges.Kind = ""
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
+    saved: ranges.Iteration = -1
 
     @property
     def end(self) -> Exit | None:
@@ -327,13 +332,15 @@ class Metrics(Message, tag="metrics"):
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
-    for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more."""
+    for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
+    layout: in which the ranks are to be started, where the job has stated several."""
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
     progress_seconds: ranges.Progress = 0.2
     metrics_seconds: ranges.Seconds = 0.0
     metrics_directory: ranges.Text = ""
+    layout: ranges.Kind = ""
 
 
 class Ping(Message, tag="ping"):
@@ -433,19 +440,23 @@ class PlanShare(Message, tag="plan_share"):
 
 
 class StartRank(Message, tag="start_rank"):
-    """Start the rank again in place, unless its incarnation is already at `incarnation` or later."""
+    """Start the rank again in place, unless its incarnation is already at `incarnation` or later. layout: as in
+    :class:`Welcome`."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
     reason: ranges.Reason
+    layout: ranges.Kind = ""
 
 
 class StopRank(Message, tag="stop_rank"):
-    """Kill the rank's process if it is still this incarnation."""
+    """Kill the rank's process if it is still this incarnation. save: it is told to save its state and to end by itself;
+    the order is repeated without that when it has had its time."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
     reason: ranges.Reason
+    save: bool = False
 
 
 class Stacks(Message, tag="stacks"):

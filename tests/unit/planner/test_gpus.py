@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.gpus import BEST, node_peak
+from planner.gpus import BEST, gpu_memory, gpu_peak, node_peak
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,10 @@ from planner.gpus import BEST, node_peak
 )
 def test_a_node_is_bounded_by_its_gpus(gres: str, flops: float) -> None:
     assert node_peak(gres) == pytest.approx(flops)
+
+
+def test_one_gpu_and_its_memory():
+    assert gpu_peak("gpu:a100:8,nic:2") == 312e12 and gpu_peak("gpu:8") is None
+    assert gpu_memory("gpu:nvidia_a100-sxm4-80gb:4") == 80e9
+    assert gpu_memory("gpu:a100:8") == 40e9, "of a type that is sold with several sizes the smallest"
+    assert gpu_memory("gpu:1") == gpu_memory("") == float("inf")

@@ -18,7 +18,7 @@ def data(tmp_path, monkeypatch):
         (tmp_path / f"{name}.bin").touch()
         (tmp_path / f"{name}.idx").write_bytes(index + b"and so on")
     monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "UNICRON_AGENT"):
+    for name in ("WORLD_SIZE", "UNICRON_AGENT", "UNICRON_LAYOUT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -129,3 +129,15 @@ def test_nothing_slow_is_imported_for_it():
     code = "import sys, gpt_options; sys.exit(bool({'torch', 'megatron', 'numpy'} & set(sys.modules)))"
     folder = gpt_options.__file__.rpartition("/")[0]
     assert subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=20).returncode == 0
+
+
+def test_the_layout_that_the_job_is_told_wins_over_the_command_line(capsys, monkeypatch):
+    words = ["--data-path", "text", TP, "4", PP, "2", FIRST, "1"]
+    monkeypatch.setenv("UNICRON_LAYOUT", "TP2")
+    found = parse(words)
+    assert (found.tensor_model_parallel_size, stage_layers(found), virtual_stages(found)) == (2, [4], None)
+    monkeypatch.setenv("UNICRON_LAYOUT", "PP2 VPP2")
+    found = parse(["--data-path", "text", TP, "2"])
+    assert (found.tensor_model_parallel_size, stage_layers(found), virtual_stages(found)) == (1, [2, 2], 2)
+    monkeypatch.setenv("UNICRON_LAYOUT", "TP3")
+    assert "is not a multiple of" in refused(capsys, "--data-path", "text")

@@ -84,3 +84,9 @@ def test_nothing_is_lost_and_as_many_as_can_be_are_complete(slots, size):
     assert all(list(range(home * size, (home + 1) * size)) in complete for home in homes)
     members = layout.arranged(complete)
     assert layout.heads(members, size) == sorted(layout.heads(members, size))
+
+
+@given(SIZES, SIZES, SIZES)
+def test_a_stated_layout_is_read_as_it_is_written(tensor, pipeline, virtual):
+    one = layout.Stated(Layout(tensor=tensor, pipeline=pipeline), virtual if pipeline > 1 else 1)
+    assert layout.stated(one.text) == one

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transition.watch import Plan, PlanTimeout, Watch
+from transition.watch import Dismissed, Plan, PlanTimeout, Watch
 
 MESSAGE = {"kind": "plan", "v": 1, "generation": 3, "members": [0, 2], "store": "h:1", "prefix": "p/3"}
 
@@ -215,6 +215,15 @@ def test_no_order_of_messages_leads_back(events):
         assert watch.broken >= before
         assert watch.lost() == (0 < entered <= watch.broken)
         assert watch.offer is None or watch.offer.generation > max(entered, watch.broken)
+
+
+def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():
+    watch = Watch(0, lambda inside: None)
+    watch.on_message(plan(3))
+    watch.on_message({"kind": "stop_rank", "slot": 0, "incarnation": 0, "reason": "test", "save": True})
+    with pytest.raises(Dismissed) as ended:
+        watch.wait_plan(5.0)
+    assert ended.value.code == 75
 
 
 # ---------------------------------------------------------------- the threads

@@ -21,10 +21,12 @@ from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.plan.layouts import lost_seconds
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
+KEPT = ("stopped", "standby")  # states of ranks that have a training state
 PACE = 5e-5  # seconds per element more between two such looks
 
 
@@ -69,6 +71,24 @@ def _named(gone: Mapping[int, str]) -> str:
 
 def _regroup(view: View, job: JobView) -> Happening | None:
     return Happening(Event.FAULT, job.state.regroup) if job.state.regroup else None
+
+
+def _relayout(view: View, job: JobView) -> Happening | None:
+    """The plan wants another layout: those who train stop for it, and all start again. Not when some have trained to
+    the end."""
+    state = job.state
+    if not state.relayout or len(job.live.unfinished) < len(state.survivors()):
+        return None
+    if state.phase is Phase.RUNNING:
+        return Happening(Event.FAULT, state.relayout_why)
+    return None if state.phase is Phase.FORMING and _patient(view, job) else Happening(Event.LAYOUT, state.relayout_why)
+
+
+def _patient(view: View, job: JobView) -> bool:
+    """Ranks have kept a state that is of use again if those come back that are missing: they are waited for as long as
+    the work takes that would be done again without them."""
+    worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
+    return job.waited(view.now) < worth and any(status.state in KEPT for _, _, status in job.all_ranks())
 
 
 def _strayed(view: View, job: JobView) -> Happening | None:
@@ -175,18 +195,20 @@ def _reported(view: View, job: JobView) -> Happening | None:
         happening: Happening | None = Happening(Event.NOBODY, "no member is left that has the training state")
     else:
         happening = mode_of(job.state).stopped(view, job)
-    if happening is not None and happening.event is Event.NOBODY and may_come_back(view, job):
+    if happening is None:
         return None
-    if happening is not None and elsewhere.waits(view, job):
+    nobody = happening.event is Event.NOBODY
+    relaid = None if nobody and _patient(view, job) else _relayout(view, job)
+    if nobody and relaid is None and may_come_back(view, job):
         return None
-    return happening
+    return None if elsewhere.waits(view, job) else relaid or happening
 
 
 _Look = Callable[[View, JobView], Happening | None]
 _LOOK: dict[Phase, tuple[_Look, ...]] = {
-    Phase.FORMING: (_fatal, _hopeless, _ready),
+    Phase.FORMING: (_fatal, _hopeless, _relayout, _ready),
     Phase.ENTERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
-    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _strayed, _change),
+    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _strayed, _relayout, _change),
     Phase.OFFERING: (_fatal, _finished, _withdraw, _losses, _regroup, _strayed, _entered, _enter_timeout),
     Phase.BREAKING: (_fatal, _finished, _losses, _reported),
     Phase.ENDED: (),

@@ -4,7 +4,8 @@ is to be done.
 FORMING -> ENTERING -> RUNNING -> OFFERING -> RUNNING     membership grows and shrinks at iteration boundaries
 OFFERING -> RUNNING                                       a newcomer failed before the boundary: nobody stops for it
 RUNNING, OFFERING, ENTERING -> BREAKING -> ENTERING       any loss, in any step, is just another Break
-BREAKING -> FORMING                                       nobody is left who knows the training state
+BREAKING -> FORMING                                       nobody is left who knows the training state, or all ranks
+                                                          start again in another layout
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Event(enum.StrEnum):
     TIMEOUT = "timeout"  # they did not enter in time
     REPORTED = "reported"  # every survivor has stopped
     NOBODY = "nobody"  # no survivor is left
+    LAYOUT = "layout"  # all have stopped, and the plan wants another layout
     FINISHED = "finished"  # all members trained to the end
     FAILED = "failed"  # healing it is pointless
 
@@ -38,6 +40,7 @@ class Action(enum.StrEnum):
     BREAK = "break"
     RESUME = "resume"
     REFORM = "reform"
+    RELAYOUT = "relayout"
     OFFER = "offer"
     WITHDRAW = "withdraw"
     ENTER = "enter"
@@ -56,9 +59,10 @@ def _row(phase: Phase, **changes: tuple[Phase, Action]) -> dict[Event, tuple[Pha
 
 
 _BREAK = (_S.BREAKING, _A.BREAK)
+_RELAYOUT = (_S.FORMING, _A.RELAYOUT)
 
 TABLE: dict[Phase, dict[Event, tuple[Phase, Action]]] = {
-    _S.FORMING: _row(_S.FORMING, ready=(_S.ENTERING, _A.FORM)),
+    _S.FORMING: _row(_S.FORMING, ready=(_S.ENTERING, _A.FORM), layout=_RELAYOUT),
     _S.ENTERING: _row(_S.ENTERING, loss=_BREAK, fault=_BREAK, timeout=_BREAK, entered=(_S.RUNNING, _A.ENTER)),
     _S.RUNNING: _row(_S.RUNNING, loss=_BREAK, fault=_BREAK, change=(_S.OFFERING, _A.OFFER)),
     _S.OFFERING: _row(
@@ -69,7 +73,13 @@ TABLE: dict[Phase, dict[Event, tuple[Phase, Action]]] = {
         entered=(_S.RUNNING, _A.ENTER),
         withdraw=(_S.RUNNING, _A.WITHDRAW),
     ),
-    _S.BREAKING: _row(_S.BREAKING, loss=_BREAK, reported=(_S.ENTERING, _A.RESUME), nobody=(_S.FORMING, _A.REFORM)),
+    _S.BREAKING: _row(
+        _S.BREAKING,
+        loss=_BREAK,
+        reported=(_S.ENTERING, _A.RESUME),
+        nobody=(_S.FORMING, _A.REFORM),
+        layout=_RELAYOUT,
+    ),
     _S.ENDED: {event: (_S.ENDED, _STAY) for event in Event},
 }
 

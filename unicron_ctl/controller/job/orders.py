@@ -183,10 +183,17 @@ def _processes(job: JobState, agent: AgentView, now: float) -> Iterator[tuple[st
         if status.incarnation >= known.wanted:
             continue
         if status.state not in ("exited", "finished"):
-            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why)
-            yield f"stop {slot} {status.incarnation}", order
+            save = status.state == "stopped" and now < job.saving_until
+            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
+            yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
         elif now >= known.not_before:
-            yield f"start {slot} {known.wanted}", wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why)
+            yield f"start {slot} {known.wanted}", started(job, slot)
+
+
+def started(job: JobState, slot: int) -> wire.StartRank:
+    """The order to start the process that is to be in the slot."""
+    known = job.slot(slot)
+    return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
 
 
 def later(job: JobState, agent: AgentView, now: float) -> float | None:

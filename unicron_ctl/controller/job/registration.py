@@ -17,6 +17,7 @@ from unicron_ctl.controller.model.job import Identity, JobState, Phase
 from unicron_ctl.controller.model.live import READY, AgentView, Route
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Outcome, Send, View
+from unicron_ctl.controller.plan import layouts
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
@@ -144,7 +145,7 @@ def begins(view: View, message: wire.Register, info: ElementInfo | None = None) 
     return job is None or another(job, info) or (job.over and message.step > job.step)
 
 
-def begin(message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
+def begin(view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
     """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
@@ -155,6 +156,9 @@ def begin(message: wire.Register, asker: Asker, info: ElementInfo | None = None,
         settings = msgspec.structs.replace(settings, user=info.user or settings.user, max_nodes=most)
     record = records.JobRegistered(settings=settings, step=message.step, uid=owner, submitted=submitted)
     out.records.append((message.job, 0, record))
+    if settings.layouts:
+        layout, reason = layouts.first(view, settings, message.node)
+        out.records.append((message.job, 0, records.LayoutChosen(layout=layout, reason=reason)))
     return out
 
 
@@ -203,6 +207,8 @@ def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
 def _problem(message: wire.Register, job: JobState | None) -> str:
     """Why an agent cannot be taken; empty when it can."""
     per_node = message.settings.ranks_per_node
+    if wrong := layouts.problem(message.settings):
+        return f"job {message.job}: {wrong}"
     if job is None:
         return ""
     if per_node != job.settings.ranks_per_node:
@@ -212,4 +218,7 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
         had_mode, other, why = job.settings.mode, message.settings.mode, message.settings.mode_reason
         differs = f"job {message.job} is healed in {had_mode} mode, this agent would be in {other} mode ({why})"
         return f"{differs}: submit with --unicron-mode={had_mode} or --unicron-mode={other}, so that all are the same"
+    if message.settings.layouts != job.settings.layouts:
+        had_layouts, others = (", ".join(one.layouts) or "none" for one in (job.settings, message.settings))
+        return f"job {message.job} has the layouts {had_layouts}, this agent {others}: UNICRON_LAYOUTS must be the same"
     return ""

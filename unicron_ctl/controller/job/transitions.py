@@ -19,6 +19,8 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import Plan
 
+SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
+
 
 def form(view: View, job: JobView, happening: Happening) -> Outcome:
     """The first generation, or one after which nobody could go on: a replica whose ranks stand where most has been
@@ -115,6 +117,20 @@ def reform(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
+def relayout(view: View, job: JobView, happening: Happening) -> Outcome:
+    """All ranks end and start again in the planned layout, from the newest checkpoint. Those that have the training
+    state save it before."""
+    out, state = Outcome(), job.state
+    seconds = SAVE_SECONDS if any(status.state == "stopped" for _, _, status in job.all_ranks()) else 0.0
+    out.record(state, records.LayoutChosen(layout=state.relayout, save_seconds=seconds, reason=happening.reason))
+    out.record(state, records.Reform(reason=f"formed anew as {state.relayout}, from the newest checkpoint"))
+    for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # of those who come back, too
+        status, member = job.status(slot), state.members.get(slot)
+        known = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
+        start(view, state, slot, max(known) + 1, view.now, f"the job goes on as {state.relayout}", out)
+    return out
+
+
 def offer(view: View, job: JobView, happening: Happening) -> Outcome:
     """A plan for the next iteration boundary, with newcomers or without leavers."""
     out, state = Outcome(), job.state
@@ -180,6 +196,7 @@ PERFORM: dict[Action, Callable[[View, JobView, Happening], Outcome]] = {
     Action.BREAK: break_,
     Action.RESUME: resume_,
     Action.REFORM: reform,
+    Action.RELAYOUT: relayout,
     Action.OFFER: offer,
     Action.WITHDRAW: withdraw,
     Action.ENTER: enter,

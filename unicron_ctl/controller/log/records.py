@@ -370,6 +370,19 @@ class Reform(Record, frozen=True, tag="reform"):
     """Nobody is left who knows the training state."""
 
 
+class LayoutWanted(Record, frozen=True, tag="layout_wanted"):
+    """The plan has the job go on in this layout; the one that it is in: it stays."""
+
+    layout: str
+
+
+class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
+    """All ranks are started in this layout. save_seconds: those that live may save their state so long."""
+
+    layout: str
+    save_seconds: float = 0.0
+
+
 class Step(Record, frozen=True, tag="step"):
     """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
     iteration. unreported: the first hundred micro-batches that nobody reported."""
@@ -556,6 +569,7 @@ class Replanned(Record, frozen=True, tag="replanned"):
     trigger: str
     spares: int
     looked_up: bool
+    layouts: dict[str, str] = {}
 
 
 class Silence(Record, frozen=True, tag="silence"):

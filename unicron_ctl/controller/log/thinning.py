@@ -22,6 +22,7 @@ OF_THE_ENDED: tuple[type[Record], ...] = (
     *(records.RanksReady, records.RankStart, records.ExitNoted, records.Timing),
     *(records.FailureDetected, records.FailureVerdict, records.FailureAction, records.LeaveOut),
     *(records.Break, records.PlanMade, records.Adopted, records.NumberUsed, records.Offer, records.OfferWithdrawn),
+    *(records.LayoutWanted, records.LayoutChosen),
     *(records.Entered, records.Reform, records.Reinstated, records.StateAwaited, records.LastCopy),
     *(records.Parted, records.Rejoined, records.Allotted, records.NewcomersWait, records.Silence),
     *(Step, records.Steady, records.LedgerViolation, records.Injected, records.InjectRefused),

@@ -96,6 +96,8 @@ class ClusterState:
     held: set[tuple[str, int]] = field(default_factory=set)
     """(job, element) that were held here and not released since: nobody else's hold is touched."""
     assignment: dict[str, int] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+    """As planned, by job that has several."""
     plan_inputs: str = ""
     plan_report: PlanReport | None = None
     observed_since: float = 0.0

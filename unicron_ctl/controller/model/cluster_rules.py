@@ -63,6 +63,7 @@ def action_failed(state: ClusterState, event: Event, record: records.ActionFaile
 
 def replanned(state: ClusterState, event: Event, record: records.Replanned) -> None:
     state.assignment, state.plan_inputs = dict(record.assignment), record.inputs
+    state.layouts = dict(record.layouts)
     state.plan_report = PlanReport(event.time, record.reasons, record.objective, record.waf, record.trigger)
 
 

@@ -233,6 +233,20 @@ class JobState:
     """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
+    layout: str = ""
+    """In which its ranks are started, where it has stated several."""
+    relayout: str = ""
+    """The one in which all of them are to start again, and why."""
+    relayout_why: str = ""
+    saving_until: float = 0.0
+    """Until when those that have to end for that may save their state."""
+    measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
+    """As `measured`, of the layouts that it ran in before."""
+
+    @property
+    def by_layout(self) -> dict[str, dict[int, float]]:
+        """FLOP/s by layout and number of nodes."""
+        return {**self.measured_before, self.layout: self.measured}
 
     @property
     def restart_mode(self) -> bool:

@@ -288,6 +288,20 @@ def reform(job: JobState, event: Event, record: records.Reform) -> None:
     _phase(job, event, Phase.FORMING)
 
 
+def layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
+    job.relayout = record.layout if record.layout != job.layout else ""
+    job.relayout_why = record.reason if job.relayout else ""
+
+
+def layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> None:
+    job.measured_before, job.measured = job.by_layout, job.by_layout.get(record.layout, {})
+    job.measured_before.pop(record.layout, None)
+    job.measured_before.pop("", None)
+    job.recent.clear()
+    job.layout, job.relayout, job.relayout_why = record.layout, "", ""
+    job.saving_until = event.time + record.save_seconds
+
+
 def step(job: JobState, event: Event, record: records.Step) -> None:
     job.iteration, job.loss = record.iteration, record.loss
     job.iterations_wanted = record.train_iterations or job.iterations_wanted

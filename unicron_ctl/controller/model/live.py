@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from transition.layout import stated
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
 from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.protocol.wire import Agreed, Plan, RankStatus, Status
@@ -248,8 +249,11 @@ class JobView:
 
     @property
     def replica(self) -> int:
-        """Ranks of a replica, as planned, or as the ranks say it before there is a plan."""
-        return self.state.plan.replica if self.state.plan is not None else self.live.replica
+        """Ranks of a replica, as planned; before there is a plan, of the layout in which they are started, or as the
+        ranks say it."""
+        if self.state.plan is not None:
+            return self.state.plan.replica
+        return stated(self.state.layout).layout.size if self.state.layout else self.live.replica
 
     def reports(self) -> dict[int, RankStatus]:
         """The statuses of survivors that have stopped, by slot."""

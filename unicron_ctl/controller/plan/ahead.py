@@ -2,7 +2,7 @@
 
 The planner's look-ahead table is kept fresh in the background for the situation after the last plan. When the next
 situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved
-as usual.
+as usual. So it is where a job can run in several layouts: what another one costs is known only when something happened.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ class Ahead:
         settled = {
             job.job: replace(job, nodes=assignment.get(job.job, 0), alive=assignment.get(job.job, 0)) for job in jobs
         }
-        if not settled or (nodes == self._nodes and self._close_to(settled)):
+        if (
+            not settled
+            or any(len(job.layouts) > 1 for job in jobs)
+            or (nodes == self._nodes and self._close_to(settled))
+        ):
             return
         self._base, self._nodes = settled, nodes
         self._keeper = self._keeper or Keeper()
@@ -85,7 +89,7 @@ class Ahead:
             return False
         for name, job in settled.items():
             known = self._base[name]
-            if replace(job, rate=known.rate, rates=known.rates) != known:
+            if replace(job, rate=known.rate, rates=known.rates, layouts=known.layouts) != known:
                 return False
             if abs(job.rate - known.rate) > REFRESH_RATIO * known.rate or job.rates.keys() != known.rates.keys():
                 return False
@@ -108,7 +112,7 @@ def event_between(
         return None
     for name, job in now.items():
         known = base[name]
-        if (job.nodes, job.min_nodes, job.max_nodes, job.weight, job.unit) != (
+        if len(job.layouts) > 1 or (job.nodes, job.min_nodes, job.max_nodes, job.weight, job.unit) != (
             known.nodes,
             known.min_nodes,
             known.max_nodes,

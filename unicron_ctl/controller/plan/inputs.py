@@ -13,7 +13,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan import layouts, planning
 from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, held_by_others, usable
 from unicron_ctl.controller.plan.planning import JobInput
@@ -47,6 +47,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
             trigger=trigger,
             spares=plan.spares,
             looked_up=looked_up,
+            layouts=dict(plan.layouts),
             reason=trigger,
         ),
     )
@@ -59,7 +60,8 @@ def key_of(found: Sequence[Pool]) -> str:
     return "; ".join(
         f"{pool.count} nodes: "
         + ", ".join(
-            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{_by(i)}{' measured' if i.rate else ''}"
+            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{_by(i)}{_as(i)}"
+            f"{' measured' if i.rate else ''}"
             for i in pool.jobs
         )
         for pool in found
@@ -72,6 +74,11 @@ def _part(job: JobInput, pool: Pool) -> str:
 
 def _by(job: JobInput) -> str:
     return f" by {job.unit}" if job.unit > 1 else ""
+
+
+def _as(job: JobInput) -> str:
+    """The layout that the job is in, and those in which it can go on."""
+    return f" as {job.layout} of {', '.join(job.layouts)}" if job.layouts else ""
 
 
 def unit_of(view: View, job: JobState) -> int:
@@ -153,8 +160,10 @@ def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) ->
 def _without_slurm(view: View, job: JobState) -> JobInput:
     count, s = len(job.elements(job.members)), job.settings
     rate = job.measured.get(count, 0.0)
-    unit = unit_of(view, job)
-    return JobInput(job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit)
+    found = JobInput(
+        job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit_of(view, job)
+    )
+    return layouts.with_layouts(view, job, found, "", float("inf"))
 
 
 def dead_elements(job: JobState) -> frozenset[int]:
@@ -206,7 +215,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     rate = job.measured.get(measured_nodes, 0.0)
     if not rate and job.measured:  # not yet at this size: the last size that was measured
         measured_nodes, rate = list(job.measured.items())[-1]
-    return JobInput(
+    found = JobInput(
         job.job,
         weight(view, job),
         min(job.settings.min_nodes, most),
@@ -220,6 +229,12 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         permission.of_job(view, job.job).spare_nodes,
         unit_of(view, job),
     )
+    return layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
+
+
+def _gres(listing: Listing, within: Reach) -> str:
+    """Of one of the nodes that the job may be given."""
+    return next((node.gres for node in listing.nodes if node.name in within.nodes), "")
 
 
 def _rates(view: View, job: JobState) -> dict[int, float]:

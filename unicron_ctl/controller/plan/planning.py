@@ -17,7 +17,9 @@ class JobInput:
     """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
     measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
     for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
-    free. unit: nodes of whole replicas; others count as the next smaller multiple of it.
+    free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
+    run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
+    restart_seconds: what it costs to start it in another one.
     """
 
     job: str
@@ -32,6 +34,9 @@ class JobInput:
     reach: frozenset[str] = frozenset()
     spare_nodes: int = 0
     unit: int = 1
+    layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    layout: str = ""
+    restart_seconds: float = 0.0
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
@@ -67,7 +72,10 @@ def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, trans
         jobs=tuple(
             Job(
                 name=job.job,
-                flops=throughput(job, usual),
+                flops={} if job.layouts else throughput(job, usual),
+                layouts=job.layouts,
+                layout=job.layout if job.layouts else None,
+                transition={"restart": job.restart_seconds} if job.layouts else {},
                 weight=job.weight,
                 min_nodes=min(job.min_nodes, job.max_nodes),
                 max_nodes=job.max_nodes,
@@ -94,20 +102,20 @@ def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transitio
         found = solve(scenario(free, left, mtbf_node_hours, transition_seconds))
         starved = [job for job in free if job.alive and found.assignment[job.job] == 0]
         if not starved:
-            return _with_fixed(found, fixed, nodes)
+            return _with_fixed(found, fixed, jobs, nodes)
         # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
         keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
         fixed[keep.job] = min(keep.alive, max(keep.unit, keep.min_nodes))
         free.remove(keep)
-    return Plan(
-        dict(fixed), 0.0, 0.0, {job: _kept(count) for job, count in fixed.items()}, max(0, nodes - sum(fixed.values()))
-    )
+    return _with_fixed(Plan({}, 0.0, 0.0, {}), fixed, jobs, nodes)
 
 
-def _with_fixed(found: Plan, fixed: Mapping[str, int], nodes: int) -> Plan:
+def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:
     assignment = {**found.assignment, **fixed}
     reasons = {**found.reasons, **{job: _kept(count) for job, count in fixed.items()}}
-    return replace(found, assignment=assignment, reasons=reasons, spares=max(0, nodes - sum(assignment.values())))
+    layouts = {**found.layouts, **{job.job: job.layout for job in jobs if job.job in fixed and job.layout}}
+    spares = max(0, nodes - sum(assignment.values()))
+    return replace(found, assignment=assignment, reasons=reasons, layouts=layouts, spares=spares)
 
 
 def _kept(count: int) -> str:

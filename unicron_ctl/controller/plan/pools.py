@@ -70,6 +70,7 @@ def joined(parts: Sequence[Plan], nodes: int) -> Plan:
             whole.objective + part.objective,
             whole.waf + part.waf,
             {**whole.reasons, **part.reasons},
+            layouts={**whole.layouts, **part.layouts},
         )
     return replace(whole, spares=max(0, nodes - sum(whole.assignment.values())))
 

@@ -62,3 +62,22 @@ def test_a_running_job_keeps_a_whole_replica():
     heavy = JobInput("heavy", 100.0, 1, 4, 4, 4, 4e9, 4)
     pair = JobInput("pair", 1.0, 1, 4, 2, 2, 2e9, 2, unit=2)
     assert plan([heavy, pair], 4, 1000.0, 5.0).assignment == {"heavy": 2, "pair": 2}
+
+
+TABLES = {"TP2": {1: 0.0, 2: 2e9, 3: 2e9}, "TP1": {1: 0.9e9, 2: 1.8e9, 3: 2.7e9}}
+
+
+def relaid(name: str, nodes: int, alive: int, restart: float = 100.0, weight: float = 1.0) -> JobInput:
+    return JobInput(name, weight, 1, 3, nodes, alive, unit=1, layouts=TABLES, layout="TP2", restart_seconds=restart)
+
+
+def test_the_layout_comes_with_the_nodes_and_is_charged_with_its_restart():
+    found = plan([relaid("a", 2, 2)], 3, 1000.0, 5.0)
+    assert (found.assignment, found.layouts) == ({"a": 3}, {"a": "TP1"})
+    found = plan([relaid("a", 2, 2, restart=1e6)], 3, 1000.0, 5.0)  # 1,200,000 s until a failure, and 35 % more
+    assert (found.assignment, found.layouts) == ({"a": 2}, {"a": "TP2"})
+
+
+def test_who_keeps_its_last_node_keeps_its_layout():
+    found = plan([relaid("a", 1, 1, weight=0.1), relaid("b", 1, 1)], 1, 1000.0, 5.0)
+    assert found.assignment == {"a": 1, "b": 1} and found.layouts["a"] == "TP2"

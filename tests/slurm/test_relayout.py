@@ -1,0 +1,103 @@
+"""A job on a real Slurm that can run in two layouts: what a lost node leaves of it goes on in the other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.controller import Controller, quick_on_slurm
+from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
+from tests.support.processes import ROOT, call, outside_slurm
+from unicron_ctl.localslurm import LocalCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(300)]
+EVERY = 10  # iterations between two checkpoints
+LOSSES = 1e-5  # relative, in fp32
+SCRIPT = """#!/bin/bash
+export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
+export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_LAYOUTS="TP2, TP1"
+export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02 TINY_LAYERS=2 TINY_DISTOPT=1
+export TINY_CHECKPOINTS={out}/saves TINY_CHECKPOINT_EVERY={every}
+exec {agent} run -- {python} {script}
+"""
+
+
+@pytest.fixture
+def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
+    started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
+    yield started
+    started.close()
+
+
+def submit(cluster: LocalCluster, controller: Controller, folder: Path, nodes: int, elements: int) -> None:
+    """Elements of one rank for the first `nodes` nodes; the others of the cluster are not for them."""
+    script, out = folder / "job.sh", folder / "out"
+    out.mkdir()
+    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
+    script.write_text(SCRIPT.format(**said, every=EVERY, agent=" ".join(AGENT), python=AGENT[0]))
+    others = ",".join(cluster.spec.node_names[nodes:])
+    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", f"--array=0-{elements - 1}", "--requeue"]
+    options += [f"--exclude={others}", "--open-mode=append", "-o", str(folder / "%a.out")]
+    done = call("sbatch", *options, script, environment=outside_slurm() | cluster.env())
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_left_of_a_replica_goes_on_in_another_layout(
+    cluster: LocalCluster, controller: Controller, tmp_path: Path
+) -> None:
+    """A replica over two nodes loses one of them, and there is no other."""
+    submit(cluster, controller, tmp_path, 2, elements=2)
+
+    def job() -> dict[str, Any]:
+        return controller.job()
+
+    def steps() -> list[dict[str, Any]]:
+        return json_lines(tmp_path / "out" / "losses.0")
+
+    controller.wait(lambda: job().get("state") == "running" and job()["members"] == [0, 1], "one replica trains")
+    assert (job()["layout"], job()["replica"], job()["layouts"]) == ("TP2", 2, ["TP2", "TP1"])
+    controller.wait(lambda: len(steps()) > EVERY and len(steps()) % EVERY in (4, 5, 6), "some iterations after a save")
+    (node,) = [element["node"] for element in job()["elements"] if element["element"] == 1]
+    cluster.power_off(node)
+    controller.wait(lambda: job()["layout"] == "TP1" and job()["members"] == [0], "the plan has it go on as TP1")
+    controller.wait(lambda: [step["world_size"] for step in steps()[-EVERY:]] == [1] * EVERY, "it gets on")
+
+    pairs = [step for step in steps() if step["world_size"] == 2]
+    alone = [step for step in steps() if step["world_size"] == 1]
+    last = pairs[-1]["iteration"]
+    assert alone[0]["iteration"] == (last + 1) // EVERY * EVERY > 0, "from the newest checkpoint"
+    again = {step["iteration"]: step["loss"] for step in alone if step["iteration"] <= last}
+    before = {step["iteration"]: step["loss"] for step in pairs if step["iteration"] in again}
+    assert len(again) >= 3 and again == pytest.approx(before, rel=LOSSES)
+    assert [step["iteration"] for step in alone] == list(range(alone[0]["iteration"], alone[-1]["iteration"] + 1))
+    assert job()["ledger_violations"] == 0
+    said = controller.ask("explain", job=job()["job"])["decisions"]
+    assert any("goes from TP2 to TP1" in decision["reason"] for decision in said)
+
+
+def test_a_better_layout_is_begun_from_what_the_ranks_save(
+    cluster: LocalCluster, controller: Controller, tmp_path: Path
+) -> None:
+    """A third node comes back, of which a replica of two ranks could make no use."""
+    client, third = cluster.client(), cluster.spec.node_names[2]
+    client.drain(third, "not yet")
+    submit(cluster, controller, tmp_path, 3, elements=4)
+
+    def job() -> dict[str, Any]:
+        return controller.job()
+
+    def steps() -> list[dict[str, Any]]:
+        return json_lines(tmp_path / "out" / "losses.0")
+
+    controller.wait(lambda: job().get("state") == "running" and len(job()["members"]) == 2, "one replica trains")
+    assert job()["layout"] == "TP2"
+    controller.wait(lambda: len(steps()) > EVERY and len(steps()) % EVERY in (2, 3), "some iterations after a save")
+    client.resume(third)
+    controller.wait(lambda: job()["layout"] == "TP1" and len(job()["members"]) == 3, "three replicas of one rank train")
+    controller.wait(lambda: [step["world_size"] for step in steps()[-3:]] == [3] * 3, "they get on")
+    iterations = [step["iteration"] for step in steps()]
+    assert iterations == list(range(len(iterations))), "nothing is computed twice: the ranks saved before they ended"
+    assert job()["ledger_violations"] == 0 and job()["failures"] == 0
