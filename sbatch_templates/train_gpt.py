@@ -210,7 +210,11 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     saver = GradientSaver(chunks, optimizer, options.save_gradients, slot) if options.save_gradients else None
     if device.type == "cpu" and not options.micro_batch_seconds:
         os.nice(TRAINING_NICENESS)
+    said = False
     for result in session:
+        if dist.get_rank() == 0 and not said:
+            print(session.memory, flush=True)
+        said = True
         if metrics:
             metrics.write(metrics_record(result))
         if saver:

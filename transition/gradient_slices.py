@@ -1,4 +1,4 @@
-"""Gradients with a distributed optimizer: what a reduce overwrites, and how it is undone.
+"""Gradients with a distributed optimizer: a rank's own part of them.
 
 A reduce-scatter in place writes this rank's own part of each bucket and nothing else, whether it succeeds or fails
 (seen with gloo; NCCL's interface has the buffer that it sends from as constant). The rest of the buffer stays this
@@ -13,39 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
-from transition import elastic_buckets, groups
-
-
-class GradientSlices:
-    """The copies of this rank's own parts; their memory is kept for the next iteration."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}  # by the bucket's identity
-        self._places: dict[int, torch.Tensor] = {}  # where those that are of the present reduce belong
-
-    def take(self, group: Any) -> None:
-        """Copy what the reduce of a bucket group will overwrite; before `start_grad_sync`."""
-        for bucket in group.buckets:
-            place, copy = elastic_buckets.own_part(bucket, group), self._copies.get(id(bucket))
-            if copy is None or copy.shape != place.shape:
-                copy = self._copies[id(bucket)] = torch.empty_like(place)
-            copy.copy_(place)
-            self._places[id(bucket)] = place
-
-    def restore(self) -> None:
-        """Undo every reduce since :meth:`forget`: the buffers are this rank's unreduced sums again.
-
-        Parameters never move in the buffers, so it does not matter whether the data-parallel size has changed since.
-        """
-        for key, place in self._places.items():
-            place.copy_(self._copies[key])
-        self._places.clear()
-
-    def forget(self) -> None:
-        """A new iteration: the copies are of no use any more."""
-        self._places.clear()
+from transition import groups
 
 
 @contextlib.contextmanager

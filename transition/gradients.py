@@ -19,9 +19,10 @@ import torch
 
 from detector.inject import injector
 from transition import elastic_buckets, groups, randomness
-from transition.gradient_slices import GradientSlices, own_parts_only
+from transition.gradient_slices import own_parts_only
 from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
+from transition.snapshots import Snapshots, Where
 
 DRAIN_SECONDS = 10.0
 UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
@@ -56,7 +57,7 @@ class Gradients:
     forward_step: Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`. fetch: `fetch(iteration,
     index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of them. place: of this
     rank in its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite
-    this rank's own part only. healed: a reduce may have to be undone.
+    this rank's own part only. healed: a reduce may have to be undone; where: the copies for that.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Gradients:
         seed: int = 0,
         sharded: bool = False,
         healed: bool = True,
+        where: Where = Where.CARD,
     ):
         from megatron.core.utils import get_model_config
 
@@ -82,9 +84,7 @@ class Gradients:
         self.layout, self._coordinate, self.seed = layout, layout.coordinate(place)._asdict(), seed
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
-        self._slices, self._healed = GradientSlices() if sharded else None, healed
-        self._snapshots: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._fresh: set[int] = set()  # buckets whose snapshot belongs to the present reduce
+        self._sharded, self._healed, self._snapshots = sharded, healed, Snapshots(where)
         self._deferred: RuntimeError | None = None
         self._in_backward = False
         self._ordered = False  # reduces start after the schedule, in the same order in all ranks
@@ -115,9 +115,7 @@ class Gradients:
                 group.per_param_grad_ready_counts = {}
         for chunk in self.model:
             chunk.zero_grad_buffer()
-        self._fresh.clear()
-        if self._slices is not None:
-            self._slices.forget()
+        self._snapshots.forget()
         self._deferred, self._whole = None, True
 
     def spoilt(self) -> None:
@@ -160,7 +158,7 @@ class Gradients:
 
     def _gather_parameters(self) -> None:
         """What the forward pass would have begun with, where gathers are overlapped with it."""
-        if self._slices is not None and self.model[0].ddp_config.overlap_param_gather:
+        if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
     def _padded(self, count: int) -> int:
@@ -270,7 +268,7 @@ class Gradients:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
         if self._ordered:
             self._dispatch_overlapped()
-        with own_parts_only(self.model) if self._slices is not None else contextlib.nullcontext():
+        with own_parts_only(self.model) if self._sharded else contextlib.nullcontext():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
@@ -315,16 +313,19 @@ class Gradients:
         group.start_grad_sync = start_grad_sync
 
     def _snapshot(self, group: Any) -> None:
-        """A failed in-place all-reduce leaves a mix of partial sums, so the bucket is copied first."""
-        if self._slices is not None:
-            self._slices.take(group)
-            return
+        """Before the reduce of a bucket group."""
         for bucket in group.buckets:
-            key = id(bucket)
-            if key not in self._snapshots:
-                self._snapshots[key] = (bucket, torch.empty_like(bucket.grad_data))
-            self._snapshots[key][1].copy_(bucket.grad_data)
-            self._fresh.add(key)
+            self._snapshots.take(id(bucket), self._overwritten(bucket, group))
+
+    def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
+        """By its reduce: a failed in-place all-reduce leaves a mix of partial sums."""
+        return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """That the copies take which undo a reduce."""
+        owners = [(bucket, group) for group in self._bucket_groups() for bucket in group.buckets]
+        return self._snapshots.size(self._overwritten(bucket, group) for bucket, group in owners)
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -333,7 +334,7 @@ class Gradients:
 
         Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
         """
-        if self._slices is not None:
+        if self._sharded:
             with again_and_again(unblock):
                 elastic_buckets.drain(self.model)
             return
@@ -346,15 +347,21 @@ class Gradients:
                     unblock()
                     time.sleep(0.001)
 
-    def restore(self) -> None:
-        """Undo every reduce that had begun: this rank's own gradient sum is back."""
-        for key in self._fresh:
-            bucket, copy = self._snapshots[key]
-            bucket.grad_data.copy_(copy)
-        self._fresh.clear()
-        if self._slices is not None:
-            self._slices.restore()
+    @property
+    def undoable(self) -> bool:
+        """The reduces of this iteration, as far as they have begun, can be undone."""
+        return self._snapshots.undoable
+
+    def restore(self) -> bool:
+        """Undo every reduce that had begun: this rank's own gradient sum is back. False where nothing was kept for
+        that: nothing is in the gradient then."""
+        undoable = self.undoable
+        if undoable:
+            self._snapshots.restore()
+        else:
+            self.drop()
         self._deferred, self._ordered = None, True
+        return undoable
 
     def adopt_groups(self) -> None:
         """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""

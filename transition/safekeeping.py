@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 import msgpack
+import torch
 
 from transition import elastic_buckets, groups, sharding
 from transition.exchange import Exchange
@@ -14,6 +15,7 @@ from transition.layout import replicas
 from transition.migrate import TrainingState
 from transition.process import Process
 from transition.shards import Shards
+from transition.snapshots import Where
 
 COPIES = 1  # UNICRON_STATE_COPIES: of each shard in other ranks; with two, a shard survives the loss of its heir too
 
@@ -21,11 +23,12 @@ COPIES = 1  # UNICRON_STATE_COPIES: of each shard in other ranks; with two, a sh
 class Safekeeping:
     """Of one rank. Collective methods raise RuntimeError when a peer is lost."""
 
-    def __init__(self, process: Process, state: TrainingState, exchange: Exchange):
+    def __init__(self, process: Process, state: TrainingState, exchange: Exchange, where: Where = Where.CARD):
         self._process, self._state, self._exchange = process, state, exchange
-        self._copies = int(os.environ.get("UNICRON_STATE_COPIES", COPIES))
+        self._copies = _wanted_copies()
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.shards = Shards(state.model, state.optimizer, process.watch.lost, wire=process.device)
+        memory = torch.device("cpu") if where is Where.HOST else None
+        self.shards = Shards(state.model, state.optimizer, process.watch.lost, memory, process.device)
         self._shifts: list[int] = []
         self._version = -1
 
@@ -67,8 +70,20 @@ class Safekeeping:
         self.shards.export(version, msgpack.packb(extra))
         self._confirm(version)
 
+    @property
+    def size(self) -> int:
+        """Bytes that the states take: this rank's own and the copies of others', the last two versions of each."""
+        return 2 * (1 + len(self._shifts)) * self.shards.shard_bytes
+
     def _confirm(self, version: int) -> None:
         self.shards.send_copies(version, self._shifts)
         self._exchange.all_there()
         self.shards.confirm(version)
         self._version = version
+
+
+def _wanted_copies() -> int:
+    text = os.environ.get("UNICRON_STATE_COPIES") or str(COPIES)
+    if not text.isdecimal():
+        raise ValueError(f"UNICRON_STATE_COPIES={text!r}: write a number of copies, 1 or more; 0 for none")
+    return int(text)

@@ -25,6 +25,7 @@ from transition.handover import Handover
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import Member
 from transition.safekeeping import Safekeeping
+from transition.snapshots import SETTING, chosen
 from transition.watch import Plan, PlanTimeout
 
 PROGRESS_SECONDS = 0.2  # at most one progress message per this time
@@ -107,7 +108,8 @@ class Session:
         self._member = self._join(current)
         self._exchange = Exchange(current)
         healed = self._channel is not None and self._state.sharded
-        self._kept = Safekeeping(current, self._state, self._exchange) if healed else None
+        where = chosen()
+        self._kept = Safekeeping(current, self._state, self._exchange, where) if healed else None
         self._gradients = Gradients(
             model,
             forward_step,
@@ -122,12 +124,13 @@ class Session:
             self._state.seed,
             self._kept is not None,
             self._channel is not None,
+            where,
         )
         at_commit(optimizer, self._commit)
-        parameters = sum(parameter.numel() for chunk in model for parameter in chunk.module.parameters())
+        self._parameters = sum(each.numel() for chunk in model for each in chunk.module.parameters())
         self._samples = micro_batches * micro_batch_size
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        self._flops = 6.0 * parameters * self.layout.size * self._samples * seq_length
+        self._flops = 6.0 * self._parameters * self.layout.size * self._samples * seq_length
         self._phase = "computing"
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
@@ -159,6 +162,13 @@ class Session:
         member.groups.note_holders(groups.group_holders(self._model, self._optimizer))
         member.report, member.take, member.rescue = self._report, self._take, self._rescue
         return member
+
+    @property
+    def memory(self) -> str:
+        """What healing takes of this rank's memory, for people."""
+        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
+        kept = f", {self._kept.size / self._parameters:.1f} for the optimizer's states" if self._kept else ""
+        return f"healing takes, in bytes a parameter: {undo}{kept}"
 
     @property
     def generation(self) -> int:
@@ -408,7 +418,8 @@ class Session:
             return True
         self._committed = False
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
-        self._gradients.restore()
+        if not self._gradients.restore():
+            self._ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
         assigned = member.assigned(plan)
         if assigned is None or plan.iteration not in (None, self._ledger.iteration):
@@ -479,12 +490,13 @@ class Session:
 
     def _report(self, state: str) -> dict[str, Any]:
         """This session's part of the rank's status."""
-        rests = self._kept is not None and state in ("stopped", "standby")
+        rests = state in ("stopped", "standby")
+        keeps = self._member.inside and (self._gradients.undoable or not rests)
         return {
             "shards": self._kept.held() if self._kept is not None and rests else [],
             "iteration": self._ledger.iteration if self._member.inside else self.iteration,
             "phase": self._phase if self._member.inside else "computing",
-            "done": self._ledger.done if self._member.inside else [],
+            "done": self._ledger.done if keeps else [],
             "micro_batches": self.micro_batches,
             "train_iterations": self.train_iterations,
             "flops_per_iteration": self._flops,

@@ -63,7 +63,7 @@ class Shards:
         elastic_buckets.check(model, optimizer)
         here: torch.device = next(model[0].parameters()).device
         self.model, self.optimizer, self._lost = list(model), optimizer, lost
-        self.memory, self.wire = memory or here, wire or here
+        self._here, self.memory, self.wire = here, memory or here, wire or here
         self.buckets = elastic_buckets.bucket_sizes(optimizer)
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
@@ -230,11 +230,17 @@ class Shards:
     def _elements(self) -> int:
         return len(STATES) * self.buckets.length(self.count)
 
+    @property
+    def shard_bytes(self) -> int:
+        """Of one shard of the present generation."""
+        return self._elements * torch.float32.itemsize
+
     def _room(self) -> torch.Tensor:
         """Memory for one shard of the present generation."""
-        return (
-            self._spare.pop() if self._spare else torch.zeros(self._elements, dtype=torch.float32, device=self.memory)
-        )
+        if self._spare:
+            return self._spare.pop()
+        pinned = self.memory.type == "cpu" and self._here.type == "cuda"
+        return torch.zeros(self._elements, dtype=torch.float32, device=self.memory, pin_memory=pinned)
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:

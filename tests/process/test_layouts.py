@@ -32,9 +32,13 @@ KINDS: dict[str, dict[str, str]] = {
     "dropout": {"TINY_DROPOUT": "0.1"},
     "tokens": {"TINY_TOKENS": "1"},
     "bf16": {"TINY_BF16": "1"},
+    "host": {"UNICRON_SNAPSHOT": "host"},
+    "no-copies": {"UNICRON_SNAPSHOT": "none", "TINY_OVERLAP": "1"},
     "sharded": {"TINY_DISTOPT": "1"},
     "sharded-overlap": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
     "sharded-bf16": {"TINY_DISTOPT": "1", "TINY_BF16": "1", "TINY_DROPOUT": "0.1"},
+    "sharded-host": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "host"},
+    "sharded-no-copies": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "none"},
 }
 
 
@@ -76,7 +80,9 @@ MATRIX = [
 SPREAD = {
     ("dp", "sharded-overlap", "after"),
     ("dp", "sharded-overlap", "twice"),
+    ("dp", "no-copies", "proof"),
     ("tp", "dropout", "both"),
+    ("tp", "sharded-no-copies", "step"),
     ("tp", "sharded", "after"),
     ("pp", "tokens", "backward"),
     ("pp", "plain", "resume"),

@@ -40,7 +40,9 @@ def exactly_once(ranks: Ranks, iterations: int) -> None:
         assert missing <= silent, f"iteration {iteration} lacks {missing}, which nobody had"
         for step in steps:
             own = work[iteration][step["slot"], step["incarnation"]]
-            if ranks.replica == 1 and ranks.environment.get("TINY_GATHER") == "1":
+            if ranks.environment.get("UNICRON_SNAPSHOT") == "none":  # what was reduced in part is computed again
+                assert set(step["micro_batches"]) <= set(step["computed"]) <= set(own), (step, own)
+            elif ranks.replica == 1 and ranks.environment.get("TINY_GATHER") == "1":
                 # a gather that fails in the forward pass comes after the fetch
                 assert sorted(step["computed"]) == sorted(step["micro_batches"]), step
                 assert set(step["computed"]) <= set(own), (step, own)

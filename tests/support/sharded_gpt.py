@@ -41,8 +41,9 @@ from detector.inject import injector  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
 from transition import elastic_buckets, groups, preparing, sharding, shards, unblock  # noqa: E402
 from transition.abort import Aborter  # noqa: E402
-from transition.gradient_slices import GradientSlices, own_parts_only  # noqa: E402
+from transition.gradient_slices import own_parts_only  # noqa: E402
 from transition.layout import Layout  # noqa: E402
+from transition.snapshots import Snapshots, Where  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
@@ -61,7 +62,7 @@ class Training:
         self.iteration, self.generation = 0, 0
         self.members: list[int] = []
         self.unblocker = unblock.Unblocker()
-        self.slices = GradientSlices()
+        self.slices = Snapshots(Where.CARD)
         self.kills: list[dict] = settings.get("kills", [])
         self.points: dict[str, int] = {}
         self.done: list[int] = []
@@ -183,7 +184,8 @@ class Training:
         def start_grad_sync(*arguments, **keywords):
             if group.is_first_batch and group.grad_reduce_handle is not None:
                 return
-            self.slices.take(group)
+            for bucket in group.buckets:
+                self.slices.take(id(bucket), elastic_buckets.own_part(bucket, group))
             try:
                 self.point("reduce")
                 reduce(*arguments, **keywords)

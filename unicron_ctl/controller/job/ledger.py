@@ -23,7 +23,8 @@ NAMED = 100  # of the micro-batches that nobody reported
 
 @dataclass
 class OpenIteration:
-    """An iteration of which not all reports are there. summed, computed: how often, by micro-batch."""
+    """An iteration of which not all reports are there. summed, computed: how often, by micro-batch. dropped: a rank
+    says that it has computed what is not in its gradient; it had no copy to undo a reduce with."""
 
     total: int
     generation: int = 0
@@ -34,6 +35,7 @@ class OpenIteration:
     computed: Counter[int] = field(default_factory=Counter)
     in_gradients: int = 0
     times_computed: int = 0
+    dropped: bool = False
 
     def add(self, rank: RankStep, generation: int) -> None:
         if rank.slot in self.reporters:
@@ -47,6 +49,7 @@ class OpenIteration:
         self.in_gradients += len(rank.micro_batches)
         computed = rank.micro_batches if rank.computed is None else rank.computed
         self.computed.update(computed)
+        self.dropped = self.dropped or len(computed) > len(rank.micro_batches)
         self.times_computed += len(computed)
 
     def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
@@ -108,7 +111,8 @@ class JobLedger:
                 break
             heard = _all_in(members, self.open[iteration]) or self._later(iteration, members)
             unsure = disturbed(iteration)
-            done.append(self.open.pop(iteration).account(iteration, unsure or not heard, unsure and drops))
+            entry = self.open.pop(iteration)
+            done.append(entry.account(iteration, unsure or not heard, unsure and (drops or entry.dropped)))
             self.closed = max(self.closed, iteration)
         return done
 

@@ -47,6 +47,14 @@ def test_gaps_doubles_and_strangers_are_violations():
     assert "micro-batches [2, 3] are in nobody's gradient" in text
 
 
+def test_a_rank_that_keeps_no_copies_may_drop_what_it_computed_when_a_generation_breaks():
+    for disturbed in (True, False):
+        ledger = JobLedger()
+        ledger.add(step(0, 0, [0, 2], [1, 3, 0, 2]), {0, 1}, lambda i, now=disturbed: now)
+        (account,) = ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i, now=disturbed: now)
+        assert bool(account.problems) is not disturbed and account.computed == 6
+
+
 def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doubled():
     ledger = JobLedger()
     ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: False)

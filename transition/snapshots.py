@@ -1,0 +1,89 @@
+"""Copies of gradients from before their reduce, which overwrites them whether it succeeds or fails.
+
+Where they are kept is chosen by the setting UNICRON_SNAPSHOT, for it is memory that the training could use:
+
+====== ======================================== ========================================================
+value  bytes for each parameter of a rank       what a loss after the reduce has begun costs
+====== ======================================== ========================================================
+card   4 (2 with gradients in bf16) on the card nothing: the copies are put back
+host   as many, in pinned memory of the node    nothing; each copy goes over the bus before its reduce
+none   0                                        the replica computes its part of the iteration again
+====== ======================================== ========================================================
+
+With a distributed optimizer a reduce overwrites one data-parallel size'th of the gradients, and that much is copied.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+
+SETTING = "UNICRON_SNAPSHOT"
+
+
+class Where(enum.StrEnum):
+    """Of the copies."""
+
+    CARD = "card"
+    HOST = "host"
+    NONE = "none"
+
+
+def chosen(environment: Mapping[str, str] = os.environ) -> Where:
+    """What the setting says. Raises ValueError for a word that it does not know."""
+    text = environment.get(SETTING) or Where.CARD.value
+    try:
+        return Where(text)
+    except ValueError:
+        raise ValueError(f"{SETTING}={text!r}: write {', '.join(Where)}") from None
+
+
+class Snapshots:
+    """Of one rank; the memory is kept for the next iteration."""
+
+    def __init__(self, where: Where):
+        self.where = where
+        self._copies: dict[object, torch.Tensor] = {}  # by key
+        self._places: dict[object, torch.Tensor] = {}  # where those belong that are of the present reduce
+
+    def take(self, key: object, place: torch.Tensor) -> None:
+        """Copy what a reduce is about to overwrite; `key` is the same for the same bucket in every iteration."""
+        self._places[key] = place
+        if self.where is Where.NONE:
+            return
+        copy = self._copies.get(key)
+        if copy is None or copy.shape != place.shape:
+            copy = self._copies[key] = self._room(place)
+        copy.copy_(place, non_blocking=True)  # in the order of the stream: before the reduce that follows
+
+    def _room(self, place: torch.Tensor) -> torch.Tensor:
+        if self.where is Where.HOST:
+            return torch.empty(place.shape, dtype=place.dtype, pin_memory=place.device.type == "cuda")
+        return torch.empty_like(place)
+
+    @property
+    def undoable(self) -> bool:
+        """What has been reduced since :meth:`forget` can be put back."""
+        return self.where is not Where.NONE or not self._places
+
+    def restore(self) -> None:
+        """Undo every reduce since :meth:`forget`: the buffers are this rank's unreduced sums again.
+
+        Parameters never move in the buffers, so it does not matter whether the data-parallel size has changed since.
+        To be asked first: :attr:`undoable`.
+        """
+        assert self.undoable
+        for key, place in self._places.items():
+            place.copy_(self._copies[key], non_blocking=True)
+        self._places.clear()
+
+    def forget(self) -> None:
+        """The gradients are zeroed: the copies are of no use any more."""
+        self._places.clear()
+
+    def size(self, places: Iterable[torch.Tensor]) -> int:
+        """Bytes that the copies of these take."""
+        return 0 if self.where is Where.NONE else sum(place.numel() * place.element_size() for place in places)
