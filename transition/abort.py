@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 SETTINGS = {
@@ -15,10 +16,15 @@ SETTINGS = {
 
 
 def settle(backend: str) -> None:
-    """Before the first group: what torch must not do by itself when a collective fails. What is set already stays."""
-    if backend == "nccl":
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
+    """Before the first group: what torch must not do by itself when a collective fails. A site that sets it otherwise
+    is overruled, and told."""
+    if backend != "nccl":
+        return
+    for name, value in SETTINGS.items():
+        before = os.environ.get(name, value)
+        if before != value:
+            print(f"unicron: {name}={before} would end healthy ranks: it is {value} here", file=sys.stderr, flush=True)
+        os.environ[name] = value
 
 
 class Aborter:

@@ -40,6 +40,7 @@ STALE_SECONDS = 86400.0  # a file that was being written when its writer died
 RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
+TURN_SECONDS = 5.0  # the same, where all of them are asked to save
 DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
 _OLD_NAME = re.compile(r"iteration-(\d+)\.pt")
 _FOLDER = re.compile(r"iteration-(\d+)")
@@ -173,15 +174,17 @@ class Checkpoints:
         turn: int = 0,
         writer: Writer | None = None,
         why: str = "no plan came",
+        apart: float = RESCUE_SECONDS,
     ) -> None:
         """The part of a rank that ends before its time, on disk when this returns. turn: how many other ranks hold the
-        same and come first; a later one writes only what those before it have not written in time. why: for people.
+        same and come first; a later one writes only what those before it have not begun to write in `apart` seconds
+        each. why: for people.
 
         Raises :class:`CheckpointError` when it cannot be written.
         """
         self.wait()
         writer = writer or Writer()
-        began, patience = time.monotonic(), RESCUE_SECONDS * min(turn, RESCUERS)
+        began, patience = time.monotonic(), apart * min(turn, RESCUERS)
         grew: dict[Path, tuple[tuple[int, int], float]] = {}
         while not self._saved(iteration, writer):
             written = self._being_written(iteration, writer, grew)

@@ -78,6 +78,9 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler
+        if scaler is not None:  # else it has no scale in a rank that has no micro-batch to compute
+            device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+            scaler.scale(torch.zeros((), device=device))
         self._stepped = False
         self._trained_first: list[int] | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,8 @@ class Process:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
 
+# Where one of these is more than 1 there are other processes, and torch says which variable it misses.
+OF_MANY = ("SLURM_NTASKS", "SLURM_ARRAY_TASK_COUNT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "WORLD_SIZE")
 _process: Process | None = None
 
 
@@ -82,7 +83,7 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     elastic_buckets.prepare_when_imported()
     if _process.channel is None:
         limit = groups.collective_timeout()
-        if "RANK" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1":
+        if "RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in OF_MANY):
             dist.init_process_group(backend, timeout=limit)
         else:
             dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)

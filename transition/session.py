@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from transition import groups, migrate, process
 from transition.accumulation import PeerLost, Work
-from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.checkpoint import RESCUE_SECONDS, TURN_SECONDS, CheckpointError, Checkpoints, Writer
 from transition.exchange import Exchange, at_commit
 from transition.handover import Handover
 from transition.kinds import Trained, kind_of
@@ -479,9 +479,9 @@ class Session:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
         unfinished = self._kept is not None and self._committed and self._phase == "synced"
         if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
-            alone = self._state.sharded or why == RELAID  # then all others have stopped as well
-            turn = 0 if alone else self._member.replica
-            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer(), why)
+            turn = 0 if self._state.sharded else self._member.replica
+            apart = TURN_SECONDS if why == RELAID else RESCUE_SECONDS
+            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer(), why, apart)
 
     # ------------------------------------------------------------ telling the agent
     def _set_phase(self, phase: str) -> None:

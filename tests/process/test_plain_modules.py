@@ -99,8 +99,9 @@ def test_any_moment(run, kind, moment):
     assert moment == "error" or any(lost for _, lost, _ in ranks.breaks)
 
 
-def test_undisturbed_and_with_more_ranks_than_micro_batches(run):
-    ranks = run("sgd", size=9)
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.long), "scaler"])
+def test_undisturbed_and_with_more_ranks_than_micro_batches(run, kind):
+    ranks = run(kind, size=9)
     assert not ranks.breaks and set(map(tuple, ranks.exits.values())) == {(0,)}
 
 

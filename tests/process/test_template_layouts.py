@@ -112,13 +112,17 @@ FP16 = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 "  # too large for tw
     ],
 )
 def test_experts_further_tokens_and_fp16_give_one_training_too(dataset, tmp_path, ranks, layout, model):
-    """In a session as in Megatron's own loop: auxiliary losses, biases of experts and the loss scale."""
+    """In a session as in Megatron's own loop: auxiliary losses, biases of experts and the loss scale.
+
+    With fp16 Megatron's own loop overflows sooner in two replicas than in one, since each weighs a micro-batch by its
+    own number of them; a session weighs them alike however many replicas there are, so it is compared with one.
+    """
     alone = train(dataset, 1, *model.split())
     found = train(dataset, ranks, *layout.split(), *model.split())
     run(dataset, ranks, *layout.split(), *model.split(), "--metrics", tmp_path / "metrics", script=SESSION)
     steps = [json.loads(line) for line in (tmp_path / "metrics.slot0").read_text().splitlines()]
     session = {"losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps]}
-    for each in (found, session):
+    for each in (session,) if FP16 in model else (found, session):
         assert each["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
         assert [norm is None for norm in each["norms"]] == [norm is None for norm in alone["norms"]]
         assert [norm or 0.0 for norm in each["norms"]] == pytest.approx(

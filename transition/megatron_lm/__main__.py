@@ -24,6 +24,8 @@ def main() -> int:
     # A single plain process needs no launcher.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
+    from transition.checkpoint import CheckpointError
+    from transition.groups import UnsupportedLayout
     from transition.megatron_lm import alone, data, loop, seams, world
 
     try:
@@ -34,7 +36,7 @@ def main() -> int:
         of_the_job.install()
         loop.Loop(of_the_job).install()
         runpy.run_path(str(script), run_name="__main__")
-    except seams.Refused as error:
+    except (seams.Refused, UnsupportedLayout, CheckpointError) as error:
         print(f"unicron: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
 from transition.megatron_lm.options import Folders
@@ -50,16 +51,9 @@ class SavedAndLoaded(Checkpoints):
         if self._writes:
             super().save_last(state, iteration, writer)
 
-    def rescue(
-        self,
-        state: TrainingState,
-        iteration: int,
-        turn: int = 0,
-        writer: Writer | None = None,
-        why: str = "no plan came",
-    ) -> None:
+    def rescue(self, *arguments: Any, **keywords: Any) -> None:
         if self._writes:
-            super().rescue(state, iteration, turn, writer, why)
+            super().rescue(*arguments, **keywords)
 
 
 def checkpoints(folders: Folders | None) -> SavedAndLoaded | None:

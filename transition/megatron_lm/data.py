@@ -8,6 +8,8 @@ lost rank owed by the index alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def install() -> None:
             from megatron.training import get_args, training
 
             args = get_args()
-            with lock(_folder(args)), as_if_alone():
+            with once(_folder(args), _what(args)), as_if_alone():
                 dataset = training.build_train_valid_test_datasets(provider)[0]
             args.do_train, args.do_valid, args.do_test = True, False, False
             return Samples(dataset, args.global_batch_size, args.micro_batch_size), None, None
@@ -49,6 +51,30 @@ def install() -> None:
         return build_train_valid_test_data_iterators
 
     replace(TRAINING, "build_train_valid_test_data_iterators", build_iterators)
+
+
+@contextlib.contextmanager
+def once(folder: Path, what: str) -> Iterator[None]:
+    """The first rank of all that come here to do the same does it while the others wait; they, and all who come later,
+    find it done and wait for nobody."""
+    done = folder / f".unicron-{os.getuid()}-{what}.built"
+    if done.exists():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock(folder))
+        if done.exists():
+            stack.close()
+        yield
+    with contextlib.suppress(OSError):  # nothing can be written there, so nothing was
+        done.touch()
+
+
+def _what(args: Any) -> str:
+    """The samples of which training: a name that tells them from those of another."""
+    names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
+    said = [getattr(args, name, None) for name in (*names, "global_batch_size", "tokenizer_type", "tokenizer_model")]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

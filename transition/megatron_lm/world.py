@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ from transition.megatron_lm import options
 from transition.megatron_lm.seams import GLOBALS, INITIALIZE, TRAINING, replace
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
+LOCK_SECONDS = 1800.0  # an index of a large dataset takes minutes; whoever holds the lock longer is frozen
+LOOK_SECONDS = 0.2
 
 
 class World:
@@ -136,8 +139,8 @@ def _compile(original: Callable[[], None]) -> Callable[[], None]:
 
 
 class lock:
-    """Holds a lock file in `folder`. Where there can be none it is done without: nothing can be written there, or the
-    file system has no locks, and a rank that reads what another has half written starts again."""
+    """Holds a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
+    system has no locks, or LOCK_SECONDS have passed; a rank that reads what another has half written starts again."""
 
     def __init__(self, folder: Path):
         self._path, self._file = folder / f".unicron-{os.getuid()}.lock", -1
@@ -145,9 +148,18 @@ class lock:
     def __enter__(self) -> None:
         try:
             self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._wait()
         except OSError:
             pass
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(LOOK_SECONDS)
 
     def __exit__(self, *error: object) -> None:
         if self._file >= 0:

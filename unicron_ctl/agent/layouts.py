@@ -11,6 +11,7 @@ from unicron_ctl.protocol import ranges
 
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
 AUTO = "auto"
+MOST_STAGES = 1024  # that `auto` tries by itself
 NEEDED = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
 SIZES = (*NEEDED, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
 
@@ -81,7 +82,10 @@ def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int])
     """All that fit, those with the fewest ranks first; tensor parallelism within a node."""
     if not model:
         raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
-    most = _read(" ".join(limits)) if limits else Stated(stated(f"TP{per_node} PP{model['layers']}").layout)
+    deepest = min(model["layers"], per_node * nodes, MOST_STAGES)
+    most = _read(" ".join(limits)) if limits else Stated(stated(f"TP{per_node} PP{deepest}").layout)
+    if most.virtual > 1:
+        raise _wrong(LAYOUTS, f"{AUTO} tries no virtual stages (VPP{most.virtual})", "name those layouts one by one")
     tensor = [size for size in range(1, min(most.layout.tensor, per_node) + 1) if size & (size - 1) == 0]
     found = [_read(f"TP{tp} PP{pp}") for tp, pp in product(tensor, range(1, most.layout.pipeline + 1))]
     fit = [one for one in found if not misfit(one, per_node, nodes, model)]

@@ -85,6 +85,9 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
         raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)
+    if place.settings.layouts and chosen.launched:
+        said = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
+        raise UserError(f"{said}: unset it", WRONG_USE)
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     from unicron_ctl.agent.unprotected import run_unprotected
 

@@ -5,12 +5,13 @@ torch's groups are stood in for: this machine's torch has no NCCL. What they mus
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from transition.abort import Aborter
+from transition.abort import SETTINGS, Aborter, settle
 
 
 class Group:
@@ -82,3 +83,15 @@ def test_new_groups_may_have_the_identities_of_old_ones(groups):
     aborter(True)
     aborter.forget()
     assert aborter(True) == 3
+
+
+def test_settings_that_would_end_healthy_ranks_are_overruled_and_told(monkeypatch, capsys):
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "0")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    settle("gloo")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    settle("nccl")
+    assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 would end healthy ranks" in capsys.readouterr().err

@@ -355,16 +355,26 @@ def _say_incomplete(view: View, job: JobView) -> Outcome:
     return out
 
 
+def _say_unlike(view: View, job: JobView, out: Outcome) -> bool:
+    """Whether ranks wait whose replicas are of another size."""
+    live = job.live
+    if view.now >= live.unlike_look_at:
+        strange = of_another_size(job)
+        live.unlike, live.unlike_look_at = bool(strange), view.now + LOOK_SECONDS + PACE * len(live.agents)
+        if strange:
+            sizes = ", ".join(map(str, sorted(set(strange.values()))))
+            reason = (
+                f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so they "
+                "cannot train together: start the same command on all nodes"
+            )
+            _wait(job.state, sorted(strange), reason, out)
+    return live.unlike
+
+
 def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     """Puts on record, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
-    if state.phase in (Phase.FORMING, Phase.RUNNING) and (strange := of_another_size(job)):
-        sizes = ", ".join(map(str, sorted(set(strange.values()))))
-        reason = (
-            f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so they "
-            "cannot train together: start the same command on all nodes"
-        )
-        _wait(state, sorted(strange), reason, out)
+    if state.phase in (Phase.FORMING, Phase.RUNNING) and _say_unlike(view, job, out):
         return out
     if state.phase is Phase.FORMING:
         return _say_incomplete(view, job)

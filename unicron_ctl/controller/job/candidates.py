@@ -168,12 +168,16 @@ def _has_been_in(status: RankStatus) -> bool:
 
 
 def of_another_size(job: JobView) -> dict[int, int]:
-    """Slots that would enter but can never train with the others, and the ranks of a replica as they say it."""
+    """Slots that would enter but can never train with the others, and the ranks of a replica as they say it; not those
+    that are to start again."""
     ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica
         for slot, status in ranks
-        if status.state in CAN_ENTER and status.end is None and status.replica != job.replica
+        if status.replica != job.replica
+        and status.state in CAN_ENTER
+        and status.end is None
+        and status.incarnation >= job.state.slot(slot).wanted
     }
 
 

@@ -91,6 +91,14 @@ def _patient(view: View, job: JobView) -> bool:
     return job.waited(view.now) < worth and any(status.state in KEPT for _, _, status in job.all_ranks())
 
 
+def _alike(job: JobView) -> bool:
+    """All have stopped with the same state, so that what they write is a whole one. Otherwise the job goes on as it is,
+    and is asked again from there."""
+    stops = job.reports().values()
+    same = {status.iteration + (status.phase == "stepped") for status in stops}
+    return not job.state.lost and len(same) == 1 and all(status.phase != "synced" for status in stops)
+
+
 def _strayed(view: View, job: JobView) -> Happening | None:
     """The members took an offer while it was being withdrawn."""
     if not job.live.strayed:
@@ -198,7 +206,9 @@ def _reported(view: View, job: JobView) -> Happening | None:
     if happening is None:
         return None
     nobody = happening.event is Event.NOBODY
-    relaid = None if nobody and _patient(view, job) else _relayout(view, job)
+    relaid = _relayout(view, job)
+    if relaid is not None and (_patient(view, job) if nobody else not _alike(job)):
+        relaid = None
     if nobody and relaid is None and may_come_back(view, job):
         return None
     return None if elsewhere.waits(view, job) else relaid or happening

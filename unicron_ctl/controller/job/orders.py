@@ -15,6 +15,8 @@ from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
 from unicron_ctl.protocol import sharing, wire
 
+SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
+PACE = 5e-5  # seconds per agent more
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
@@ -134,7 +136,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         if (share := letter.confirmed.share(agent)) is not None:
             yield f"confirm {known.generation}", share
     if agent.element in job.live.restarts:
-        yield from _processes(job.state, agent, now)
+        yield from _processes(job, agent, now)
 
 
 def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
@@ -177,17 +179,30 @@ def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:
     return False
 
 
-def _processes(job: JobState, agent: AgentView, now: float) -> Iterator[tuple[str, wire.Message]]:
+def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str, wire.Message]]:
+    state = job.state
     for slot, status in agent.ranks.items():
-        known = job.slot(slot)
+        known = state.slot(slot)
         if status.incarnation >= known.wanted:
             continue
         if status.state not in ("exited", "finished"):
-            save = status.state == "stopped" and now < job.saving_until
+            save = status.state == "stopped" and now < state.saving_until
             order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
-        elif now >= known.not_before:
-            yield f"start {slot} {known.wanted}", started(job, slot)
+        elif now >= known.not_before and not _saving(job, now):
+            yield f"start {slot} {known.wanted}", started(state, slot)
+
+
+def _saving(job: JobView, now: float) -> bool:
+    """A rank still writes its part of what all are to begin from."""
+    live, state = job.live, job.state
+    if now >= state.saving_until:
+        return False
+    if now >= live.saves_look_at:
+        stopped = ((slot, status) for _, slot, status in job.all_ranks() if status.state == "stopped")
+        live.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
+        live.saves_look_at = now + SAVING_LOOK_SECONDS + PACE * len(live.agents)
+    return live.saves
 
 
 def started(job: JobState, slot: int) -> wire.StartRank:

@@ -265,7 +265,7 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
     elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
         _restored(job, event, set(job.members))
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
-    job.tries, job.former = 0, []
+    job.tries, job.former, job.saving_until = 0, [], 0.0
     for failure in job.failures:
         if failure.planned_at is not None and failure.resumed_at is None:
             failure.resumed_at = event.time

@@ -190,6 +190,12 @@ class LiveJob:
     blocked: frozenset[int] = frozenset()
     """Ranks that have stopped where the rest of their replica cannot finish its schedule without them."""
     blocked_look_at: float = 0.0
+    saves: bool = False
+    saves_look_at: float = 0.0
+    """Whether ranks still save their state before all start again, and when that is looked at again."""
+    unlike: bool = False
+    unlike_look_at: float = 0.0
+    """Whether ranks wait that can never train with the others; likewise."""
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
 

@@ -105,6 +105,8 @@ def _known(settings: Settings, gres: str, per_node: float) -> Known:
     if not sizes:
         return Known(gpus, per_node, None, hardware)
     names = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
+    if wrong := [name for name, value in sizes.items() if value < int(name != "recompute")]:
+        raise ValueError(f"the model's {wrong[0]} is out of range")
     model = Gpt(*(sizes[name] for name in names))
     return Known(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
 
