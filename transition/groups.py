@@ -150,8 +150,9 @@ class Groups:
         )  # many have the same
         for name, role in sorted(self._roles.items()):
             ranks, kind = ranks_of(role.whole, role.places), role.backend or backend
-            key = (kind, *ranks)
-            if kind == backend and len(ranks) == len(members):
+            # With one replica both may have the same ranks: what a Break cuts is never what a schedule goes over.
+            key = (role.whole, kind, *ranks)
+            if role.whole and kind == backend and len(ranks) == len(members):
                 made[key] = dist.group.WORLD
             elif key not in made:
                 inside = not role.whole

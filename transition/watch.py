@@ -75,6 +75,7 @@ class Watch:
         self._offer: Plan | None = None
         self._replica: frozenset[int] = frozenset()
         self._hit = False  # a rank of this replica is lost
+        self._cut = False  # the connections inside the replica were broken
         self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
         self._held_off = False  # the main thread changes the parameters
         self._dismissed = False
@@ -151,8 +152,8 @@ class Watch:
         return bool(self._active) and self._broken >= self._active
 
     def hit(self) -> bool:
-        """The generation is over, and a rank of this replica is lost."""
-        return self._hit and self.lost()
+        """The generation is over, and a rank of this replica is lost, or what connects this one with it is broken."""
+        return (self._hit or self._cut) and self.lost()
 
     def disturbed(self, inside: bool) -> bool:
         """What a collective delivered may be garbage: its connections may have been broken before it was over. inside:
@@ -175,8 +176,8 @@ class Watch:
     def enter(self, plan: Plan, replica: Iterable[int] = ()) -> None:
         """The main thread starts to enter `plan`; `replica` are the slots of its own."""
         with self._changed:
-            self._replica, self._hit, self._sheltered = frozenset(replica), False, False
-            self._held_off = False
+            self._replica, self._hit, self._cut = frozenset(replica), False, False
+            self._sheltered = self._held_off = False
             self._active, self._member = plan.generation, True
             self._joining = plan.boundary and self.slot in plan.joiners
             if self._offer is not None and self._offer.generation <= plan.generation:
@@ -230,8 +231,9 @@ class Watch:
             with self._changed:
                 self._changed.wait_for(self._unacknowledged)
                 # under the lock, so that the main thread cannot be on to the next generation's sockets
-                self._unblock(self._ends_inside())
-                if not self._ends_inside():
+                self._cut = self._ends_inside()  # too late for a shelter that the main thread goes into now
+                self._unblock(self._cut)
+                if not self._cut:
                     self._changed.wait_for(lambda: self._ends_inside() or not self._unacknowledged())
             time.sleep(KICK_SECONDS)
 
@@ -239,4 +241,4 @@ class Watch:
         return self.lost() and self._acknowledged < self._broken and not self._held_off
 
     def _ends_inside(self) -> bool:
-        return self._hit or not self._sheltered
+        return self._hit or self._cut or not self._sheltered

@@ -179,6 +179,24 @@ def test_a_rank_that_starts_again_completes_its_replica_with_those_that_stood_by
     assert {slot: codes for slot, codes in ranks.exits.items() if codes != [0]} == {size: [-9, 0]}
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("tp", "sharded"), ("pp", "plain"), pytest.param("tp-pp", "plain", marks=pytest.mark.long)],
+)
+def test_the_ranks_of_a_lone_replica_leave_their_schedule_together(tmp_path, layout, kind):
+    """Defect: its schedule went over the world's connections, which a Break without losses cuts."""
+    shape, _ = LAYOUTS[layout]
+    size, pauses = size_of(shape), [1, 3, 4]
+    environment = {"TINY_LAYOUT": shape, "TINY_ITERATIONS": "8", "TINY_SLOW": "0.05", **KINDS[kind]}
+    ranks = Ranks(tmp_path, size, [], fork=True, replica=size, pauses=pauses, **environment)
+    ranks.drive()
+    assert [lost for _, lost, _ in ranks.breaks] == [[]] * len(pauses)
+    reports = [status for reported in ranks.reports for status in reported.values()]
+    assert len(reports) == size * len(pauses)
+    assert {len(status.done) for status in reports} == {8} and not any(status.fault for status in reports)
+    proof.exactly_once(ranks, 8)
+
+
 @pytest.mark.parametrize(("layout", "kind", "moment"), SILENT)
 def test_garbage_that_a_broken_collective_returns_without_an_error_is_not_believed(
     references, run, monkeypatch, layout, kind, moment

@@ -56,3 +56,24 @@ def test_nobody_is_freed_while_the_next_generation_is_entered():
         acknowledged.set()
         time.sleep(0.001)
     assert touched and not any(touched)
+
+
+def test_what_was_broken_inside_a_replica_is_no_shelter_any_more():
+    """The Break comes right before the next schedule: what that waits for must not be believed, nor waited for."""
+    told: list[bool] = []
+    watch = Watch(0, told.append)
+    inside(watch, 1)
+    watch.on_message(broken(1))  # of another replica's loss
+    wait_for(lambda: told, "the connections inside are broken")
+    watch.shelter(True)
+    assert watch.hit() and watch.disturbed(inside=True)
+    before = len(told)
+    wait_for(lambda: len(told) >= before + 3, "it is freed again and again")
+    assert all(told)
+    watch.give_up()
+    inside(watch, 2)
+    watch.shelter(True)
+    assert not watch.hit()
+    watch.on_message(broken(2))
+    wait_for(lambda: told[-1] is False, "only the others' connections are broken")
+    assert not watch.hit() and not watch.disturbed(inside=True)

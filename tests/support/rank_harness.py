@@ -67,7 +67,7 @@ class Ranks:
     restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
     replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left
     is offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs:
-    SIGKILL at any point. settings: environment of the ranks; TINY_SCRIPT is what they run in place of tiny_gpt.
+    SIGKILL at any point. pauses: iterations after which all stop and go on, though nobody is lost. settings: environment of the ranks; TINY_SCRIPT is what they run in place of tiny_gpt.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Ranks:
         comeback: bool = False,
         fork: bool = False,
         kills: list[tuple[float, int]] | None = None,
+        pauses: list[int] | None = None,
         replica: int = 1,
         most: int | None = None,
         **settings: str,
@@ -113,6 +114,7 @@ class Ranks:
         self.environment = environment(0, 0, 0)
         self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
         self.kills, self.born = sorted(kills or []), 0.0
+        self.pauses = sorted(pauses or [])
         self.identities: dict[int, bytes] = {}
         self.generation = 0
         self.broken = 0
@@ -149,7 +151,7 @@ class Ranks:
             lost = self._collect()
             if lost:
                 self._break(lost)
-            elif self._self_stopped():
+            elif self._self_stopped() or self._pause_due():
                 self._break([])
             elif not self.members or self._newcomers():
                 self._admit()
@@ -233,6 +235,15 @@ class Ranks:
         """A member stopped although nobody is gone; not one that obeys an earlier Break and waits for its plan."""
         statuses = [self.ranks[slot].status for slot in (self.members if slots is None else slots)]
         return any(status.state in ("stopped", "waiting") and status.broken > self.broken for status in statuses)
+
+    def _pause_due(self) -> bool:
+        """All members are over the next iteration that the test wants a Break after."""
+        if not self.pauses or not self.members:
+            return False
+        over = {step["slot"] for step in self.steps if step["iteration"] >= self.pauses[0]}
+        due = over.issuperset(self.members)
+        self.pauses = self.pauses[1:] if due else self.pauses
+        return due
 
     def _newcomers(self) -> list[int]:
         states = ("waiting", "standby", "left") if self.comeback else ("waiting", "standby")
