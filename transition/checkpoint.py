@@ -174,17 +174,17 @@ class Checkpoints:
         turn: int = 0,
         writer: Writer | None = None,
         why: str = "no plan came",
-        apart: float = RESCUE_SECONDS,
+        apart: float | None = None,
     ) -> None:
         """The part of a rank that ends before its time, on disk when this returns. turn: how many other ranks hold the
         same and come first; a later one writes only what those before it have not begun to write in `apart` seconds
-        each. why: for people.
+        (RESCUE_SECONDS) each. why: for people.
 
         Raises :class:`CheckpointError` when it cannot be written.
         """
         self.wait()
         writer = writer or Writer()
-        began, patience = time.monotonic(), apart * min(turn, RESCUERS)
+        began, patience = time.monotonic(), (RESCUE_SECONDS if apart is None else apart) * min(turn, RESCUERS)
         grew: dict[Path, tuple[tuple[int, int], float]] = {}
         while not self._saved(iteration, writer):
             written = self._being_written(iteration, writer, grew)

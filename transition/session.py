@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from transition import groups, migrate, process
 from transition.accumulation import PeerLost, Work
-from transition.checkpoint import RESCUE_SECONDS, TURN_SECONDS, CheckpointError, Checkpoints, Writer
+from transition.checkpoint import TURN_SECONDS, CheckpointError, Checkpoints, Writer
 from transition.exchange import Exchange, at_commit
 from transition.handover import Handover
 from transition.kinds import Trained, kind_of
@@ -480,7 +480,7 @@ class Session:
         unfinished = self._kept is not None and self._committed and self._phase == "synced"
         if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
             turn = 0 if self._state.sharded else self._member.replica
-            apart = TURN_SECONDS if why == RELAID else RESCUE_SECONDS
+            apart = TURN_SECONDS if why == RELAID else None
             self._checkpoints.rescue(self._state, self.iteration, turn, self._writer(), why, apart)
 
     # ------------------------------------------------------------ telling the agent

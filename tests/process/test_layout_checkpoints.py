@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 SHARDED = " sharded"
 LOSSES = 1e-5  # relative, in fp32
-# Another layout sums in another order: a token between two experts may go to the other one, and fp16 rounds. Seen: 3e-4.
+# Another layout sums in another order: a token between two experts may go to the other one, and fp16 rounds; 3e-4 seen.
 LOSSES_ROUNDED = 1e-3
 
 

@@ -67,7 +67,8 @@ class Ranks:
     restart: dead ranks are started again and rejoin. hang_limit: seconds after which a stopped process is killed.
     replica: ranks of one. leave: slot -> the iteration after which it is offered to go. comeback: a rank that left
     is offered to come back. fork: ranks without their imports. kills: (seconds after the first plan, slot) pairs:
-    SIGKILL at any point. pauses: iterations after which all stop and go on, though nobody is lost. settings: environment of the ranks; TINY_SCRIPT is what they run in place of tiny_gpt.
+    SIGKILL at any point. pauses: iterations after which all stop and go on, though nobody is lost. settings:
+    environment of the ranks; TINY_SCRIPT is what they run in place of tiny_gpt.
     """
 
     def __init__(

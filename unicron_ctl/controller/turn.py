@@ -195,7 +195,7 @@ class Turns:
                     self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
-            starts = later(job, agent, now) if element in view.live.restarts else None
+            starts = later(view, agent, now) if element in view.live.restarts else None
             if starts is not None:
                 self._recheck(view, element, starts)
             elif not told:

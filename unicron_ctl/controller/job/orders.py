@@ -211,11 +211,13 @@ def started(job: JobState, slot: int) -> wire.StartRank:
     return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
 
 
-def later(job: JobState, agent: AgentView, now: float) -> float | None:
-    """When the next process of this agent is to start; None when none is to start later."""
+def later(job: JobView, agent: AgentView, now: float) -> float | None:
+    """When the next process of this agent is to start, or may be; None when none is to start later."""
+    state = job.state
+    first = job.live.saves_look_at if _saving(job, now) else now
     times = [
-        known.not_before
+        max(known.not_before, first)
         for slot, status in agent.ranks.items()
-        if status.incarnation < (known := job.slot(slot)).wanted and now < known.not_before
+        if status.incarnation < (known := state.slot(slot)).wanted and now < max(known.not_before, first)
     ]
     return min(times, default=None)

@@ -105,8 +105,8 @@ def _known(settings: Settings, gres: str, per_node: float) -> Known:
     if not sizes:
         return Known(gpus, per_node, None, hardware)
     names = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
-    if wrong := [name for name, value in sizes.items() if value < int(name != "recompute")]:
-        raise ValueError(f"the model's {wrong[0]} is out of range")
+    if (batch := sizes.get("micro-batch", 1)) < 1:
+        raise ValueError(f"the model's micro-batch must be a whole number of 1 or more, not {batch}")
     model = Gpt(*(sizes[name] for name in names))
     return Known(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
 
