@@ -194,6 +194,25 @@ def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again()
     stage.world.check_replay()
 
 
+def test_ranks_that_stopped_in_a_step_go_on_as_they_are_first():
+    """Some may have the state before it and some that after it: what they wrote would be neither."""
+    stage = grown()
+    for agent in stage.agents().values():
+        agent.prompt = False
+    stage.follow()
+    stage.world.run(1.0)
+    generation = stage.job.broken
+    assert generation and stage.job.phase == "breaking"
+    for slot, phase in enumerate(("synced", "computing")):
+        stage.agents()[slot].set(slot, state="stopped", broken=generation, phase=phase)
+    for agent in stage.agents().values():
+        agent.prompt = True
+    stage.world.run(0.2)
+    assert stage.chosen() == ["TP2"] and stage.job.generation > generation
+    assert stage.job.relayout == "TP1", "it is still wanted"
+    stage.world.check_replay()
+
+
 def test_who_cannot_save_is_ended_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr(transitions, "SAVE_SECONDS", 15.0)
     stage = grown()
@@ -202,6 +221,7 @@ def test_who_cannot_save_is_ended_when_the_time_is_over(monkeypatch):
     stage.follow()
     stage.world.run(5.0)
     assert stage.agents()[0].ranks[0].state == "stopped"
+    assert not stage.told(wire.StartRank), "nobody begins from what is not whole yet"
     stage.world.run(15.0)
     stage.ready()
     stage.world.run(3.0)
