@@ -72,10 +72,8 @@ SPREAD = {
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
     ("pp", "bf16", "error"),
-    ("tp", "sharded-bf16", "twice"),
     ("pp", "fp16", "norm"),
     ("dp", "experts-bias", "twice"),
-    ("vpp", "experts", "backward"),
     ("pp", "sharded-mtp", "after"),
 }
 

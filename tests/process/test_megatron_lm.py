@@ -105,6 +105,7 @@ def test_an_iteration_that_ends_the_job_ends_it_for_all(dataset, tmp_path):
         assert [line.iteration for line in megatron_lm.lines(world.array.logs)] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_what_is_saved_is_gone_on_from(dataset, tmp_path):
     """By any number of ranks; without an agent, too."""
     words = ["--train-iterations", "6", "--save-dir", str(tmp_path / "saves"), "--save-interval", "2"]

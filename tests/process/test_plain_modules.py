@@ -36,14 +36,12 @@ KINDS: dict[str, dict[str, str]] = {
     "dropout": {"TINY_DROPOUT": "0.1"},
 }
 SPREAD = {
-    ("fused", "data"),
     ("adamw", "backward"),
     ("scaler", "reduce"),
     ("sgd", "proof"),
     ("adafactor", "commit"),
     ("tensor-lr", "twice"),
     ("dropout", "recovery"),
-    ("adamw", "step"),
 }
 CASES = [
     pytest.param(*case, id=" ".join(case), marks=() if case in SPREAD else pytest.mark.long)

@@ -104,7 +104,7 @@ FP16 = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 "  # too large for tw
 @pytest.mark.parametrize(
     ("ranks", "layout", "model"),
     [
-        (2, INTERLEAVED, EXPERTS + FURTHER),
+        pytest.param(2, INTERLEAVED, EXPERTS + FURTHER, marks=pytest.mark.long),
         (2, "", FP16 + BIASES + "--moe-input-jitter-eps 0.01 "),  # which is another in other layouts, as dropout is
         pytest.param(2, PP + SHARDED, FP16 + BIASES, marks=pytest.mark.long),
         pytest.param(2, SHARDED + OVERLAP, EXPERTS + "--calculate-per-token-loss ", marks=pytest.mark.long),

@@ -337,7 +337,9 @@ class Ranks:
         self.born = self.born or time.monotonic()
         before = self.members or plan.members
         everyone = sorted(set(plan.members) | set(before))
-        self._send(plan, everyone)
+        # Joiners that have trained already, before all were in, stop as members do.
+        outside = [slot for slot, rank in self.ranks.items() if slot not in everyone and rank.status.state == "stopped"]
+        self._send(plan, [*everyone, *outside])
         if plan.boundary:
             (self.out / f"gate.{offers}").touch()  # training may wait until an offer is out
         deadline = time.monotonic() + STOP_LIMIT
@@ -375,7 +377,9 @@ class Ranks:
         self._send(wire.Break(generation=self.generation, lost=lost, reason="test"), list(self.ranks))
         deadline = time.monotonic() + STOP_LIMIT
         late = deadline - STOP_LIMIT / 2
-        while stuck := [slot for slot in self.members if not (self._resting(slot) or self._at_rest(slot))]:
+        joiners = [slot for slot in (self.plans[-1].joiners if self.plans else ()) if slot not in lost]
+        involved = {*self.members, *(slot for slot in joiners if self.ranks[slot].status.state in ("running", "stopped"))}
+        while stuck := [slot for slot in sorted(involved) if not (self._resting(slot) or self._at_rest(slot))]:
             assert time.monotonic() < deadline, self._where()
             if time.monotonic() > late:  # as the controller does: gloo sometimes loses one that waits
                 late = deadline
@@ -385,6 +389,7 @@ class Ranks:
             more = self._collect()
             if more:
                 return self._break(more)
+            involved -= {slot for slot in involved if self.ranks[slot].status.state == "exited"}
         stopped = {slot: self.ranks[slot].status for slot in self.members if self.ranks[slot].status.state == "stopped"}
         self.reports.append({slot: msgspec.structs.replace(status) for slot, status in stopped.items()})
         self.members = sorted(stopped)
