@@ -378,7 +378,8 @@ class Ranks:
         deadline = time.monotonic() + STOP_LIMIT
         late = deadline - STOP_LIMIT / 2
         joiners = [slot for slot in (self.plans[-1].joiners if self.plans else ()) if slot not in lost]
-        involved = {*self.members, *(slot for slot in joiners if self.ranks[slot].status.state in ("running", "stopped"))}
+        inside = [slot for slot in joiners if self.ranks[slot].status.state in ("running", "stopped")]
+        involved = {*self.members, *inside}
         while stuck := [slot for slot in sorted(involved) if not (self._resting(slot) or self._at_rest(slot))]:
             assert time.monotonic() < deadline, self._where()
             if time.monotonic() > late:  # as the controller does: gloo sometimes loses one that waits
