@@ -212,8 +212,8 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
         os.nice(TRAINING_NICENESS)
     said = False
     for result in session:
-        if dist.get_rank() == 0 and not said:
-            print(session.memory, flush=True)
+        if dist.get_rank() == 0 and not said and session.memory:
+            print(session.memory, file=sys.stderr, flush=True)
         said = True
         if metrics:
             metrics.write(metrics_record(result))

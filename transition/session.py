@@ -164,7 +164,9 @@ class Session:
 
     @property
     def memory(self) -> str:
-        """What healing takes of this rank's memory, for people."""
+        """What healing takes of this rank's memory, for people; empty where nobody heals."""
+        if self._channel is None:
+            return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
         kept = f", {self._kept.size / self._parameters:.1f} for the optimizer's states" if self._kept else ""
         return f"healing takes, in bytes a parameter: {undo}{kept}"

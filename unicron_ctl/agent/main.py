@@ -11,9 +11,7 @@ from pathlib import Path
 import click
 
 from unicron_ctl import cli as programs
-from unicron_ctl.agent.layouts import LAYOUTS
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
-from unicron_ctl.agent.place import number, read_place
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol.wire import SESSION
 
@@ -79,6 +77,10 @@ def cli() -> None:
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
     chosen = check_command(command, mode)
+    # Only now: they import `transition`, which a file of the user's may hide.
+    from unicron_ctl.agent.layouts import LAYOUTS
+    from unicron_ctl.agent.place import number, read_place
+
     command = tuple(launched(command)) if chosen.launched else command
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
