@@ -71,10 +71,7 @@ class TrainingState:
 
     def scales(self) -> list[dict[str, Any]]:
         """Of fp16: each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
-        return [
-            {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in each.items()}
-            for each in (scaler.state_dict() for scaler in scalers(self.optimizer))
-        ]
+        return [as_plain(scaler.state_dict()) for scaler in scalers(self.optimizer)]
 
     def adopt_scales(self, saved: Sequence[dict[str, Any]]) -> None:
         """Take up such a state. Raises StateMismatch for one of other scalers."""
