@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from sbatch_templates import build_dataset, gpt_options
 from tests.support import megatron_lm
 from tests.support.jobs import World
 from tests.support.processes import call, outside_slurm
@@ -27,14 +26,6 @@ PATIENCE = 240.0  # seconds, for imports on a busy machine
 TOLERANCE = 1e-5
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("dataset") / "text"
-    files = build_dataset.find_files(Path(gpt_options.__file__).parent, [".py"], recursive=False)
-    build_dataset.build(files, prefix)
-    return prefix
 
 
 def undisturbed(command: Sequence[str], ranks: int, limit: float = PATIENCE) -> list[megatron_lm.Line]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sbatch_templates import build_dataset, gpt_options
+from sbatch_templates import gpt_options
 from tests.support.processes import call, outside_slurm
 from tests.support.zygote import Script
 
@@ -24,14 +24,6 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("dataset") / "text"
-    files = build_dataset.find_files(Path(gpt_options.__file__).parent, [".py"], recursive=False)
-    build_dataset.build(files, prefix)
-    return prefix
 
 
 def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **environment: str) -> dict:

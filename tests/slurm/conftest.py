@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.processes import wait_for
+from tests.support.controller import Controller, quick_on_slurm
+from tests.support.processes import outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.slurm import ElementInfo, SlurmClient
 
@@ -86,3 +88,11 @@ def wait_until(cluster: LocalCluster) -> Callable[..., ElementInfo]:
         return look()
 
     return call
+
+
+@pytest.fixture
+def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
+    """One that acts on Slurm, for the cluster of the test."""
+    started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
+    yield started
+    started.close()

@@ -6,14 +6,13 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sbatch_templates.training_metrics import read_metrics
-from tests.support.controller import Controller, quick_on_slurm
+from tests.support.controller import Controller
 from tests.support.jobs import FOREVER
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
@@ -22,13 +21,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 FOLDER = ROOT / "sbatch_templates"
 WORDS = [FOLDER / "train_plain.py", "--text", FOLDER]
 LOSSES = 1e-4  # relative; ranks add the same gradients in another order
-
-
-@pytest.fixture
-def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
-    started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
-    yield started
-    started.close()
 
 
 def environment(cluster: LocalCluster, controller: Controller) -> dict[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.controller import Controller, quick_on_slurm
+from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
@@ -23,13 +22,6 @@ export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02 TI
 export TINY_CHECKPOINTS={out}/saves TINY_CHECKPOINT_EVERY={every}
 exec {agent} run -- {python} {script}
 """
-
-
-@pytest.fixture
-def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
-    started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
-    yield started
-    started.close()
 
 
 def submit(cluster: LocalCluster, controller: Controller, folder: Path, nodes: int, elements: int) -> None:

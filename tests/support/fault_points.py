@@ -32,6 +32,10 @@ SLOT = int(os.environ.get("UNICRON_SLOT", "0"))
 INCARNATION = int(os.environ.get("UNICRON_INCARNATION", "0"))
 WANTED = json.loads(os.environ.get("TINY_FAULT", "[]"))
 FAULTS = [f for f in WANTED if f["slot"] == SLOT and f.get("incarnation", 0) == INCARNATION]
+ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
+MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
+CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
+SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")

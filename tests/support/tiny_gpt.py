@@ -25,7 +25,12 @@ from transition import layout
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.fault_points import (
+    CHECKPOINTS,
+    EVERY,
+    ITERATIONS,
+    MICRO_BATCHES,
     OUT,
+    SAVE,
     SLOT,
     around,
     around_generations,
@@ -37,10 +42,6 @@ from tests.support.fault_points import (
     train,
 )
 
-ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
-MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
-CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
-SAVE = int(os.environ.get("TINY_SAVE", "8"))
 RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("TINY_RULE", "0"))
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())

@@ -24,7 +24,12 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "megatron
 sys.modules["megatron"] = None  # type: ignore[assignment]  # whoever imports it fails
 
 from tests.support.fault_points import (  # noqa: E402
+    CHECKPOINTS,
+    EVERY,
+    ITERATIONS,
+    MICRO_BATCHES,
     OUT,
+    SAVE,
     SLOT,
     around,
     around_generations,
@@ -35,10 +40,6 @@ from tests.support.fault_points import (  # noqa: E402
     train,
 )
 
-ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
-MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
-CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
-SAVE = int(os.environ.get("TINY_SAVE", "8"))
 TOKENS = os.environ.get("TINY_TOKENS") == "1"
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 CLIP = float(os.environ["TINY_CLIP"]) if "TINY_CLIP" in os.environ else None

@@ -1,0 +1,18 @@
+"""What several process tests train with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sbatch_templates import build_dataset, gpt_options
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """The templates' own text: the prefix of its files."""
+    prefix = tmp_path_factory.mktemp("dataset") / "text"
+    files = build_dataset.find_files(Path(gpt_options.__file__).parent, [".py"], recursive=False)
+    build_dataset.build(files, prefix)
+    return prefix
