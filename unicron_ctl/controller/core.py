@@ -52,7 +52,6 @@ from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
-PACE = 5e-5  # seconds per agent between two looks at all agents of a job
 COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run
 PHASE_RECORDS = (

@@ -24,6 +24,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import sharing, wire
@@ -32,7 +33,6 @@ SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebo
 MISSED_SAID = 16  # elements of one generation that are said to be missed
 MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
 LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
-PACE = 5e-5  # seconds per agent more
 ASKED = 3  # agents that are asked at once what the plan was
 
 
@@ -342,7 +342,7 @@ def _say_incomplete(view: View, job: JobView) -> Outcome:
     out, state, live = Outcome(), job.state, job.live
     if view.now < live.nobody_until or state.restart_mode:
         return out
-    live.nobody_until = view.now + LOOK_SECONDS + PACE * len(live.agents)
+    live.nobody_until = look_again(view.now, len(live.agents), LOOK_SECONDS)
     slots = forming_slots(view, job, waiting_elements(view, job, True))
     kept = [slot for slot in slots if (status := job.status(slot)) is not None and status.state != "waiting"]
     missing = missing_places(slots, job.replica)
@@ -360,7 +360,7 @@ def _say_unlike(view: View, job: JobView, out: Outcome) -> bool:
     live = job.live
     if view.now >= live.unlike_look_at:
         strange = of_another_size(job)
-        live.unlike, live.unlike_look_at = bool(strange), view.now + LOOK_SECONDS + PACE * len(live.agents)
+        live.unlike, live.unlike_look_at = bool(strange), look_again(view.now, len(live.agents), LOOK_SECONDS)
         if strange:
             sizes = ", ".join(map(str, sorted(set(strange.values()))))
             reason = (

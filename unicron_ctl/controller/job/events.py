@@ -20,6 +20,7 @@ from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.plan.layouts import lost_seconds
 from unicron_ctl.controller.sense import elsewhere
@@ -27,7 +28,6 @@ from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
 KEPT = ("stopped", "standby")  # states of ranks that have a training state
-PACE = 5e-5  # seconds per element more between two such looks
 
 
 def next_event(view: View, job: JobView) -> Happening | None:
@@ -137,7 +137,7 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
     """Whether it is time to look through so many elements."""
     if view.now < job.live.ready_look_at:
         return False
-    job.live.ready_look_at = view.now + PACE * max(0, count - FEW)
+    job.live.ready_look_at = look_again(view.now, max(0, count - FEW))
     return True
 
 

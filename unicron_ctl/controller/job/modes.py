@@ -15,11 +15,11 @@ from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import JobView, keeps
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without a steady world in between
-PACE = 5e-5  # seconds per member between two looks at what survivors have
 BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again later is not waited for
 
 
@@ -78,7 +78,7 @@ def _nobody(view: View, job: JobView) -> str:
     reports = job.reports()
     if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
         return ""
-    job.live.nobody_until = view.now + PACE * len(job.state.members)
+    job.live.nobody_until = look_again(view.now, len(job.state.members))
     return "the survivors make no replica with a training state that is whole"
 
 

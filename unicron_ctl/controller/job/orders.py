@@ -13,10 +13,10 @@ from transition.layout import heads_of
 from unicron_ctl.agreement.compose import elements_of, leading
 from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.protocol import sharing, wire
 
 SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
-PACE = 5e-5  # seconds per agent more
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
@@ -201,7 +201,7 @@ def _saving(job: JobView, now: float) -> bool:
     if now >= live.saves_look_at:
         stopped = ((slot, status) for _, slot, status in job.all_ranks() if status.state == "stopped")
         live.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
-        live.saves_look_at = now + SAVING_LOOK_SECONDS + PACE * len(live.agents)
+        live.saves_look_at = look_again(now, len(live.agents), SAVING_LOOK_SECONDS)
     return live.saves
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.requests import OURS
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol.wire import Plan
@@ -21,7 +22,6 @@ HERE = frozenset(
 )  # states in which an element has processes, or may have (squeue(1), JOB STATE CODES)
 GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
 BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # while some are in an earlier generation
-PACE = 5e-5  # seconds per member between two looks at all of them
 
 
 def away(view: View, job: JobState) -> list[int]:
@@ -58,7 +58,7 @@ def waits(view: View, job: JobView) -> bool:
     if view.now < job.live.elsewhere_until:
         return True
     found = goes_on(view, job.state)
-    job.live.elsewhere_until = view.now + PACE * len(job.state.members) if found else 0.0
+    job.live.elsewhere_until = look_again(view.now, len(job.state.members)) if found else 0.0
     return found
 
 
@@ -107,7 +107,7 @@ def unbound(view: View, job: JobView) -> list[AgentView]:
     state, live = job.state, job.live
     if state.phase not in BETWEEN or state.restart_mode or view.now < live.unbound_at:
         return []
-    live.unbound_at = view.now + PACE * len(state.members)
+    live.unbound_at = look_again(view.now, len(state.members))
     if may_go_on(view, state):
         return []
     heard = (_heard(view, state, element, name) for element, name in sorted(_voters(state)))

@@ -19,6 +19,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Identity, Phase
 from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.patience import STOPPED, Limit
 from unicron_ctl.controller.sense.timing import JobTimes
@@ -28,7 +29,6 @@ from unicron_ctl.protocol.wire import RankStatus
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
 MOST_STACKS = 8  # of one hang
-PACE = 5e-5  # seconds per rank between two looks at all of them, so that large jobs are not looked at all the time
 
 
 @dataclass
@@ -192,7 +192,7 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
     waited = view.now - max(watch.since, watch.moved_at)
     if view.now < watch.look_at or waited < times.limit(state, view.config):
         return out
-    watch.look_at = view.now + PACE * len(state.members)
+    watch.look_at = look_again(view.now, len(state.members))
     limits = _limits(job, times, watch, waited, view.config)
     if waited < min(limit for limit, _ in limits.values()):
         return out

@@ -9,6 +9,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import AT_REST, AgentView, JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.patience import STOPPED, outside
@@ -18,7 +19,6 @@ from unicron_ctl.protocol.wire import Plan, RankStatus
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
-PACE = 5e-5  # seconds per member between two looks at all of them
 ITERATIONS_TO_STOP = 3.0
 BLOCKED_SECONDS = 0.1  # between two looks at who waits for a rank of its replica that has stopped
 MOST_NAMED = 16  # of the members that stopped at once
@@ -107,7 +107,7 @@ def blocked(view: View, job: JobView) -> frozenset[int]:
     state, live = job.state, job.live
     if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited or view.now < live.blocked_look_at:
         return frozenset()
-    live.blocked_look_at = view.now + BLOCKED_SECONDS + PACE * len(state.members)
+    live.blocked_look_at = look_again(view.now, len(state.members), BLOCKED_SECONDS)
     found: set[int] = set()
     for place, replica in enumerate(state.groups()):
         runs = [s for s in replica if s in live.awaited]
@@ -211,7 +211,7 @@ def late_to_enter(view: View, job: JobView, times: JobTimes) -> str:
         return ""
     if view.now < live.enter_look_at or (state.offer is not None and not taken(job, plan)):
         return ""
-    live.enter_look_at = view.now + PACE * len(plan.members)
+    live.enter_look_at = look_again(view.now, len(plan.members))
     last = view.now - waited
     for slot in plan.members:
         status, agent = job.status(slot), job.agent(slot)
@@ -250,7 +250,7 @@ def ignored(view: View, job: JobView) -> str:
     limit = max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
     if waited < limit:
         return ""
-    live.enter_look_at = view.now + PACE * len(state.members)
+    live.enter_look_at = look_again(view.now, len(state.members))
     busy = any(outside(status) for slot in state.members if (status := job.status(slot)) is not None)
     if busy or taken(job, state.offer):
         return ""
