@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import runpy
@@ -84,7 +85,7 @@ def _skip_kernels() -> None:
     from megatron.legacy import fused_kernels
 
     fused_kernels.load = lambda args: None
-    training = sys.modules["megatron.training.training"]
+    training = importlib.import_module("megatron.training.training")
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
 
 
