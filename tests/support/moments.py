@@ -8,8 +8,9 @@ def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = 
     return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
 
 
-def moments(size: int) -> dict[str, list[dict]]:
-    """What strikes the second replica, or both. size: ranks of one."""
+def moments(size: int, normed: int = 1) -> dict[str, list[dict]]:
+    """What strikes the second replica, or both. size: ranks of one. normed: an iteration whose gradients have a norm,
+    which those that overflow fp16 have not."""
     first, last = size, 2 * size - 1
     return {
         "data": [fault(first, 1, "fetch", 1)],
@@ -19,7 +20,7 @@ def moments(size: int) -> dict[str, list[dict]]:
         "proof": [fault(last, 1, "reduce", 1)],
         "commit": [fault(first, 1, "reduce", 2)],
         "step": [fault(first, 1, "step", kind="late", delay=0.004)],
-        "norm": [fault(first, 1, "norm"), fault(0, 1, "norm", kind="sleep", delay=0.5)],
+        "norm": [fault(first, normed, "norm"), fault(0, normed, "norm", kind="sleep", delay=0.5)],
         "after": [fault(last, 1, "outside")],
         "recovery": [fault(first, 1, "fetch", 1), fault(0, 1, "entered", recovery=1, kind="gloo")],
         "resume": [fault(first, 1, "fetch", 1), fault(0, 1, "resume", kind="gloo")],

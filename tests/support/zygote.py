@@ -83,6 +83,7 @@ class Zygote:
         while True:
             message = self._receive()
             if "pid" in message:
+                self._codes.pop(message["pid"], None)  # of an older process that had this number
                 return message["pid"]
 
     def exit_code(self, pid: int) -> int:
