@@ -8,6 +8,7 @@ left behind when the generation breaks: it holds nothing but a constructor that 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,8 @@ def interruptible(lost: Callable[[], bool]) -> Iterator[None]:
 
     class Connecting(type):
         def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-            return run_until(lambda: original(*arguments, **keywords), lost)
+            error = ConnectionError("a member was lost while the groups were connected")
+            return run_until(lambda: original(*arguments, **keywords), lost, error)
 
         def __instancecheck__(cls, candidate: Any) -> bool:
             return isinstance(candidate, original)
@@ -40,22 +42,41 @@ def interruptible(lost: Callable[[], bool]) -> Iterator[None]:
         module.ProcessGroupGloo = original
 
 
-def run_until(work: Callable[[], Any], lost: Callable[[], bool]) -> Any:
-    """What `work()` returns or raises; ConnectionError as soon as `lost()`, and what becomes of it then is dropped."""
+class _Worker(threading.Thread):
+    """Does one thing after the other. It is a daemon: what it hangs in must not keep the process from ending."""
+
+    def __init__(self) -> None:
+        super().__init__(name="unicron-wait", daemon=True)
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.tasks.get()()
+
+
+_idle: list[_Worker] = []
+
+
+def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
+    """What `work()` returns or raises, in a thread of its own; raises `error` as soon as `lost()`, and what becomes of
+    the work then is dropped."""
     outcome: dict[str, Any] = {}
     over = threading.Event()
 
     def target() -> None:
         try:
             outcome["value"] = work()
-        except BaseException as error:
-            outcome["error"] = error
+        except BaseException as failed:
+            outcome["error"] = failed
         over.set()
 
-    threading.Thread(target=target, name="unicron-connect", daemon=True).start()
+    worker = _idle.pop() if _idle else _Worker()
+    worker.tasks.put(target)
     while not over.wait(POLL_SECONDS):
         if lost():
-            raise ConnectionError("a member was lost while the groups were connected")
+            raise error
+    _idle.append(worker)
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from detector.inject import injector
 from detector.rank_channel import RankChannel
-from transition import elastic_buckets, groups, preparing
+from transition import elastic_buckets, groups, preparing, waiting
 from transition.abort import Aborter, settle
 from transition.layout import Layout, Stated, stated
 from transition.pulse import Pulse
@@ -32,6 +32,7 @@ class Process:
         if self.channel is not None:
             self.channel.install_excepthook()
             if backend == "gloo":  # NCCL talks to its store all the time
+                waiting.install(lambda: self.watch.disturbed(True))
                 self._pulse = Pulse(self.unblocker.own)
                 self.channel.on_quiet = self._quiet
 
