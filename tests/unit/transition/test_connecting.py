@@ -9,17 +9,28 @@ import pytest
 from transition.connecting import interruptible, run_until
 
 
+GONE = ConnectionError("a member was lost")
+
+
 def test_results_and_errors_come_through():
-    assert run_until(lambda: 42, lambda: False) == 42
+    assert run_until(lambda: 42, lambda: False, GONE) == 42
     with pytest.raises(ZeroDivisionError):
-        run_until(lambda: 1 / 0, lambda: False)
+        run_until(lambda: 1 / 0, lambda: False, GONE)
 
 
 def test_what_hangs_is_left_as_soon_as_the_generation_is_lost():
     free, answers = threading.Event(), iter([False, False, True])
-    with pytest.raises(ConnectionError, match="lost while the groups were connected"):
-        run_until(free.wait, lambda: next(answers))
+    with pytest.raises(ConnectionError, match="a member was lost"):
+        run_until(free.wait, lambda: next(answers), GONE)
+    assert run_until(lambda: 43, lambda: False, GONE) == 43, "what came after does not wait for it"
     free.set()
+
+
+def test_one_thread_serves_all_that_do_not_hang():
+    run_until(lambda: None, lambda: False, GONE)
+    before = threading.active_count()
+    names = {run_until(lambda: threading.current_thread().ident, lambda: False, GONE) for _ in range(20)}
+    assert len(names) == 1 and threading.active_count() == before
 
 
 def test_torch_gets_its_own_class_back():
