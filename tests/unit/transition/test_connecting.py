@@ -8,7 +8,6 @@ import pytest
 
 from transition.connecting import interruptible, run_until
 
-
 GONE = ConnectionError("a member was lost")
 
 
