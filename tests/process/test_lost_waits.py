@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import outside_slurm
+from tests.support.processes import of_a_world
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -56,15 +55,9 @@ def written(rank: subprocess.Popen) -> int:
 @pytest.mark.parametrize("how", [pytest.param("gloo", marks=pytest.mark.long), "given up"])
 def test_a_peer_dies_while_its_message_is_on_its_way(how, survivor):
     """gloo's own wait goes on until its time-out; when this fails, `transition.waiting` is not needed any more."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = outside_slurm() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HOW": how}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK], env=world | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+        subprocess.Popen([sys.executable, "-c", RANK], env=each | {"HOW": how}, stdout=subprocess.PIPE, text=True)
+        for each in of_a_world(2)
     ]
     try:
         staying, dying = ranks if survivor == "sender" else ranks[::-1]

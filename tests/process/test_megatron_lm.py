@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import pytest
 
 from tests.support import megatron_lm
 from tests.support.jobs import World
-from tests.support.processes import call, outside_slurm
+from tests.support.processes import call, of_a_world
 from transition.megatron_lm import seams
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
@@ -30,19 +29,15 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 def undisturbed(command: Sequence[str], ranks: int, limit: float = PATIENCE) -> list[megatron_lm.Line]:
     """What the program logs in a world of torchrun's, without Unicron."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = outside_slurm() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
         subprocess.Popen(
             command,
-            env=world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=each | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(ranks)
+        for each in of_a_world(ranks)
     ]
     try:
         logs = [process.communicate(timeout=limit)[0] for process in started]

@@ -6,7 +6,6 @@ losses and parameters. A spread of kinds and moments runs always, the others are
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from sbatch_templates.training_metrics import read_metrics
 from tests.support import proof
 from tests.support.moments import fault, moments
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.processes import ROOT, call, of_a_world, outside_slurm
 from tests.support.rank_harness import Ranks
 from tests.support.zygote import Script
 
@@ -144,12 +143,9 @@ def test_all_of_transition_can_be_imported_where_megatron_is_not_installed():
 # ------------------------------------------------------------ the template
 def losses_of_the_template(folder: Path, name: str, ranks: int, *more: object) -> list[float]:
     """`train_plain.py` as a user starts it, on this project's own text."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     options = ["--text", TEMPLATE.parent, "--iterations", 4, "--metrics", folder / name, *more]
-    ranked = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
-    started = [Script(TEMPLATE, *options, environment=outside_slurm() | each) for each in ranked]
+    ranked = of_a_world(ranks) if ranks > 1 else [outside_slurm()]
+    started = [Script(TEMPLATE, *options, environment=each) for each in ranked]
     for ended in [script.wait(60) for script in started]:
         assert ended.returncode == 0, ended
     return [each["loss"] for each in read_metrics(folder / name)]

@@ -4,14 +4,13 @@ checkpoint of one layout is gone on with in any other."""
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from sbatch_templates import gpt_options
-from tests.support.processes import call, outside_slurm
+from tests.support.processes import call, of_a_world
 from tests.support.zygote import Script
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
@@ -33,10 +32,6 @@ def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **envir
 
 def run(dataset, ranks: int, *arguments: object, script: Path, **environment: str) -> str:
     """The output of rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = outside_slurm() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | environment
     started = [
         Script(
             script,
@@ -44,9 +39,9 @@ def run(dataset, ranks: int, *arguments: object, script: Path, **environment: st
             dataset,
             *SMALL,
             *arguments,
-            environment=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            environment=each | environment,
         )
-        for rank in range(ranks)
+        for each in of_a_world(ranks)
     ]
     ended = [each.wait() for each in started]
     assert [each.returncode for each in ended] == [0] * ranks, ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from sbatch_templates import build_dataset, train_gpt
 from sbatch_templates.training_metrics import read_metrics
-from tests.support.processes import call, outside_slurm
+from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.zygote import Script
 
 SCRIPT = Path(train_gpt.__file__)
@@ -36,14 +35,7 @@ def dataset(tmp_path_factory):
 
 def train(ranks: int, *arguments: object) -> list[str]:
     """Run the script in `ranks` processes; returns the first one's log lines."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [
-        Script(SCRIPT, *arguments, environment=outside_slurm() | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
+    started = [Script(SCRIPT, *arguments, environment=each) for each in of_a_world(ranks)]
     ended = [script.wait(60) for script in started]
     assert [each.returncode for each in ended] == [0] * ranks, ended
     return (ended[0].stdout + ended[0].stderr).splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +52,15 @@ def outside_slurm() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def of_a_world(ranks: int) -> list[dict[str, str]]:
+    """The environment of each process of a world of its own on this machine, as torchrun makes it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = outside_slurm() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def call(

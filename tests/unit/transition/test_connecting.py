@@ -8,7 +8,7 @@ import pytest
 
 from transition.connecting import interruptible, run_until
 
-GONE = ConnectionError("a member was lost")
+GONE = ConnectionError("gone")
 
 
 def test_results_and_errors_come_through():
@@ -19,9 +19,20 @@ def test_results_and_errors_come_through():
 
 def test_what_hangs_is_left_as_soon_as_the_generation_is_lost():
     free, answers = threading.Event(), iter([False, False, True])
-    with pytest.raises(ConnectionError, match="a member was lost"):
+    with pytest.raises(ConnectionError, match="gone"):
         run_until(free.wait, lambda: next(answers), GONE)
     assert run_until(lambda: 43, lambda: False, GONE) == 43, "what came after does not wait for it"
+    free.set()
+
+
+def test_a_group_that_hangs_says_that_a_member_was_lost(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    free = threading.Event()
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", free.wait)
+    lost = pytest.raises(ConnectionError, match="lost while the groups were connected")
+    with lost, interruptible(lambda: True):
+        distributed_c10d.ProcessGroupGloo()
     free.set()
 
 

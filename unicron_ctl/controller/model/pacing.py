@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SECONDS_EACH = 5e-5  # for each rank or agent looked at: with 16,384 of them a look costs some 10 ms, every 0.8 s
+SECONDS_EACH = 5e-5  # for each rank or agent looked at: 16,384 of them are looked at every 0.8 s
 
 
 def look_again(now: float, count: int, least: float = 0.0) -> float:
