@@ -1,0 +1,173 @@
+"""An image: the training state of one rank as raw bytes, in a file of shared memory that outlives the rank.
+
+A file is a page that says what is in it, a head (MessagePack, for whoever reads the data), and the data, flat. It is
+marked torn before the first byte changes and whole after the last one, so a writer that is killed leaves nothing that
+looks sound; the checksums show what memory or a network did to it later. Room is allocated before it is written: a
+full /dev/shm is an OSError here, and no SIGBUS in the middle of a copy.
+
+Only the standard library and MessagePack: the agent, which owns the files, has no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgpack
+
+PAGE = 4096
+VERSION = 1
+SUFFIX = ".image"
+SUMS = 16  # bytes: two words of 64 bits (transition.migrate.checksum)
+_MAGIC = b"unicron\x00"
+_TORN, _WHOLE = 0, 1
+# magic, version, state, length and CRC of the key, of the head, where the data begin, their length, their checksums
+_FIXED = struct.Struct(f"<8sIIIIQIQQ{SUMS}s")
+_STATE = 12  # where the state is in it
+
+
+class BadImage(ValueError):
+    """A file is no image, or not as it was written; one line says why."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an image holds. kind: "state", a rank's part of a checkpoint; "shard", of a distributed optimizer's; "user",
+    what a script saved. place of `size` ranks of a replica, shard of `count`. iteration: the one that comes next. base:
+    the generation that made the state. mark: the same in all images that belong together."""
+
+    kind: str
+    slot: int
+    iteration: int
+    place: int = 0
+    size: int = 1
+    shard: int = 0
+    count: int = 1
+    base: int = 0
+    mark: str = ""
+
+
+class Image:
+    """A file of shared memory with room for an image, mapped. The data begin at a page.
+
+    Raises OSError where there is no room. The mapping is let go of with the last reference to :attr:`data`.
+    """
+
+    def __init__(self, path: Path, head_bytes: int, data_bytes: int):
+        """Make a new file; one of that name is replaced. head_bytes, data_bytes: the most that it can hold."""
+        self.path = path
+        self._offset = PAGE + -(-head_bytes // PAGE) * PAGE
+        descriptor, new = -1, path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.posix_fallocate(descriptor, 0, self._offset + max(1, data_bytes))
+            self._map = mmap.mmap(descriptor, self._offset + max(1, data_bytes))
+            os.replace(new, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def fits(self, head_bytes: int, data_bytes: int) -> bool:
+        """It can hold so much."""
+        return PAGE + head_bytes <= self._offset and self._offset + data_bytes <= len(self._map)
+
+    @property
+    def data(self) -> memoryview:
+        """All the room for data."""
+        return memoryview(self._map)[self._offset :]
+
+    def begin(self) -> None:
+        """What is in it is of no use from here on."""
+        self._map[_STATE : _STATE + 4] = struct.pack("<I", _TORN)
+
+    def finish(self, key: Key, head: bytes, data_bytes: int, sums: bytes) -> None:
+        """The data are there: it is whole. sums: SUMS bytes, the checksum of the data."""
+        about = msgpack.packb(asdict(key))
+        if _FIXED.size + len(about) > PAGE or not self.fits(len(head), data_bytes):
+            raise ValueError("the image has no room for this")
+        self._map[_FIXED.size : _FIXED.size + len(about)] = about
+        self._map[PAGE : PAGE + len(head)] = head
+        fixed = _FIXED.pack(
+            _MAGIC,
+            VERSION,
+            _TORN,
+            len(about),
+            zlib.crc32(about),
+            len(head),
+            zlib.crc32(head),
+            self._offset,
+            data_bytes,
+            sums,
+        )
+        self._map[: _FIXED.size] = fixed
+        self._map[_STATE : _STATE + 4] = struct.pack("<I", _WHOLE)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole image as its first page tells of it. The head and the data are checked by whoever reads them."""
+
+    path: Path
+    key: Key
+    head_bytes: int
+    head_crc: int
+    offset: int
+    data_bytes: int
+    sums: bytes
+
+    @property
+    def used(self) -> int:
+        """Of the file, as far as it is used."""
+        return self.offset + self.data_bytes
+
+    def read(self) -> tuple[bytes, memoryview]:
+        """(head, data); the data are a private mapping of the file: what is written into them changes no image. Compare
+        their checksum with :attr:`sums` before they are believed. Raises BadImage, OSError."""
+        with self.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self.used:
+                raise BadImage(f"{self.path}: cut off")
+            mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
+        head = bytes(mapped[PAGE : PAGE + self.head_bytes])
+        if zlib.crc32(head) != self.head_crc:
+            raise BadImage(f"{self.path}: its head does not match its checksum")
+        return head, mapped[self.offset : self.offset + self.data_bytes]
+
+
+def look(path: Path) -> Found:
+    """What is in a file. Raises BadImage for a torn one, and for what is none; OSError."""
+    with path.open("rb") as file:
+        page = file.read(PAGE)
+    if len(page) < _FIXED.size:
+        raise BadImage(f"{path}: too short")
+    magic, version, state, key_bytes, key_crc, head_bytes, head_crc, offset, data_bytes, sums = _FIXED.unpack_from(page)
+    if magic != _MAGIC or version != VERSION:
+        raise BadImage(f"{path}: not an image of this release")
+    if state != _WHOLE:
+        raise BadImage(f"{path}: torn, its writer ended in the middle")
+    about = page[_FIXED.size : _FIXED.size + key_bytes]
+    if len(about) != key_bytes or zlib.crc32(about) != key_crc:
+        raise BadImage(f"{path}: its first page does not match its checksum")
+    try:
+        key = Key(**msgpack.unpackb(about))
+    except (TypeError, ValueError) as error:
+        raise BadImage(f"{path}: not an image of this release ({error})") from None
+    return Found(path, key, head_bytes, head_crc, offset, data_bytes, sums)
+
+
+def inventory(folder: Path) -> Iterator[Found]:
+    """All whole images in a folder; what is torn or none is passed over."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(folder.iterdir()):
+            if path.name.endswith(SUFFIX):
+                with contextlib.suppress(BadImage, OSError):
+                    yield look(path)
