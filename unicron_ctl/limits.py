@@ -165,6 +165,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "SILENT_PERIODS", 5.0, "periods of metrics_seconds after which a silent sampler is replaced"),
     Limit("agent", "SETTLE_SECONDS", 3.0, "without change in Slurm before a world without the controller starts"),
     Limit("agent", "LIMIT_SECONDS", 60.0, "at most, for that"),
+    Limit("agent", "FORGOTTEN_SECONDS", 900.0, "after which training state in memory that no agent holds is removed"),
+    Limit("agent", "TOUCH_SECONDS", 60.0, "between two signs of an agent that its folder of shared memory is in use"),
     Limit(
         "rank",
         "PLAN_TIMEOUT",
@@ -257,6 +259,7 @@ RULES: tuple[Rule, ...] = (
         slurm=True,
     ),
     # ---- against what is fixed in agents and ranks
+    Rule("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
     Rule("agent.PLANNED_SECONDS", "report_timeout", "a restart-mode script may take so long to save its state"),
     Rule("restart_grace", "agent.ORPHAN_SECONDS", "agents must still be there when the controller is back"),
     Rule(

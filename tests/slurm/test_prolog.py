@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import tempfile
@@ -210,6 +211,26 @@ def test_epilog_removes_the_files_of_its_job_only(epilog: Hook, monkeypatch: pyt
     kept = {"unicron-8150-0", "unicron-81-0", "other-815-0"} | ({"unicron-815-foreign"} if os.getuid() == 0 else set())
     assert {path.name for path in shm.iterdir()} == kept
     assert [path.name for path in run.iterdir()] == ["keep"] and (run / "keep" / "file").exists()
+
+
+def test_epilog_removes_training_state_that_nobody_has_held_for_long(epilog: Hook) -> None:
+    shm = epilog.folder / "shm"
+    names = ("unicron.815.n1.0", "unicron.77.n1.1000", "unicron.78.n1.0", "unicron.77.n11.0", "unicron.77.n1.me")
+    for name in names:
+        (shm / name).mkdir()
+        (shm / name / "slot-0.0.image").touch()
+        os.utime(shm / name, (time.time() - 20 * 60,) * 2)
+    os.utime(shm / "unicron.815.n1.0")  # its element may come back
+    held = os.open(shm / "unicron.78.n1.0", os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert epilog(**ENDED_JOB) == 0
+        assert {path.name for path in shm.iterdir()} == set(names) - {"unicron.77.n1.1000"}
+    finally:
+        os.close(held)
+    epilog.settings["UNICRON_KEEP_MINUTES"] = "0"
+    assert epilog(**ENDED_JOB) == 0
+    assert {path.name for path in shm.iterdir()} == {"unicron.77.n11.0", "unicron.77.n1.me"}
 
 
 def test_epilog_kill_switches(epilog: Hook, sleeper) -> None:

@@ -86,6 +86,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TINY_OUT": str(self.folder),
             "TINY_SAVE": "0",
+            "UNICRON_MEMORY_DIR": str(self.folder),
             **settings,
         }
         self.agents: dict[int, Agent] = {}

@@ -26,6 +26,7 @@ from detector.supervise import shell_status
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.line import Line
+from unicron_ctl.agent.memory import Memory
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
 from unicron_ctl.agent.reports import Reports
@@ -63,11 +64,12 @@ class Agent:
         except (zmq.ZMQError, UserError):
             self._context.destroy(linger=0)
             raise
+        self._memory = Memory(place, os.environ, self._complain)
         self._folder = socket_folder(place.job, os.environ)
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
         self._layout = ""  # in which the ranks are started, as the controller wants it
-        environment = rank_environment(place, self._endpoint, dict(os.environ), lambda: self._layout)
+        environment = rank_environment(place, self._endpoint, dict(os.environ), self._told)
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
@@ -98,6 +100,7 @@ class Agent:
         self.alone = False  # the controller says that the others have done this already
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
+        self._ended = False  # nobody will go on with this job
         self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
         self._complaints: Counter[str] = Counter()
@@ -163,8 +166,13 @@ class Agent:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
         self._witness.close()
+        self._memory.close(self._ended)
         if self._reports.node is not None:
             self._reports.node.close()
+
+    def _told(self) -> dict[str, str]:
+        """What a process that starts now is told of the job."""
+        return {**self._memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -173,6 +181,7 @@ class Agent:
         self._dumps.finish()
         now = time.monotonic()
         self._reports.turn(now)
+        self._memory.turn(now)
         self._witness.door.answer()
         urgent = self._stand_in.turn(now) or self._trials.due()
         if urgent or now - self._reports.sent_at >= self._status_period():
@@ -207,6 +216,7 @@ class Agent:
             return  # trained to the end, but the script may save something yet
         if len(finished) == len(self.ranks) or self._over:
             codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
+            self._ended = True
             self._leave(max(codes, default=0), "finished")
         elif now - self._last_heard > ORPHAN_SECONDS:
             if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
@@ -447,6 +457,7 @@ class Agent:
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._layout = message.layout
+        self._memory.open(message.run)
         self._welcomed = True
         if self._registered:
             self._send_status()
@@ -460,6 +471,7 @@ class Agent:
         if message.code or message.reason:
             self._complain(message.reason)
         if message.code:
+            self._ended = True
             self._leave(message.code & 0xFF or 1, "ended by the controller")
             return
         self._over = True

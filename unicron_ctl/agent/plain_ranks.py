@@ -169,7 +169,8 @@ class RestartAgent(Agent):
         for rank in ready:
             rank.enter(
                 plan.generation,
-                world.environment(rank.local, self._base) | {"UNICRON_GENERATION": str(plan.generation)},
+                world.environment(rank.local, self._base)
+                | {"UNICRON_GENERATION": str(plan.generation), **self._memory.environment},
             )
             self._attend(rank)
         self._store.start()

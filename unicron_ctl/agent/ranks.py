@@ -153,10 +153,10 @@ def package_path(base: Mapping[str, str]) -> str:
 
 
 def rank_environment(
-    place: Place, endpoint: str, base: dict[str, str], layout: Callable[[], str] = str
+    place: Place, endpoint: str, base: dict[str, str], told: Callable[[], Mapping[str, str]] = dict
 ) -> Callable[[int, int, int], dict[str, str]]:
-    """(slot, local rank, incarnation) -> the environment of that rank's process. layout: in which it is to run now, of
-    those that the job has stated; else "".
+    """(slot, local rank, incarnation) -> the environment of that rank's process. told: what is known only when it
+    starts.
 
     RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
     gives the real one.
@@ -179,7 +179,7 @@ def rank_environment(
             "MASTER_ADDR": place.address,
             "MASTER_PORT": "0",
             "PYTHONUNBUFFERED": "1",
-            **({"UNICRON_LAYOUT": name} if (name := layout()) else {}),
+            **told(),
         }
 
     return environment

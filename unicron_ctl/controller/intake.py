@@ -275,6 +275,7 @@ class Intake:
             metrics_directory=config.metrics_directory,
             progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if large else PROGRESS_SECONDS,
             layout=job.layout,
+            run=f"{round(job.registered_at * 1e6):x}",
         )
 
     def _status(self, route: Route, message: wire.Status, key: str) -> None:

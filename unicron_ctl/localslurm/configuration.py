@@ -35,6 +35,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "SlurmdDebug=info",
         "LogTimeFormat=iso8601_ms",
         f"PlugStackConfig={layout.etc_dir}/plugstack.conf",
+        f"TaskProlog={layout.etc_dir}/task_prolog",
         "MailProg=/bin/true",
         # Works as any user; cgroups need root.
         "ProctrackType=proctrack/linuxproc",
@@ -72,6 +73,14 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         f"PartitionName=main Nodes=n[1-{spec.nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]
     return "\n".join(line for line in lines if line) + "\n"
+
+
+def task_prolog(layout: Layout) -> str:
+    """A script that gives each virtual node a shared memory of its own: all have one /dev/shm, which would outlive the
+    cluster, and a node's power failure."""
+    return f"""#!/bin/sh
+[ -n "$UNICRON_MEMORY_DIR" ] || echo "export UNICRON_MEMORY_DIR={layout.memory_dir}/$SLURMD_NODENAME"
+"""
 
 
 def _head(spec: Spec, hostname: str) -> str:

@@ -159,9 +159,11 @@ class LocalCluster:
         here = [process for process in self.processes() if process.node == node]
         if self.spec.links:
             self.links.power([node], on=False)
-            return processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
         silent = tombstone.ports_of(process.pid for process in here if process.kind != "tombstone")
         killed = processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+        self._empty_memory(node)
+        if self.spec.links:
+            return killed
         if silent:
             command = [sys.executable, tombstone.__file__, str(self.layout.slurm_conf), node, *map(str, silent)]
             self._launch(f"tombstone-{node}", command, node)
@@ -270,6 +272,7 @@ class LocalCluster:
             folder.mkdir(parents=True, exist_ok=True)
         for name in self.spec.node_names:
             (layout.spool_dir / name).mkdir(exist_ok=True)
+            self._empty_memory(name)
         if self.spec.links:
             taken = layout.network.register(layout.state_dir)
             chosen = _SLURM_PORTS[:1] + _SLURM_PORTS[1:] * self.spec.nodes
@@ -286,6 +289,18 @@ class LocalCluster:
         layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
         (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
         (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
+        prolog = layout.etc_dir / "task_prolog"
+        prolog.write_text(configuration.task_prolog(layout))
+        prolog.chmod(0o755)
+
+    def _empty_memory(self, node: str) -> None:
+        """As after a power failure. Any user's jobs may write there."""
+        self.layout.memory_dir.mkdir(exist_ok=True)
+        self.layout.memory_dir.chmod(0o755)  # whatever the umask
+        folder = self.layout.memory_dir / node
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        folder.chmod(0o1777)
 
     def _start_munged(self, program: str) -> None:
         folder = self.layout.munge_dir

@@ -67,6 +67,7 @@ JobId = Annotated[str, Meta(pattern=r"^[0-9]{1,20}\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=NAME, pattern=r"^[^\x00-\x20\x7f-\xa0]*\Z")]  # of what has one
 NoName = Annotated[str, Meta(max_length=NAME, pattern=r"^[^\x00-\x20\x7f-\xa0]*\Z")]  # the same, or none
 Kind = Annotated[str, Meta(max_length=NAME)]
+Run = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]*\Z")]  # a part of a folder's name
 Text = Annotated[str, Meta(max_length=TEXT)]
 Reason = Annotated[str, Meta(max_length=REASON)]
 Credential = Annotated[str, Meta(max_length=CREDENTIAL)]

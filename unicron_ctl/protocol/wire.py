@@ -333,7 +333,8 @@ class Metrics(Message, tag="metrics"):
 class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
     for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
-    layout: in which the ranks are to be started, where the job has stated several."""
+    layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that no
+    other has, of whatever cluster; what is left of it in memory is known by that."""
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
@@ -341,6 +342,7 @@ class Welcome(Message, tag="welcome"):
     metrics_seconds: ranges.Seconds = 0.0
     metrics_directory: ranges.Text = ""
     layout: ranges.Kind = ""
+    run: ranges.Run = ""
 
 
 class Ping(Message, tag="ping"):

@@ -1,0 +1,155 @@
+"""The node's shared memory for one job: training state that outlives a rank, its requeue and its agent
+(docs/design/memory.md).
+
+The agent makes the folder and says where it is; the ranks write images there (:mod:`transition.memory.images`). It is
+held by a lock as long as an agent of the job lives on the node. What nobody holds was left by an agent that was killed
+or told to end: it stays for an element that comes back, and is removed when it has been forgotten for long enough, by
+the next agent of its user or by an epilog.
+
+A job id does not name a training: clusters count from 1, and a log may be lost. So the controller gives each training a
+name of its own (`run`), and without one there is no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from unicron_ctl.agent.place import Place, number
+
+VARIABLE = "UNICRON_MEMORY"  # what a rank is told
+EVERY = "UNICRON_MEMORY_EVERY"  # iterations between two images; 0: none are made
+BASE = "UNICRON_MEMORY_DIR"
+SHARED_MEMORY = "/dev/shm"
+FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
+TOUCH_SECONDS = 60.0
+TRIES = 5  # to open a folder that others remove at the same time
+_NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
+
+
+class Memory:
+    """Of one agent. folder: None while there is none. Raises UserError for settings that make no sense."""
+
+    def __init__(self, place: Place, environment: Mapping[str, str], complain: Callable[[str], None]):
+        self.folder: Path | None = None
+        self._place, self._complain = place, complain
+        self._base = Path(environment.get(BASE) or SHARED_MEMORY)
+        self._wanted = number(environment, EVERY, "1", least=0) > 0
+        self._descriptor = -1
+        self._touched = 0.0
+
+    def open(self, run: str) -> None:
+        """The controller's word which training this is; the first one counts. Where no folder can be made, that is
+        said, and the job goes on without."""
+        if not (self._wanted and run):
+            return
+        self._wanted = False
+        sweep(self._base, self._place.node, time.time())
+        folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
+        try:
+            self._descriptor = _hold(folder)
+            self.folder = folder
+        except OSError as error:
+            why = f"{error.strerror or error}: see {BASE}, or set {EVERY}=0"
+            self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks are told."""
+        return {VARIABLE: str(self.folder) if self.folder is not None else ""}
+
+    def turn(self, now: float) -> None:
+        """Show now and then that the folder is in use."""
+        if self.folder is not None and now - self._touched >= TOUCH_SECONDS:
+            self._touched = now
+            with contextlib.suppress(OSError):
+                os.utime(self.folder)
+
+    def close(self, over: bool) -> None:
+        """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
+            self.folder.rmdir()  # where nothing was kept
+        if over:
+            _remove_if_unheld(self.folder, self._descriptor)
+        os.close(self._descriptor)
+        self.folder = None
+
+
+def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:
+    """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
+    clock."""
+    return [path for path in _leftovers(base, node, os.getuid() if uid is None else uid, now) if _remove(path)]
+
+
+def _leftovers(base: Path, node: str, uid: int, now: float) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for path in base.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is None or match[1] != node or match[2] != str(uid):
+                continue
+            with contextlib.suppress(OSError):
+                if now - path.lstat().st_mtime > FORGOTTEN_SECONDS:
+                    yield path
+
+
+def _remove(path: Path) -> bool:
+    try:
+        descriptor = _open(path)
+    except OSError:
+        return False
+    try:
+        return _remove_if_unheld(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_unheld(path: Path, descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    shutil.rmtree(path, ignore_errors=True)
+    return True
+
+
+def _hold(folder: Path) -> int:
+    """A descriptor of the folder, which is made if it has to be, with a shared lock on it. Raises OSError."""
+    for _ in range(TRIES):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            descriptor = _open(folder)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody is removing it
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(0.01)
+    raise OSError("others keep removing it")
+
+
+def _open(folder: Path) -> int:
+    """Raises PermissionError for a folder that is not this user's own: anybody may write where it lies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(descriptor)
+        raise PermissionError(1, "it is another user's")
+    return descriptor
