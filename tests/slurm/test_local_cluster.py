@@ -200,7 +200,8 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     script.write_text(
         "#!/bin/bash\n"
         "export PATH=$PATH:/usr/bin:/bin\n"
-        f"srun --overlap bash -c 'setsid sleep 301 & echo $! > {tmp_path}/hidden; exec sleep 302' &\n"
+        "srun --overlap bash -c 'touch $UNICRON_MEMORY_DIR/state; "
+        f"echo $UNICRON_MEMORY_DIR > {tmp_path}/memory; setsid sleep 301 & echo $! > {tmp_path}/hidden; exec sleep 302' &\n"
         f"setsid sleep 303 & echo $! > {tmp_path}/batch\n"
         "wait\n"
     )
@@ -208,6 +209,8 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     job = _output(["sbatch", "--parsable", *options, str(script)], cluster)
     wait_for(lambda: (tmp_path / "hidden").exists() and (tmp_path / "batch").exists(), "both have started")
     pids = [int((tmp_path / name).read_text()) for name in ("hidden", "batch")]
+    memory = Path((tmp_path / "memory").read_text().strip())
+    assert memory.name == "n2" and (memory / "state").exists()
     others = [p for p in cluster.processes() if p.kind == "slurmd" and p.node != "n2"]
     began = time.monotonic()
     victims = cluster.power_off("n2")
@@ -220,6 +223,7 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     wait_for(lambda: reach(f"127.0.0.1:{port}", 0.3) is Reach.SILENT, "slurmd's port is silent")
     assert [p for p in cluster.processes() if p.kind == "slurmd"] == others
     assert took < 2.0
+    assert not list(memory.iterdir()), "memory forgets"
     client.down("n2", "unicron[node_problem]: no heartbeat")
     cluster.power_on("n2")
     cluster.power_on("n2")
