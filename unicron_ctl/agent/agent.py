@@ -24,6 +24,7 @@ import zmq
 
 from detector.supervise import shell_status
 from unicron_ctl.agent import node_watch
+from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.memory import Memory
@@ -65,6 +66,7 @@ class Agent:
             self._context.destroy(linger=0)
             raise
         self._memory = Memory(place, os.environ, self._complain)
+        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._complain)
         self._folder = socket_folder(place.job, os.environ)
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
@@ -90,7 +92,7 @@ class Agent:
         )
         self._identities: dict[int, bytes] = {}
         agreement, sampling = self._stand_in.agreement, Sampling(self._folder)
-        self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._send)
+        self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
         self._dumps = Dumps(place.job, self.ranks, self._endpoint, self._send)
         self._store: Store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
         self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
@@ -114,6 +116,7 @@ class Agent:
         self._watch(self._signals.fileno(), "signal", 0)
         self._watch(self._witness.answers.fileno(), "witness", 0)
         self._watch(self._line.results.fileno(), "line", 0)
+        self._watch(self._copies.results.fileno(), "copies", 0)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -166,6 +169,7 @@ class Agent:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._signals.close()
         self._witness.close()
+        self._copies.close()
         self._memory.close(self._ended)
         if self._reports.node is not None:
             self._reports.node.close()
@@ -177,11 +181,12 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._status_period() - (now - self._reports.sent_at), self._reports.wait(now))
-        self._serve(min(wait, self._stand_in.agreement.wait(now), self._dumps.wait))
+        self._serve(min(wait, self._stand_in.agreement.wait(now), self._dumps.wait, self._copies.wait(now)))
         self._dumps.finish()
         now = time.monotonic()
         self._reports.turn(now)
         self._memory.turn(now)
+        self._copies.turn(now)
         self._witness.door.answer()
         urgent = self._stand_in.turn(now) or self._trials.due()
         if urgent or now - self._reports.sent_at >= self._status_period():
@@ -272,6 +277,9 @@ class Agent:
             self._reports.testimony(self._witness.answers.take())
         elif what == "answers":
             self._line.learn(self._register)
+        elif what == "copies":
+            if self._copies.finish(time.monotonic()):
+                self._send_status()
         elif what == "line":
             for result in self._line.results.take():
                 result()
@@ -365,7 +373,8 @@ class Agent:
     def _register(self) -> None:
         self._last_register = time.monotonic()
         door = f"{self.place.address}:{self._witness.door.port}"
-        self._line.register(self.place, self.identity, door, self._stand_in.address, self._send)
+        images = self._copies.address, self._copies.token
+        self._line.register(self.place, self.identity, door, self._stand_in.address, images, self._send)
 
     def _send_status(self, leaving: str = "") -> None:
         self._reports.status(self._store.port, leaving)
@@ -430,6 +439,10 @@ class Agent:
                     self._tell(message.slot, message)
                 else:
                     rank.kill()
+            case wire.Cut():
+                self._copies.obey(message)
+            case wire.Fetch():
+                self._copies.fetch(message, time.monotonic())
             case wire.Inject():
                 self._trials.perform(message)
             case wire.Stacks():
@@ -496,6 +509,9 @@ class Agent:
             self._register()
 
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
+        self._to_all(message)
+
+    def _to_all(self, message: wire.Message) -> None:
         data = for_rank(message)
         for slot, identity in self._identities.items():
             if self.ranks[slot].alive:

@@ -110,9 +110,17 @@ class Line:
         if answers:
             self._in_thread("answers", lambda: self._hello.believed(answers), then)
 
-    def register(self, place: Place, agent: str, door: str, peer: str, send: Callable[[wire.Message], None]) -> None:
+    def register(
+        self,
+        place: Place,
+        agent: str,
+        door: str,
+        peer: str,
+        images: tuple[str, str],
+        send: Callable[[wire.Message], None],
+    ) -> None:
         """Sends the agent's first message, with a fresh credential that is bound to this line, as soon as that is made;
-        nothing before the line leads anywhere."""
+        nothing before the line leads anywhere. images: where it takes and gives them, and the token for that."""
         message = wire.Register(
             job=place.job,
             element=place.element,
@@ -125,6 +133,8 @@ class Line:
             door=door,
             peer=peer,
             key=self.pair[0],
+            images=images[0],
+            token=images[1],
         )
         key = self.key
         if key == PLAIN:

@@ -113,6 +113,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),
             model=model,
+            copies=int(number(environment, "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
         ),
     )
 

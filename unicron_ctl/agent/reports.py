@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank
@@ -30,11 +31,12 @@ class Reports:
         ranks: Mapping[int, Rank],
         agreement: Agreement,
         sampling: Sampling,
+        copies: Copies,
         send: Callable[[wire.Message], None],
     ) -> None:
         self._place, self._ranks, self._agreement, self._send = place, ranks, agreement, send
         self._identity = identity
-        self._vitals, self.sampling = Vitals(), sampling
+        self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports(place.job, place.element, identity)
         self._number = 0  # of the last status
         self.sent_at = 0.0
@@ -75,6 +77,8 @@ class Reports:
                 answer=agreement.asks(now),
                 agreed=agreement.agreed,
                 over=agreement.over,
+                cut=self._copies.cut.iteration,
+                images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                 ranks=statuses,
             )
         )

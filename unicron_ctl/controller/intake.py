@@ -239,6 +239,7 @@ class Intake:
             live.add(agent)
             live.jobs[message.job].last_arrival = now
         agent.route, agent.expired = route, False
+        agent.images_at, agent.token = message.images, message.token
         agent.number = 0  # whatever it sends from now on is newer
         agent.repeated.clear()
         live.heard(agent, now)

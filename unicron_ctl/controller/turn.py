@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, events, machine, transitions
+from unicron_ctl.controller.job import adoption, copies, events, machine, transitions
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.job.orders import Letter, due, later
@@ -173,6 +173,8 @@ class Turns:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._look_again(view)
+        for agent, order in copies.cut(self._view, view, self._desk(job).cuts):
+            self._order(agent, f"cut {order.iteration}", order)
         if view.live.touched:
             self._send_orders(job)
 

@@ -14,6 +14,7 @@ MOST_ELEMENTS = 1 << 22  # of a job: Slurm's largest MaxArraySize is 4,000,001
 MOST_RANKS = 1024  # of one node
 MOST_SLOTS = 1 << 20  # of a plan
 MOST_REPLICA = 1 << 16  # ranks of a replica
+MOST_IMAGES = 8 * MOST_RANKS  # of training state in the memory of one node
 MOST_COPIES = 64  # states of which a rank holds shards at a time
 MOST_MICRO_BATCHES = 1 << 20  # of an iteration
 MOST_COUNT = 1 << 48  # what rises by one: generations, iterations, numbers of messages
@@ -46,6 +47,7 @@ Iteration = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]  # -1: before the first
 Incarnation = Annotated[int, Meta(ge=-1, le=MOST_INCARNATIONS)]  # -1: never started
 Replica = Annotated[int, Meta(ge=1, le=MOST_REPLICA)]
 Ways = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]  # that a state is sharded
+Copies = Annotated[int, Meta(ge=0, le=MOST_COPIES)]
 Shard = Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]
 MicroBatch = Annotated[int, Meta(ge=0, lt=MOST_MICRO_BATCHES)]
 MicroBatchCount = Annotated[int, Meta(ge=0, le=MOST_MICRO_BATCHES)]

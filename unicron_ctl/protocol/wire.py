@@ -38,7 +38,8 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True
 class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
-    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner."""
+    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner. copies:
+    in how many other nodes' memory each part of the training state is to be."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -50,6 +51,7 @@ class Settings(msgspec.Struct, kw_only=True):
     mode_reason: ranges.Text = ""
     layouts: ranges.Layouts = []
     model: ranges.Sizes = {}
+    copies: ranges.Copies = 1
 
 
 class Exit(msgspec.Struct, kw_only=True, gc=False):
@@ -154,6 +156,8 @@ class Register(Message, tag="register"):
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
     peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot
     key: ranges.NoName = ""  # the agent's public key (CURVE, Z85): by it the others know it, and it the others
+    images: ranges.NoName = ""  # host:port at which it takes and gives images of training state, empty where it does not
+    token: ranges.NoName = ""  # who has it may do so
 
     def __post_init__(self) -> None:
         count = self.settings.ranks_per_node
@@ -188,6 +192,21 @@ class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
     chosen: bool = True
 
 
+class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Training state in the memory of a node that outlives its ranks (:class:`transition.memory.images.Key`): a rank's
+    part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`."""
+
+    kind: ranges.Kind
+    slot: ranges.Slot
+    iteration: ranges.Count
+    place: ranges.Slot
+    size: ranges.Replica
+    shard: ranges.Shard
+    count: ranges.Ways
+    base: ranges.Count
+    mark: ranges.NoName
+
+
 class Status(Message, tag="status"):
     """The whole state of an agent; also its heartbeat."""
 
@@ -202,6 +221,9 @@ class Status(Message, tag="status"):
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
+    cut: ranges.Iteration = -1  # the last Cut that the agent has heard of
+    # Those that stay: of cuts. While no rank trains, those of the last iterations too.
+    images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
 
 
@@ -441,6 +463,30 @@ class PlanShare(Message, tag="plan_share"):
     peers: Annotated[list[Peer], Meta(max_length=ranges.MOST_ELEMENTS)] = []
 
 
+class Holder(msgspec.Struct, frozen=True, gc=False):
+    """An agent of the job that takes and gives images."""
+
+    element: ranges.Element
+    address: ranges.Name
+    token: ranges.Name
+
+
+class Cut(Message, tag="cut"):
+    """Keep the training state of `iteration` when it comes, and give it to `targets`. That of `good`, which is in enough
+    nodes, stays until then; older ones are not needed any more. -1: none."""
+
+    iteration: ranges.Iteration
+    good: ranges.Iteration = -1
+    targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_COPIES)] = []
+
+
+class Fetch(Message, tag="fetch"):
+    """Get an image into the memory of this node, and tell the ranks that it is there."""
+
+    image: Image
+    holder: Holder
+
+
 class StartRank(Message, tag="start_rank"):
     """Start the rank again in place, unless its incarnation is already at `incarnation` or later. layout: as in
     :class:`Welcome`."""
@@ -503,7 +549,7 @@ class Answer(Message, tag="answer"):
 ToController = (
     Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Held | Ask
 )
-_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End
+_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Cut | Fetch
 ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
 _encoder = msgspec.msgpack.Encoder()
 

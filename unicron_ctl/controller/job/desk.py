@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.job.copies import Cuts
 from unicron_ctl.controller.job.ledger import JobLedger
 from unicron_ctl.controller.job.modes import Told
 from unicron_ctl.controller.job.orders import Letter
@@ -52,6 +53,7 @@ class JobDesk:
     violations: Throttle = field(default_factory=lambda: Throttle(*VIOLATIONS))
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
+    cuts: Cuts = field(default_factory=Cuts)
     counted: tuple[dict[int, Identity], int] = field(default_factory=lambda: ({}, 0))
 
     @classmethod

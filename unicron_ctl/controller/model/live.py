@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from transition.layout import stated
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
 from unicron_ctl.controller.model.survey import Survey
-from unicron_ctl.protocol.wire import Agreed, Plan, RankStatus, Status
+from unicron_ctl.protocol.wire import Agreed, Image, Plan, RankStatus, Status
 
 AT_REST = ("stopped", "waiting", "standby")
 CAN_ENTER = ("waiting", "standby")
@@ -79,6 +79,13 @@ class AgentView:
     """Its last status told of a process that is not on record as ready."""
     announced: dict[int, int] = field(default_factory=dict)
     """slot -> the incarnation that is on record as ready."""
+    images_at: str = ""
+    token: str = ""
+    """host:port at which it takes and gives images of the training state, and what that takes."""
+    cut: int = -1
+    """The last cut that it has heard of."""
+    images: list[Image] = field(default_factory=list)
+    """What lies in its node's memory."""
 
     @property
     def alive(self) -> bool:
@@ -95,6 +102,7 @@ class AgentView:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
         self.pinged, self.agreed, self.over = status.pinged, status.agreed, status.over
+        self.cut, self.images = status.cut, status.images
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:
@@ -198,6 +206,11 @@ class LiveJob:
     """Whether ranks wait that can never train with the others; likewise."""
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
+    remembers: bool = False
+    """Its ranks say with which states of their places they could go on: they keep them whole, and in memory."""
+    fetch_since: float | None = None
+    fetch_at: float = 0.0
+    """Since when the job waits for images, and when those that lack are asked for again."""
 
     def shape(self, agent: AgentView, slots: Iterable[int]) -> None:
         """What a new process says of the job's replicas once it is ready."""
@@ -205,6 +218,7 @@ class LiveJob:
             rank = agent.ranks.get(slot)
             if rank is not None and rank.state in READY:
                 self.replica, self.layout = rank.replica, rank.layout
+                self.remembers = self.remembers or bool(rank.kept)
 
 
 @dataclass

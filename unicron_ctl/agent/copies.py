@@ -1,0 +1,197 @@
+"""The agent's part in keeping copies of the training state in other nodes (docs/design/memory.md).
+
+The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
+agent gives these to the agents that it was told, in a thread of its own and no faster than it may. A cut that enough
+nodes have is good, and the one before it is removed. Nothing here decides, and nothing waits for a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transition.memory.images import BadImage, Found, Key, inventory
+from unicron_ctl.agent import transfer
+from unicron_ctl.agent.interfaces import collectives_address
+from unicron_ctl.agent.place import Place, number
+from unicron_ctl.mailbox import Mailbox
+from unicron_ctl.protocol import wire
+
+RATE = "UNICRON_MEMORY_RATE"
+RATE_MB = "1000"  # a second; 0 for no limit
+LOOK_SECONDS = 0.2  # between two looks whether a cut is there
+AGAIN_SECONDS = 2.0  # before what failed is tried again
+CUT_PREFIX = "cut-"  # names of the ranks' own
+
+
+@dataclass(frozen=True)
+class _Task:
+    """image: to be given to `holder`; to be got from it where `found` is None."""
+
+    key: Key
+    holder: wire.Holder
+    found: Found | None = None
+
+
+@dataclass(frozen=True)
+class _Done:
+    task: _Task
+    problem: str = ""
+
+
+class Copies:
+    """folder(): the node's memory, None while there is none. tell(message): the ranks. say: one line for the job's
+    log."""
+
+    def __init__(
+        self,
+        folder: Callable[[], Path | None],
+        place: Place,
+        environment: Mapping[str, str],
+        tell: Callable[[wire.Cut | wire.Fetch], None],
+        say: Callable[[str], None],
+    ):
+        self._folder, self._tell, self._say = folder, tell, say
+        self._rate = number(environment, RATE, RATE_MB, float, least=0.0) * 1e6
+        self.results: Mailbox[_Done | None] = Mailbox()
+        self._server = transfer.Server(
+            folder, collectives_address(environment) or place.address, lambda: self.results.put(None)
+        )
+        self.address, self.token = self._server.address, self._server.token
+        self.cut = wire.Cut(iteration=-1)
+        self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
+        self._under_way: set[tuple[Key, int, bool]] = set()
+        self._not_before: dict[tuple[Key, int, bool], float] = {}
+        self._complained: set[str] = set()
+        self._look_at = 0.0
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="unicron-copies", daemon=True).start()
+
+    # ------------------------------------------------------------ orders
+    def obey(self, order: wire.Cut) -> None:
+        """Keep a cut, give it to others, and let go of older ones."""
+        if order.iteration < self.cut.iteration:
+            return
+        self.cut, self._look_at = order, 0.0
+        self._tell(order)
+        self._prune({order.iteration, order.good})
+
+    def fetch(self, order: wire.Fetch, now: float) -> None:
+        """Get an image, unless it is there or on its way."""
+        folder, key = self._folder(), _key(order.image)
+        if folder is None:
+            return
+        if transfer.find(folder, key) is not None:
+            self._tell(order)
+            return
+        self._submit(_Task(key, order.holder), now)
+
+    # ------------------------------------------------------------ the agent's loop
+    def wait(self, now: float) -> float:
+        """Seconds until :meth:`turn` is to be called; infinity while there is nothing to do."""
+        return max(0.0, self._look_at - now) if self.cut.targets else float("inf")
+
+    def turn(self, now: float) -> None:
+        """Give away what is there of the cut."""
+        if not self.cut.targets or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        for found in self._own():
+            for holder in self.cut.targets:
+                if found.key.iteration == self.cut.iteration and (found.key, holder.element) not in self._sent:
+                    self._submit(_Task(found.key, holder, found), now)
+
+    def finish(self, now: float) -> bool:
+        """Take in what the threads have done; True when the controller is to know of it."""
+        news = False
+        for done in self.results.take():
+            if done is None:
+                news = True
+                continue
+            mark = _mark(done.task)
+            self._under_way.discard(mark)
+            if done.problem:
+                self._not_before[mark] = now + AGAIN_SECONDS
+                self._complain(done)
+            elif done.task.found is not None:
+                self._sent.add((done.task.key, done.task.holder.element))
+            else:
+                news = True
+                self._tell(wire.Fetch(image=row(done.task.key), holder=done.task.holder))
+        return news
+
+    def rows(self, trains: bool) -> list[wire.Image]:
+        """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
+        folder = self._folder()
+        if folder is None or (trains and self.cut.iteration < 0):
+            return []
+        stays = (CUT_PREFIX, transfer.PREFIX)
+        return [row(found.key) for found in inventory(folder) if not trains or found.path.name.startswith(stays)]
+
+    def close(self) -> None:
+        """Nothing is taken, given or got any more."""
+        self._server.close()
+        self._tasks.put(None)
+        self.results.close()
+
+    # ------------------------------------------------------------ inside
+    def _own(self) -> Iterable[Found]:
+        folder = self._folder()
+        found = inventory(folder) if folder is not None else ()
+        return [each for each in found if each.path.name.startswith(CUT_PREFIX)]
+
+    def _submit(self, task: _Task, now: float) -> None:
+        mark = _mark(task)
+        if mark not in self._under_way and now >= self._not_before.get(mark, 0.0):
+            self._under_way.add(mark)
+            self._tasks.put(task)
+
+    def _prune(self, wanted: set[int]) -> None:
+        """Copies of cuts that are not needed any more; the ranks write over their own."""
+        folder = self._folder()
+        for found in inventory(folder) if folder is not None else ():
+            if found.path.name.startswith(transfer.PREFIX) and found.key.iteration not in wanted:
+                with contextlib.suppress(OSError):
+                    found.path.unlink()
+        self._sent = {(key, element) for key, element in self._sent if key.iteration in wanted}
+        self._not_before.clear()
+
+    def _complain(self, done: _Done) -> None:
+        what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
+        text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
+        if text not in self._complained:
+            self._complained.add(text)
+            self._say(f"{text}: {done.problem}; it is tried again")
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self.results.put(_Done(task, self._problem(task)))
+
+    def _problem(self, task: _Task) -> str:
+        try:
+            if task.found is not None:
+                transfer.put(task.found, task.holder.address, task.holder.token, self._rate)
+            elif (folder := self._folder()) is not None:
+                transfer.get(task.key, folder, task.holder.address, task.holder.token)
+        except (OSError, BadImage, ValueError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+
+def row(key: Key) -> wire.Image:
+    """As the controller is told of it."""
+    return wire.Image(key.kind, key.slot, key.iteration, key.place, key.size, key.shard, key.count, key.base, key.mark)
+
+
+def _key(image: wire.Image) -> Key:
+    return Key(
+        image.kind, image.slot, image.iteration, image.place, image.size, image.shard, image.count, image.base, image.mark
+    )
+
+
+def _mark(task: _Task) -> tuple[Key, int, bool]:
+    return task.key, task.holder.element, task.found is not None

@@ -1,0 +1,218 @@
+"""In how many nodes the training state is, which copies are made of it, and who gets one when ranks need it. Pure
+(docs/design/memory.md).
+
+A place of the layout that several nodes train needs no copies: each replica is one. For the others the controller names
+cuts, iterations of which all nodes keep the state and some give it to others. A cut of which every place is in enough
+nodes is *good*: the job can go on from it whatever that many nodes fail at once. Which cuts are good is what the agents
+say that they have, so a controller that was restarted knows it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from unicron_ctl.controller.job.candidates import Formed, states
+from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.wire import RankStatus
+
+KIND = "state"  # of the images that a replica's rank makes; shards have their own way (transition.safekeeping)
+CUT_SECONDS = 5.0  # between two cuts, at least
+LOOK_SECONDS = 0.5  # between two looks whether it is good
+CUT_LIMIT_SECONDS = 120.0  # for a cut to become good; then another one is tried
+AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
+AHEAD = 2  # iterations, at least
+FETCH_SECONDS = 60.0  # for images to be got; then the job goes on from what its ranks have
+FETCH_AGAIN_SECONDS = 1.0
+
+State = tuple[int, str]  # (iteration, mark)
+
+
+@dataclass
+class Cuts:
+    """What is remembered for now of one job's: the last that was asked for, and when."""
+
+    asked: int = -1
+    asked_at: float = 0.0
+    good: int = -1
+    look_at: float = 0.0
+    plan: int = -1
+    """The generation for which `wanting` was worked out: places, and in how many more nodes they are to be."""
+    wanting: dict[int, int] | None = None
+
+
+# ---------------------------------------------------------------- who has what
+def holders(job: JobView) -> dict[int, set[int]]:
+    """place -> elements whose members train it."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for slot in job.state.members:
+        found[slot % job.replica].add(job.state.element(slot))
+    return found
+
+
+def wanting(job: JobView) -> dict[int, int]:
+    """place -> in how many more nodes its state is to be than train it; nothing where all have enough, or copies cannot
+    be made."""
+    agents = [agent for agent in job.alive() if agent.images_at]
+    nodes, wanted = {agent.node for agent in agents}, 1 + job.state.settings.copies
+    if not job.live.remembers or len(agents) < len(job.alive()):
+        return {}
+    most = min(wanted, len(nodes))
+    trained = {place: {job.agents[e].node for e in found if e in job.agents} for place, found in holders(job).items()}
+    return {place: most - len(found) for place, found in sorted(trained.items()) if len(found) < most}
+
+
+def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]]:
+    """state -> place -> node -> who has it."""
+    found: dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]] = defaultdict(lambda: defaultdict(dict))
+    for agent in agents:
+        for image in agent.images:
+            if image.kind == KIND:
+                found[image.iteration, image.mark][image.place][agent.node] = agent, image
+    return found
+
+
+def newest_good(job: JobView) -> int:
+    """The newest iteration of which every place's state lies in enough nodes' memory; -1 where there is none."""
+    agents, size = job.alive(), job.replica
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents}))
+    whole = [
+        iteration
+        for (iteration, _), places in images(agents).items()
+        if len(places) == size and all(len(nodes) >= most for nodes in places.values())
+    ]
+    return max(whole, default=-1)
+
+
+# ---------------------------------------------------------------- making copies
+def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
+    state = job.state
+    if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
+        return
+    job.live.fetch_since = None
+    if cuts.plan != state.plan.generation or cuts.wanting is None:
+        cuts.plan, cuts.wanting = state.plan.generation, wanting(job)
+    if not cuts.wanting:
+        return
+    _ask(view, job, cuts)
+    late = [agent for agent in job.alive() if agent.cut != cuts.asked]
+    for agent in late if cuts.asked >= 0 else ():
+        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=targets(job, agent, cuts.wanting))
+
+
+def _ask(view: View, job: JobView, cuts: Cuts) -> None:
+    """Name another cut where the last one is good, or has come to nothing."""
+    waited = view.now - cuts.asked_at
+    if cuts.asked >= 0 and (waited < CUT_SECONDS or view.now < cuts.look_at):
+        return
+    cuts.good, cuts.look_at = newest_good(job), view.now + LOOK_SECONDS
+    if cuts.asked > cuts.good and waited < CUT_LIMIT_SECONDS:
+        return
+    known = [cuts.asked, *(agent.cut for agent in job.alive())]
+    ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3)))
+    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + max(known)), view.now
+
+
+def targets(job: JobView, agent: AgentView, missing: Mapping[int, int]) -> list[wire.Holder]:
+    """To whom an agent gives what it has of a cut: those that come after it, on nodes that do not have it. Of several
+    that train a place the first gives it."""
+    trained = holders(job)
+    mine = [place for place in missing if trained[place] and min(trained[place]) == agent.element]
+    if not mine:
+        return []
+    order = [one for one in job.alive() if one.images_at]
+    after = [one for one in order if one.element > agent.element] + [one for one in order if one.element < agent.element]
+    chosen: dict[int, AgentView] = {}
+    for place in mine:
+        has = {job.agents[element].node for element in trained[place] if element in job.agents}
+        left = missing[place]
+        for one in after:
+            if left and one.node not in has:
+                has.add(one.node)
+                chosen[one.element] = one
+                left -= 1
+    return [holder(one) for one in chosen.values()]
+
+
+def holder(agent: AgentView) -> wire.Holder:
+    """As others reach it."""
+    return wire.Holder(element=agent.element, address=agent.images_at, token=agent.token)
+
+
+# ---------------------------------------------------------------- getting them back
+@dataclass(frozen=True)
+class Wanted:
+    """state: newer than what the ranks could form with; orders: what makes it theirs."""
+
+    state: State
+    orders: list[tuple[AgentView, wire.Fetch]]
+
+
+def waits(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Outcome | None:
+    """The job is not formed yet: its ranks get a newer state first. None where there is none, or it has not come in
+    time."""
+    live = job.live
+    more = None if job.state.restart_mode else wanted(job, reports, found)
+    if more is None:
+        return None
+    if live.fetch_since is None:
+        live.fetch_since = view.now
+    if view.now - live.fetch_since >= FETCH_SECONDS:
+        return None
+    out = Outcome()
+    if view.now >= live.fetch_at:
+        live.fetch_at = view.now + FETCH_AGAIN_SECONDS
+        for agent, order in more.orders:
+            out.send(agent, order)
+    return out
+
+
+def wanted(job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+    """The newest state of which every place is with a rank that could begin with it, or in a living node's memory; None
+    where the ranks have nothing newer to get. Each image comes from the node that gives least so far."""
+    size, given = job.replica, defaultdict[int, int](int)
+    there = images(agent for agent in job.alive() if agent.images_at)
+    ranks: dict[State, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for slot, status in sorted(reports.items()):
+        for one in states(status):
+            ranks[one][slot % size].append(slot)
+    for one in sorted(there, reverse=True):
+        if found is not None and one[0] <= found.iteration:
+            return None
+        orders = _orders(job, reports, size, ranks[one], there[one], given)
+        if orders:
+            return Wanted(one, orders)
+    return None
+
+
+def _orders(
+    job: JobView,
+    reports: Mapping[int, RankStatus],
+    size: int,
+    ranks: Mapping[int, list[int]],
+    there: Mapping[int, Mapping[str, tuple[AgentView, wire.Image]]],
+    given: dict[int, int],
+) -> list[tuple[AgentView, wire.Fetch]]:
+    """What has to be got so that there is a rank with this state for every place; nothing where that cannot be."""
+    orders = []
+    for place in range(size):
+        if ranks.get(place):
+            continue
+        able = [slot for slot in sorted(reports) if slot % size == place]
+        if not able or not there.get(place):
+            return []
+        own = [slot for slot in able if (agent := job.agent(slot)) is not None and agent.node in there[place]]
+        receiver = job.agent((own or able)[0])
+        if receiver is None:
+            return []
+        near = there[place].get(receiver.node)
+        source, image = near or min(there[place].values(), key=lambda each: (given[each[0].element], each[0].element))
+        given[source.element] += 1
+        orders.append((receiver, wire.Fetch(image=image, holder=holder(source))))
+    return orders
