@@ -13,7 +13,7 @@ import msgpack
 import torch
 
 from transition import parts
-from transition.memory.images import SUMS, BadImage, Found, Key
+from transition.memory.images import SUMS, BadImage, Found
 from transition.migrate import TrainingState, as_plain, checksum, plain
 
 VERSION = 3  # of the head
@@ -118,13 +118,18 @@ def gathered(state: TrainingState) -> tuple[Contents, bool]:
 
 
 # ------------------------------------------------------------ copying
-def fill(tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor) -> None:
-    """Copy tensors of the host to their offsets in `into` (uint8, exactly as long as all of them). One thread copies,
-    and holds no lock of Python's meanwhile."""
+def fill(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, non_blocking: bool = False
+) -> None:
+    """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
+    of the host one thread copies, and holds no lock of Python's meanwhile. non_blocking: of those on a card."""
     for number, tensor in enumerate(tensors):
         source, begin = tensor.contiguous(), offsets[number]
         length = source.numel() * source.element_size()
-        ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
+        if source.is_cpu:
+            ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
+        elif length:
+            into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
         into[begin + length : (offsets[number + 1] if number + 1 < len(offsets) else into.numel())].zero_()
 
 
@@ -180,10 +185,3 @@ def opened(found: Found) -> Opened:
         if isinstance(error, BadImage):
             raise
         raise BadImage(f"{found.path}: not a training state of this release ({error})") from None
-
-
-def key_of(kind: str, slot: int, iteration: int, base: int, writer: Any) -> Key:
-    """writer: a :class:`transition.checkpoint.Writer`."""
-    return Key(
-        kind, slot, iteration, writer.place, writer.size, writer.shard, writer.count, base=base, mark=writer.mark
-    )

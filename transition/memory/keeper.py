@@ -21,9 +21,9 @@ import torch
 
 from transition.memory import contents
 from transition.memory.images import SUFFIX, Image, Key, inventory
-from transition.migrate import TrainingState
 
 FOLDER, EVERY = "UNICRON_MEMORY", "UNICRON_MEMORY_EVERY"
+KIND = "state"  # of its images
 BUFFERS = 2
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
@@ -58,7 +58,7 @@ class _Task:
 
 
 class Keeper:
-    """Of one rank. path(number) names its files. Only `copy`, `wait` and `close` are called, by the main thread."""
+    """Of one rank. What is not private is called by the main thread."""
 
     def __init__(self, folder: Path, slot: int, every: int, say: Callable[[str], None] | None = None):
         self.folder, self.slot, self.every = folder, slot, every
@@ -83,16 +83,16 @@ class Keeper:
         return self.folder / f"state-{self.slot}-{number}{SUFFIX}"
 
     # ------------------------------------------------------------ the main thread
-    def copy(self, gatherer: contents.Gatherer, iteration: int, layout: str, base: int, writer: Any) -> None:
+    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
-        to the whole (:class:`transition.checkpoint.Writer`)."""
+        to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
         if iteration % self.every or self._pause:
             self._pause -= bool(self._pause)
             return
         self._done.wait()
         found = gatherer.contents()
-        head = contents.head_of(gatherer.state, found, iteration, layout)
-        key = contents.key_of("state", self.slot, iteration, base, writer)
+        head = contents.head_of(gatherer.state, found, iteration, writer.layout)
+        key = writer.key(iteration, KIND, self.slot, base)
         self.size = found.size
         self._free.clear()
         self._done.clear()
@@ -105,9 +105,18 @@ class Keeper:
         """Until the tensors that are copied may change."""
         self._free.wait()
 
-    def drop(self) -> None:
-        """Another rank keeps this one's state by now."""
+    def hand_over(self, slot: int) -> None:
+        """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
+        mine = {self.path(number) for number in range(BUFFERS)}
+        newest, its = -1, -1
+        for found in inventory(self.folder):
+            if found.path in mine:
+                newest = max(newest, found.key.iteration)
+            elif found.key.kind == KIND and found.key.slot == slot:
+                its = max(its, found.key.iteration)
+        if its < newest:
+            return
         for number in range(BUFFERS):
             self._forget(number)
             with contextlib.suppress(OSError):
@@ -196,10 +205,7 @@ class Keeper:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._pin(number, data)
             stream.wait_event(task.ready)
-            for tensor, begin in zip(task.tensors, task.offsets, strict=True):
-                if tensor.numel():
-                    flat = tensor.contiguous().view(torch.uint8)
-                    data[begin : begin + flat.numel()].copy_(flat, non_blocking=True)
+            contents.fill(task.tensors, task.offsets, data, non_blocking=True)
             stream.synchronize()
 
     def _pin(self, number: int, data: torch.Tensor) -> None:

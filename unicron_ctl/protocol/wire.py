@@ -94,6 +94,9 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
     stopped or standby. saved: the iteration with which the newest checkpoint of which the rank knows goes on; 0 before
     there is one, -1 where the script makes none.
+    kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
+    what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
+    belong together. forgets: why its state is not kept in memory.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
@@ -128,6 +131,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     layout: ranges.Kind = ""
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
     saved: ranges.Iteration = -1
+    kept: Annotated[list[tuple[ranges.Iteration, ranges.Kind]], Meta(max_length=ranges.MOST_COPIES)] = []
+    forgets: ranges.Kind = ""
 
     @property
     def end(self) -> Exit | None:
