@@ -3,10 +3,10 @@
 
 A checkpoint is a folder of files that ranks write each for itself, without a word to each other: the state of one place
 of the layout, or a shard of it. A file's name tells of how many it is one, so the folder is whole when all are there;
-each is written beside the training, from a copy in the host's memory, under another name until it is whole. Its
-checksums (the zip archive's) are checked before it is used, and a checkpoint with a damaged file is passed over for the
-one before. Ranks of any layout read from it what they need (`transition/parts.py`). Nothing is unpickled but tensors
-and plain values.
+each is written beside the training, from a copy in the host's memory, under another name until it is whole. It is an
+image (`transition/memory`): raw bytes, with checksums that are checked before it is used, and a checkpoint with a
+damaged file is passed over for the one before. Ranks of any layout read from it what they need (`transition/parts.py`).
+The files of earlier releases are read too; nothing in them is unpickled but tensors and plain values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import hashlib
 import os
 import re
 import shutil
-import socket
 import sys
 import threading
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +29,12 @@ from typing import Any, NamedTuple
 import torch
 
 from transition import parts
-from transition.migrate import StateMismatch, TrainingState, as_before, plain
+from transition.memory import contents, images
+from transition.memory.files import DAMAGED, finished, folder_name, stem, unfinished
+from transition.memory.images import SUFFIX, BadImage, Key
+from transition.migrate import StateMismatch, TrainingState, as_before
 
-VERSION = 2
+TORCH_VERSION = 2  # a file of torch.save
 OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
@@ -41,10 +43,9 @@ RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
 TURN_SECONDS = 5.0  # the same, where all of them are asked to save
-DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
 _OLD_NAME = re.compile(r"iteration-(\d+)\.pt")
 _FOLDER = re.compile(r"iteration-(\d+)")
-_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.pt")
+_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.(?:pt|image)")
 
 
 class CheckpointError(RuntimeError):
@@ -72,7 +73,11 @@ class Writer:
     @property
     def name(self) -> str:
         """Of the file."""
-        return f"{self.mark}.place-{self.place}-of-{self.size}.shard-{self.shard}-of-{self.count}.pt"
+        return f"{stem(self.key(0))}{SUFFIX}"
+
+    def key(self, iteration: int, kind: str = "state", slot: int = 0, base: int = 0) -> Key:
+        """Of its image."""
+        return Key(kind, slot, iteration, self.place, self.size, self.shard, self.count, base, self.mark)
 
 
 class Found(NamedTuple):
@@ -80,6 +85,12 @@ class Found(NamedTuple):
 
     iteration: int
     paths: tuple[Path, ...]
+
+    @property
+    def mark(self) -> str:
+        """Of all its files; empty in those of the first release."""
+        match = _FILE.fullmatch(self.paths[0].name)
+        return match[1] if match else ""
 
 
 class Checkpoints:
@@ -117,23 +128,47 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
-        reasons = []
-        for each in self.found():
-            if iteration not in (None, each.iteration):
-                continue
-            try:
-                _load(state, each)
-            except (OSError, _Damaged) as error:
-                reasons.append(f"{error}")
-                _say(f"checkpoint of iteration {each.iteration} passed over: {error}")
-                continue
-            self.newest = each.iteration
-            return each.iteration
-        if reasons:
-            raise CheckpointError(f"no checkpoint can be read ({reasons[0]}): move {self.folder} away to start anew")
+        wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        for each in wanted:
+            if self.load_one(state, each):
+                return each.iteration
+        if wanted or self._damaged():
+            raise CheckpointError(self._nothing_sound())
         if iteration is not None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
+
+    def load_one(self, state: TrainingState, found: Found) -> bool:
+        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
+        another model."""
+        try:
+            _load(state, found)
+        except (OSError, Damaged) as error:
+            _say(f"checkpoint of iteration {found.iteration} passed over: {error}")
+            return False
+        self.newest = found.iteration
+        return True
+
+    def choices(self) -> list[Found]:
+        """Those to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all that
+        there are have been found damaged."""
+        found = self.found()
+        if not found and self._damaged():
+            raise CheckpointError(self._nothing_sound())
+        self.newest = max([self.newest, *(each.iteration for each in found)])
+        return found
+
+    def _damaged(self) -> bool:
+        """Somebody has found a checkpoint damaged that is still there."""
+        return any(self.folder.glob(f"iteration-*/*.{DAMAGED}"))
+
+    def _nothing_sound(self) -> str:
+        return f"no checkpoint can be read: move {self.folder} away to start anew"
+
+    @property
+    def destination(self) -> Path | None:
+        """Where they are written; None where they are only read."""
+        return self.folder
 
     # ------------------------------------------------------------ writing
     def due(self, iteration: int) -> bool:
@@ -146,9 +181,10 @@ class Checkpoints:
         replica do."""
         self.wait()
         writer = writer or Writer()
-        data = _copied(state, iteration, writer)
+        head, data = _copied(state, iteration, writer)
         self._error, self.written = None, iteration
-        self._thread = threading.Thread(target=self._write, args=(data, iteration, writer), name="unicron-checkpoint")
+        copied = head, data, iteration, writer
+        self._thread = threading.Thread(target=self._write, args=copied, name="unicron-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -195,7 +231,7 @@ class Checkpoints:
             time.sleep(LOOK_SECONDS)
 
     def _path(self, iteration: int, writer: Writer) -> Path:
-        return self.folder / f"iteration-{iteration:08d}" / writer.name
+        return self.folder / folder_name(iteration) / writer.name
 
     def _saved(self, iteration: int, writer: Writer) -> bool:
         return self._path(iteration, writer).exists() or any(each.iteration > iteration for each in self.found())
@@ -218,24 +254,23 @@ class Checkpoints:
                 written = written or now - seen[1] < RESCUE_SECONDS
         return written
 
-    def _write(self, data: dict[str, Any], iteration: int, writer: Writer) -> None:
+    def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
         path = self._path(iteration, writer)
-        unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.new")
+        new = unfinished(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                torch.save(data, file)
+            with new.open("wb") as file:
+                file.write(images.front(writer.key(iteration), head, data.numel(), contents.sums(data)))
+                file.write(data.numpy().data)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
-            with contextlib.suppress(FileNotFoundError):
-                (path.parent / f"{writer.mark}.{DAMAGED}").unlink()
+            finished(path, writer.mark)
             self.newest = iteration
             self._prune()
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
-                unfinished.unlink()
+                new.unlink()
             _say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _prune(self) -> None:
@@ -283,45 +318,26 @@ def _chosen(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[P
 
 
 # ------------------------------------------------------------ what is in a file
-def _copied(state: TrainingState, iteration: int, writer: Writer) -> dict[str, Any]:
+def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
     """What the file of this rank is to hold, apart from the state that goes on changing."""
-    tensors: list[torch.Tensor] = []
-    index = []
-    for part in parts.parts(state.model, state.optimizer):
-        if part.duplicate:
-            continue
-        keys = {key: len(tensors) + number for number, key in enumerate(part.tensors)}
-        tensors += [tensor.detach().to("cpu", copy=True) for tensor in part.tensors.values()]
-        others = {
-            key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for key, value in part.others.items()
-        }
-        index.append((*part.box, part.begin, part.end, keys, others))
-    return {
-        "version": VERSION,
-        "iteration": iteration,
-        "layout": writer.layout,
-        "groups": plain(state.optimizer.param_groups),
-        "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
-        "scales": state.scales(),
-        "seed": getattr(state, "seed", 0),
-        "index": index,
-        "tensors": tensors,
-    }
+    found, _ = contents.gathered(state)
+    data = torch.empty(found.size, dtype=torch.uint8)
+    contents.fill(found.tensors, found.offsets, data)
+    return contents.head_of(state, found, iteration, writer.layout), data
 
 
-class _Damaged(CheckpointError):
+class Damaged(CheckpointError):
     """A file is not as it was written, or not all that it takes is there."""
 
 
 def _load(state: TrainingState, found: Found) -> None:
-    """Raises _Damaged, or CheckpointError for what is sound and yet of no use here."""
+    """Raises Damaged, or CheckpointError for what is sound and yet of no use here."""
     first = found.paths[0]
     if _OLD_NAME.fullmatch(first.name):
         return _load_old(state, first)
     try:
         _assemble(state, [_open(path) for path in found.paths], first.parent)
-    except _Damaged as error:  # so that ranks that read other files of it pass it over as well
+    except Damaged as error:  # so that ranks that read other files of it pass it over as well
         with contextlib.suppress(OSError):
             first.with_name(f"{first.name.split('.')[0]}.{DAMAGED}").write_text(f"{error}\n")
         raise
@@ -329,15 +345,16 @@ def _load(state: TrainingState, found: Found) -> None:
 
 @dataclass
 class _File:
-    """A checkpoint's file: `data` is read from the disk where it is used."""
+    """A checkpoint's file: `data` is read from the disk where it is used. check(): raises Damaged."""
 
     path: Path
     data: dict[str, Any]
+    check: Callable[[], None]
     checked: bool = False
 
     def tensor(self, number: int) -> torch.Tensor:
         if not self.checked:
-            _check(self.path)
+            self.check()
             self.checked = True
         value = self.data["tensors"][number]
         assert isinstance(value, torch.Tensor)
@@ -345,15 +362,40 @@ class _File:
 
 
 def _open(path: Path) -> _File:
+    return _open_image(path) if path.suffix == SUFFIX else _open_torch(path)
+
+
+def load_image(state: TrainingState, path: Path) -> None:
+    """Puts an image of this rank's own place into `state`. Raises OSError, and :class:`CheckpointError` with one line:
+    it is damaged, or of another model."""
+    _assemble(state, [_open_image(path)], path)
+
+
+def _open_image(path: Path) -> _File:
+    try:
+        opened = contents.opened(images.look(path))
+    except BadImage as error:
+        raise Damaged(str(error)) from None
+
+    def check() -> None:
+        try:
+            opened.check()
+        except BadImage as error:
+            raise Damaged(str(error)) from None
+
+    return _File(path, {**opened.head, "index": list(opened.index()), "tensors": opened.tensors}, check)
+
+
+def _open_torch(path: Path) -> _File:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
     except Exception as error:  # torch names damage in many ways
-        raise _Damaged(f"{path}: damaged ({type(error).__name__})") from None
-    if not isinstance(data, dict) or data.get("version") not in (OLD_VERSION, VERSION):
-        raise _Damaged(f"{path}: not a checkpoint of this release")
-    return _File(path, data)
+        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
+    if not isinstance(data, dict) or data.get("version") not in (OLD_VERSION, TORCH_VERSION):
+        raise Damaged(f"{path}: not a checkpoint of this release")
+    return _File(path, data, lambda: _check(path))
 
 
 def _check(path: Path) -> None:
@@ -363,9 +405,9 @@ def _check(path: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # so does zipfile
-        raise _Damaged(f"{path}: damaged ({type(error).__name__})") from None
+        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
     if damaged:
-        raise _Damaged(f"{path}: damaged ({damaged} does not match its checksum)")
+        raise Damaged(f"{path}: damaged ({damaged} does not match its checksum)")
 
 
 def _other_model(path: Path, why: object) -> CheckpointError:
@@ -393,8 +435,7 @@ def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
             raise
         raise _other_model(folder, error) from None
     data = files[0].data
-    if hasattr(state, "seed"):
-        state.seed = int(data["seed"])
+    state.seed, state.loss = int(data["seed"]), data.get("loss", state.loss)
     _restore_groups(state, data["groups"])
     _restore_schedule(state.scheduler, data["scheduler"])
     with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
@@ -423,9 +464,9 @@ def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
 
 def _load_old(state: TrainingState, path: Path) -> None:
     file = _open(path)
-    _check(path)
+    file.check()
     if file.data["version"] != OLD_VERSION:
-        raise _Damaged(f"{path}: not a checkpoint of this release")
+        raise Damaged(f"{path}: not a checkpoint of this release")
     try:
         state.adopt(file.data["header"])
     except (StateMismatch, ValueError, KeyError) as error:

@@ -8,6 +8,7 @@ most others ends; the others go on. The header is MessagePack; nothing is ever u
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections import Counter
@@ -338,6 +339,12 @@ def _spoil(tensor: torch.Tensor) -> None:
         raw[raw.numel() // 2] ^= 0x41
 
 
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """The odd numbers."""
+    return 2 * torch.arange(CHUNK, device=device, dtype=torch.int64) + 1
+
+
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Two sums over the raw bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that
     a permutation shows. No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
@@ -346,7 +353,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
-    weights = 2 * torch.arange(min(CHUNK, max(words.numel(), 8)), device=raw.device, dtype=torch.int64) + 1
+    weights = _weights(raw.device)
     plain = rest.sum()
     weighted = (rest * weights[: rest.numel()]).sum()
     for begin in range(0, words.numel(), CHUNK):

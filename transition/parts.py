@@ -37,7 +37,8 @@ class Part:
 
     parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
     elements; others: key -> whatever else the optimizer keeps for the parameter, a step count for example. duplicate:
-    another rank of the same replica holds the same, as the first stage does of a tied embedding.
+    another rank of the same replica holds the same, as the first stage does of a tied embedding. stepped: the optimizer
+    changes it.
     """
 
     box: Box
@@ -48,6 +49,7 @@ class Part:
     tensors: dict[str, torch.Tensor]
     others: dict[str, Any] = field(default_factory=dict)
     duplicate: bool = False
+    stepped: bool = True
 
 
 class Missing(ValueError):
@@ -86,7 +88,9 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
             if begin < end:
                 cut = slice(begin - own.begin, end - own.begin)
                 mine = {key: tensor[cut] for key, tensor in tensors.items()}
-                yield Part(box, begin - first, end - first, parameter, begin, mine, others, duplicate)
+                yield Part(
+                    box, begin - first, end - first, parameter, begin, mine, others, duplicate, own.owner is not None
+                )
             first += box.numel
 
 

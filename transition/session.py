@@ -25,6 +25,7 @@ from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import RELAID, Member
 from transition.pending import Pending, hold_scalers
+from transition.remembered import Remembered
 from transition.result import StepResult
 from transition.safekeeping import Safekeeping
 from transition.snapshots import SETTING, chosen
@@ -142,9 +143,14 @@ class Session:
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
-        saved = checkpoints.load(self._state) if checkpoints is not None else None
-        self.iteration = self.iteration if saved is None else saved
-        if self._kept is not None and saved is None:
+        self._remembered: Remembered | None = None
+        if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
+            self._remembered = Remembered(self.slot, self._state, checkpoints, start_iteration, self._writer())
+            self.iteration = self._remembered.newest
+            self._watch.on_memory = self._remembered.hear
+        elif checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
+            self.iteration = saved
+        elif self._kept is not None:
             self._kept.check_untouched()
         self._handover = Handover(self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration)
 
@@ -169,7 +175,9 @@ class Session:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
         kept = f", {self._kept.size / self._parameters:.1f} for the optimizer's states" if self._kept else ""
-        return f"healing takes, in bytes a parameter: {undo}{kept}"
+        size = self._remembered.size / self._parameters if self._remembered else 0.0
+        memory = f", {size:.1f} of shared memory for the state" if size else ""
+        return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
 
     @property
     def generation(self) -> int:
@@ -201,6 +209,8 @@ class Session:
             yield result
             if self._checkpoints is not None and self._writes() and self._checkpoints.due(self.iteration):
                 self._checkpoints.save(self._state, self.iteration, self._writer())
+            if self._remembered is not None and self.iteration < self.train_iterations and not self._stopping:
+                self._remembered.keep(self.iteration, self._member.members, self.generation, self._writer())
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
@@ -209,6 +219,8 @@ class Session:
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
         self._ordered_next = True
+        if self._remembered is not None:
+            self._remembered.begun()
         self._publish("running")
         if not plan.boundary:
             self._next_assignment = self._member.assigned(plan)
@@ -322,6 +334,8 @@ class Session:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         self._committed = True
+        if self._remembered is not None:
+            self._remembered.wait()
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
@@ -470,9 +484,13 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
-        self.iteration = self._handover.take(plan, newcomer, self.iteration)
+        found = self._remembered.begin(plan, self._next_one) if self._remembered is not None else None
+        self._member.came_new = self._member.came_new or found is not None
+        self.iteration = self._handover.take(plan, newcomer, self.iteration if found is None else found)
+        if self._remembered is not None and self.slot in plan.joiners:
+            self._remembered.begun()
         self._gradients.seed = self._state.seed
-        if newcomer:
+        if self._member.came_new:
             self._stopping = False
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
@@ -519,7 +537,20 @@ class Session:
             "iteration_seconds": self._seconds,
             "loss": self._loss,
             "saved": -1 if self._checkpoints is None else self._checkpoints.newest,
+            **(self._remembered.status() if self._remembered is not None else {}),
+            "kept": self._has(state),
         }
+
+    def _has(self, state: str) -> list[tuple[int, str]]:
+        """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
+        if self._remembered is None or state not in ("waiting", "stopped", "standby"):
+            return []
+        return self._remembered.told(self._next_one, self._writer())
+
+    @property
+    def _next_one(self) -> int:
+        """The iteration that comes next for the state that this rank has."""
+        return self._ledger.iteration + (self._phase == "stepped") if self._member.inside else self.iteration
 
     def _finish(self) -> None:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody

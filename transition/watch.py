@@ -79,12 +79,15 @@ class Watch:
         self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
         self._held_off = False  # the main thread changes the parameters
         self._dismissed = False
+        self._came = False  # something into the node's memory that this rank may say of
+        self.on_memory: Callable[[Mapping[str, Any]], None] = lambda message: None  # called in the channel's thread
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
     # ------------------------------------------------------------ the channel's thread
     def on_message(self, message: Mapping[str, Any]) -> None:
-        """Take in a `break`, a `withdraw`, a `plan` or a `stop_rank`; other kinds are not for the rank."""
+        """Take in a `break`, a `withdraw`, a `plan`, a `stop_rank`, or what is said of the node's memory; other kinds
+        are not for the rank."""
         if message["kind"] == "break":
             self._on_break(int(message["generation"]), frozenset(message.get("lost") or ()))
         elif message["kind"] == "withdraw":
@@ -94,6 +97,11 @@ class Watch:
         elif message["kind"] == "stop_rank":
             with self._changed:
                 self._dismissed = True
+                self._changed.notify_all()
+        elif message["kind"] in ("cut", "fetch"):
+            self.on_memory(message)
+            with self._changed:
+                self._came = self._came or message["kind"] == "fetch"
                 self._changed.notify_all()
 
     def _on_break(self, generation: int, lost: frozenset[int]) -> None:
@@ -209,7 +217,8 @@ class Watch:
             self._member = False
 
     def wait_plan(self, timeout: float | None) -> Plan | None:
-        """The next plan to enter, or None when one more Break came meanwhile, which the rank has to acknowledge.
+        """The next plan to enter, or None when the rank has to say anew where it stands: one more Break came meanwhile,
+        or an image into the node's memory.
 
         Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
         :class:`Dismissed` when the rank is to end.
@@ -219,11 +228,11 @@ class Watch:
                 raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
             if self._dismissed:
                 raise Dismissed
-            plan, self._plan = self._plan, None
+            plan, self._plan, self._came = self._plan, None, False
             return plan
 
     def _news(self) -> bool:
-        return self._plan is not None or self._broken > self._acknowledged or self._dismissed
+        return self._plan is not None or self._broken > self._acknowledged or self._dismissed or self._came
 
     # ------------------------------------------------------------ the unblocking thread
     def _kick(self) -> None:

@@ -101,7 +101,7 @@ def test_a_stopped_rank_that_gets_no_plan_saves_its_state(tmp_path):
         assert not saves.exists()
         job.kill()
         job.agents[1].kill()
-        files = wait_for(lambda: saves.is_dir() and list(saves.glob("*/*.pt")), "it saves its state")
+        files = wait_for(lambda: saves.is_dir() and list(saves.glob("*/*.image")), "it saves its state")
         last = json_lines(tmp_path / "losses.0")[-1]["iteration"]
         assert [path.parent.name for path in files] == [f"iteration-{last + 1:08d}"]
         wait_for(lambda: "no plan within 6 s" in job.agents[0].log, "and then it ends")

@@ -201,7 +201,8 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
         "#!/bin/bash\n"
         "export PATH=$PATH:/usr/bin:/bin\n"
         "srun --overlap bash -c 'touch $UNICRON_MEMORY_DIR/state; "
-        f"echo $UNICRON_MEMORY_DIR > {tmp_path}/memory; setsid sleep 301 & echo $! > {tmp_path}/hidden; exec sleep 302' &\n"
+        f"echo $UNICRON_MEMORY_DIR > {tmp_path}/memory; "
+        f"setsid sleep 301 & echo $! > {tmp_path}/hidden; exec sleep 302' &\n"
         f"setsid sleep 303 & echo $! > {tmp_path}/batch\n"
         "wait\n"
     )

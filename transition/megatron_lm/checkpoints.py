@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.checkpoint import CheckpointError, Checkpoints, Found, Writer
 from transition.megatron_lm.options import Folders
 from transition.migrate import TrainingState
 
+NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's own checkpoints
 
 
@@ -41,8 +42,18 @@ class SavedAndLoaded(Checkpoints):
             return self._other.load(state, iteration)
         found = super().load(state, iteration)
         if found is None and self._needed:
-            raise CheckpointError(f"{self.folder} has no checkpoint, and --exit-on-missing-checkpoint is given")
+            raise CheckpointError(NEEDED.format(self.folder))
         return found
+
+    def choices(self) -> list[Found]:
+        found = super().choices() or (self._other.choices() if self._other is not None else [])
+        if not found and self._needed:
+            raise CheckpointError(NEEDED.format(self.folder))
+        return found
+
+    @property
+    def destination(self) -> Path | None:
+        return self.folder if self._writes else None
 
     def due(self, iteration: int) -> bool:
         return self._writes and super().due(iteration)

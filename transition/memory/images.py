@@ -29,6 +29,8 @@ _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = 0, 1
 # magic, version, state, length and CRC of the key, of the head, where the data begin, their length, their checksums
 _FIXED = struct.Struct(f"<8sIIIIQIQQ{SUMS}s")
+_CRC = struct.Struct("<I")  # of all that, with the state of a whole one
+_FIRST = _FIXED.size + _CRC.size  # bytes; the key follows
 _STATE = 12  # where the state is in it
 
 
@@ -62,7 +64,7 @@ class Image:
     def __init__(self, path: Path, head_bytes: int, data_bytes: int):
         """Make a new file; one of that name is replaced. head_bytes, data_bytes: the most that it can hold."""
         self.path = path
-        self._offset = PAGE + -(-head_bytes // PAGE) * PAGE
+        self._offset = _data_offset(head_bytes)
         descriptor, new = -1, path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -92,25 +94,45 @@ class Image:
 
     def finish(self, key: Key, head: bytes, data_bytes: int, sums: bytes) -> None:
         """The data are there: it is whole. sums: SUMS bytes, the checksum of the data."""
-        about = msgpack.packb(asdict(key))
-        if _FIXED.size + len(about) > PAGE or not self.fits(len(head), data_bytes):
+        if not self.fits(len(head), data_bytes):
             raise ValueError("the image has no room for this")
-        self._map[_FIXED.size : _FIXED.size + len(about)] = about
+        page = _page(key, head, self._offset, data_bytes, sums)
+        self._map[: len(page)] = _torn(page)
         self._map[PAGE : PAGE + len(head)] = head
-        fixed = _FIXED.pack(
-            _MAGIC,
-            VERSION,
-            _TORN,
-            len(about),
-            zlib.crc32(about),
-            len(head),
-            zlib.crc32(head),
-            self._offset,
-            data_bytes,
-            sums,
-        )
-        self._map[: _FIXED.size] = fixed
         self._map[_STATE : _STATE + 4] = struct.pack("<I", _WHOLE)
+
+
+def front(key: Key, head: bytes, data_bytes: int, sums: bytes) -> bytes:
+    """What stands in front of the data of a whole image: for a file that is written from its beginning to its end."""
+    offset = _data_offset(len(head))
+    return _page(key, head, offset, data_bytes, sums).ljust(PAGE, b"\0") + head.ljust(offset - PAGE, b"\0")
+
+
+def _data_offset(head_bytes: int) -> int:
+    return PAGE + -(-head_bytes // PAGE) * PAGE
+
+
+def _page(key: Key, head: bytes, offset: int, data_bytes: int, sums: bytes) -> bytes:
+    about = msgpack.packb(asdict(key))
+    if _FIRST + len(about) > PAGE:
+        raise ValueError("the image's key is too long")
+    fixed = _FIXED.pack(
+        _MAGIC,
+        VERSION,
+        _WHOLE,
+        len(about),
+        zlib.crc32(about),
+        len(head),
+        zlib.crc32(head),
+        offset,
+        data_bytes,
+        sums,
+    )
+    return bytes(fixed + _CRC.pack(zlib.crc32(fixed)) + about)
+
+
+def _torn(page: bytes) -> bytes:
+    return page[:_STATE] + struct.pack("<I", _TORN) + page[_STATE + 4 :]
 
 
 @dataclass(frozen=True)
@@ -147,15 +169,16 @@ def look(path: Path) -> Found:
     """What is in a file. Raises BadImage for a torn one, and for what is none; OSError."""
     with path.open("rb") as file:
         page = file.read(PAGE)
-    if len(page) < _FIXED.size:
+    if len(page) < _FIRST:
         raise BadImage(f"{path}: too short")
     magic, version, state, key_bytes, key_crc, head_bytes, head_crc, offset, data_bytes, sums = _FIXED.unpack_from(page)
     if magic != _MAGIC or version != VERSION:
         raise BadImage(f"{path}: not an image of this release")
     if state != _WHOLE:
         raise BadImage(f"{path}: torn, its writer ended in the middle")
-    about = page[_FIXED.size : _FIXED.size + key_bytes]
-    if len(about) != key_bytes or zlib.crc32(about) != key_crc:
+    about = page[_FIRST : _FIRST + key_bytes]
+    sound = _CRC.unpack_from(page, _FIXED.size)[0] == zlib.crc32(page[: _FIXED.size])
+    if not sound or len(about) != key_bytes or zlib.crc32(about) != key_crc:
         raise BadImage(f"{path}: its first page does not match its checksum")
     try:
         key = Key(**msgpack.unpackb(about))

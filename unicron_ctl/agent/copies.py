@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transition.memory.images import BadImage, Found, Key, inventory
@@ -184,13 +184,11 @@ class Copies:
 
 def row(key: Key) -> wire.Image:
     """As the controller is told of it."""
-    return wire.Image(key.kind, key.slot, key.iteration, key.place, key.size, key.shard, key.count, key.base, key.mark)
+    return wire.Image(**asdict(key))
 
 
 def _key(image: wire.Image) -> Key:
-    return Key(
-        image.kind, image.slot, image.iteration, image.place, image.size, image.shard, image.count, image.base, image.mark
-    )
+    return Key(*(getattr(image, field) for field in image.__struct_fields__))
 
 
 def _mark(task: _Task) -> tuple[Key, int, bool]:

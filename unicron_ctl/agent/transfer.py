@@ -1,8 +1,8 @@
 """Images on their way between the agents of a job: plain TCP, for the data are large (docs/design/memory.md).
 
-A connection begins with a proof: the server sends a number that it uses once, the client answers with its HMAC under the
-server's token, which only the controller and the job's other agents know. What follows is as open as the collectives'
-own traffic. Every image carries its checksums; who reads it compares them. Each wait has a limit.
+A connection begins with a proof: the server sends a number that it uses once, the client answers with its HMAC under
+the server's token, which only the controller and the job's other agents know. What follows is as open as the
+collectives' own traffic. Every image carries its checksums; who reads it compares them. Each wait has a limit.
 
     server                       client
     16 bytes                 ->

@@ -38,8 +38,8 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True
 class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
-    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner. copies:
-    in how many other nodes' memory each part of the training state is to be."""
+    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner.
+    copies: in how many other nodes' memory each part of the training state is to be."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -96,6 +96,9 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
     stopped or standby. saved: the iteration with which the newest checkpoint of which the rank knows goes on; 0 before
     there is one, -1 where the script makes none.
+    kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
+    what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
+    belong together. forgets: why its state is not kept in memory.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
@@ -130,6 +133,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     layout: ranges.Kind = ""
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
     saved: ranges.Iteration = -1
+    kept: Annotated[list[tuple[ranges.Iteration, ranges.Kind]], Meta(max_length=ranges.MOST_COPIES)] = []
+    forgets: ranges.Kind = ""
 
     @property
     def end(self) -> Exit | None:
@@ -156,7 +161,9 @@ class Register(Message, tag="register"):
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
     peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot
     key: ranges.NoName = ""  # the agent's public key (CURVE, Z85): by it the others know it, and it the others
-    images: ranges.NoName = ""  # host:port at which it takes and gives images of training state, empty where it does not
+    images: ranges.NoName = (
+        ""  # host:port at which it takes and gives images of training state, empty where it does not
+    )
     token: ranges.NoName = ""  # who has it may do so
 
     def __post_init__(self) -> None:
@@ -355,8 +362,8 @@ class Metrics(Message, tag="metrics"):
 class Welcome(Message, tag="welcome"):
     """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
     for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
-    layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that no
-    other has, of whatever cluster; what is left of it in memory is known by that."""
+    layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that
+    no other has, of whatever cluster; what is left of it in memory is known by that."""
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
@@ -472,8 +479,8 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cut(Message, tag="cut"):
-    """Keep the training state of `iteration` when it comes, and give it to `targets`. That of `good`, which is in enough
-    nodes, stays until then; older ones are not needed any more. -1: none."""
+    """Keep the training state of `iteration` when it comes, and give it to `targets`. That of `good`, which is in
+    enough nodes, stays until then; older ones are not needed any more. -1: none."""
 
     iteration: ranges.Iteration
     good: ranges.Iteration = -1

@@ -188,7 +188,7 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         raise ValueError("no such thing")
 
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint.torch, "save", fail)
+        broken.setattr(checkpoint.contents, "sums", fail)
         checkpoints = Checkpoints(tmp_path, interval=1)
         checkpoints.save(state, 1)
         checkpoints.wait()

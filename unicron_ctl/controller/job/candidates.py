@@ -118,22 +118,40 @@ class Formed:
 def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     """The generation that these ranks, each able to enter, can form; None where they have no state in common.
 
-    That is the newest iteration at which there is a rank for every place; with a distributed optimizer, the newest
-    state of which all shards are there, once any rank has some. There must be a rank for every place.
+    That is the newest iteration of which there is a state for every place, of one mark; with a distributed optimizer,
+    the newest state of which all shards are there, once any rank has some. There must be a rank for every place.
     """
     if any(status.shards for status in reports.values()):
         return _from_shards(reports, size)
-    at: dict[int, list[int]] = {}
+    at: dict[tuple[int, str], list[int]] = {}
     for slot, status in sorted(reports.items()):
-        at.setdefault(trained(status), []).append(slot)
-    for iteration in sorted(at, reverse=True):
-        sources, _ = layout.compose(at[iteration], size)
+        for state in states(status):
+            at.setdefault(state, []).append(slot)
+    for iteration, mark in sorted(at, reverse=True):
+        sources, _ = layout.compose(at[iteration, mark], size)
         if sources:
             source = min(sources)
             others, _ = layout.compose((slot for slot in reports if slot not in source), size)
             joiners = sorted(slot for replica in others for slot in replica)
             return Formed(layout.arranged([source, *others]), joiners, source[0], iteration)
     return None
+
+
+def states(status: RankStatus) -> list[tuple[int, str]]:
+    """(iteration, mark) of the states with which the rank could begin."""
+    return [(iteration, mark) for iteration, mark in status.kept] or [(trained(status), "")]
+
+
+def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
+    """Of a newer state than that of `found`, of which parts are there, for people; empty where there is none."""
+    newest = max(iteration for status in reports.values() for iteration, _ in states(status))
+    if newest <= found.iteration:
+        return ""
+    have = [slot for slot, status in sorted(reports.items()) if newest in dict(states(status))]
+    return (
+        f"; iteration {newest} is left behind: only slots {have[:20]} have a state of it, and a replica needs one for "
+        "every place"
+    )
 
 
 def trained(status: RankStatus) -> int:

@@ -126,8 +126,9 @@ def targets(job: JobView, agent: AgentView, missing: Mapping[int, int]) -> list[
     mine = [place for place in missing if trained[place] and min(trained[place]) == agent.element]
     if not mine:
         return []
-    order = [one for one in job.alive() if one.images_at]
-    after = [one for one in order if one.element > agent.element] + [one for one in order if one.element < agent.element]
+    after = sorted(
+        (one for one in job.alive() if one.images_at), key=lambda one: (one.element <= agent.element, one.element)
+    )
     chosen: dict[int, AgentView] = {}
     for place in mine:
         has = {job.agents[element].node for element in trained[place] if element in job.agents}

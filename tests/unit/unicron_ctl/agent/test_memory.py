@@ -78,10 +78,8 @@ def test_while_another_agent_of_the_job_lives_on_the_node_nothing_is_removed(mak
 
 
 def test_an_agent_removes_what_others_left_long_ago_and_nothing_that_is_held(make, tmp_path: Path) -> None:
-    held, left, fresh, elsewhere, foreign = (
-        tmp_path / f"unicron.{name}" for name in ("1.a1.n1.{0}", "2.b2.n1.{0}", "3.c3.n1.{0}", "2.b2.n2.{0}", "2.b2.n1.4711")
-    )
-    paths = [Path(str(path).format(os.getuid())) for path in (held, left, fresh, elsewhere, foreign)]
+    names = ("1.a1.n1.{0}", "2.b2.n1.{0}", "3.c3.n1.{0}", "2.b2.n2.{0}", "2.b2.n1.4711")  # held, left, fresh, others'
+    paths = [tmp_path / f"unicron.{name.format(os.getuid())}" for name in names]
     keeper = make(job="1")
     for path in paths:
         path.mkdir(mode=0o700, exist_ok=True)

@@ -1,0 +1,188 @@
+"""A rank's part of the training state as raw bytes: what is in it (the head, MessagePack) and its tensors, one behind
+the other. One form serves images in memory and checkpoint files; nothing in it is a pickle."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import torch
+
+from transition import parts
+from transition.memory.images import SUMS, BadImage, Found
+from transition.migrate import TrainingState, as_plain, checksum, plain
+
+VERSION = 3  # of the head
+ALIGN = 64  # bytes: where a tensor may begin
+_SUMS = struct.Struct("<QQ")
+_WORD = (1 << 64) - 1
+assert _SUMS.size == SUMS
+
+
+@dataclass
+class Contents:
+    """What is gathered of a state. tensors: the live ones, flat; a copy of those in `moving` is taken at once, for the
+    next forward pass may change them. about: the part of the head that stays while the tensors are the same ones."""
+
+    tensors: list[torch.Tensor]
+    moving: list[int]
+    about: bytes
+    offsets: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.offsets, self.size = _laid(self.tensors)
+
+    def still(self) -> list[torch.Tensor]:
+        """The tensors as they are to be copied: of what moves, copies."""
+        tensors = list(self.tensors)
+        for number in self.moving:
+            tensors[number] = tensors[number].clone()
+        return tensors
+
+
+def _laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """(where each begins, bytes of all)."""
+    offsets, at = [], 0
+    for tensor in tensors:
+        offsets.append(at)
+        at += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+    return offsets, at
+
+
+# ------------------------------------------------------------ gathering
+class Gatherer:
+    """Of one state. Where its tensors are the same ones as before, nothing is looked up again: Megatron takes its time
+    to say where each parameter belongs."""
+
+    def __init__(self, state: TrainingState):
+        self.state = state
+        self._before: list[int] = []
+        self._contents: Contents | None = None
+
+    def contents(self) -> Contents:
+        """Its tensors as they are now."""
+        live = list(self.state.tensors())
+        now = [tensor.data_ptr() for tensor in live]
+        if self._contents is None or now != self._before or self.state.sharded:
+            self._contents, lasting = gathered(self.state, True)
+            known = {tensor.untyped_storage().data_ptr() for tensor in live}
+            views = all(tensor.untyped_storage().data_ptr() in known for tensor in self._contents.tensors)
+            self._before = now if lasting and views else []
+        return self._contents
+
+
+def head_of(state: TrainingState, contents: Contents, iteration: int, layout: str) -> bytes:
+    """What is no tensor, as it is now. layout: as people write it."""
+    head: bytes = msgpack.packb(
+        {
+            "version": VERSION,
+            "iteration": iteration,
+            "layout": layout,
+            "groups": plain(state.optimizer.param_groups),
+            "scheduler": as_plain(state.schedule()),
+            "scales": state.scales(),
+            "seed": state.seed,
+            "loss": state.loss,
+            "about": contents.about,
+        }
+    )
+    return head
+
+
+def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
+    """This rank's part, and whether all of it that changes is in tensors. alone: with what other ranks of the replica
+    have too, for it is read without theirs."""
+    tensors: list[torch.Tensor] = []
+    moving, index, lasting = [], [], True
+    for part in parts.parts(state.model, state.optimizer):
+        if part.duplicate and not alone:
+            continue
+        if not part.stepped:
+            moving.append(len(tensors))
+        keys = {key: len(tensors) + number for number, key in enumerate(part.tensors)}
+        tensors += [tensor.detach().reshape(-1) for tensor in part.tensors.values()]
+        values, others = {}, {}
+        for key, value in part.others.items():
+            if isinstance(value, torch.Tensor):
+                values[key] = [len(tensors), list(value.shape)]
+                tensors.append(value.detach().reshape(-1))
+            else:
+                others[key], lasting = as_plain(value), False
+        index.append((*part.box, part.begin, part.end, keys, others, values))
+    kinds = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
+    return Contents(tensors, moving, msgpack.packb({"index": index, "tensors": kinds})), lasting
+
+
+# ------------------------------------------------------------ copying
+def fill(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, non_blocking: bool = False
+) -> None:
+    """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
+    of the host one thread copies, and holds no lock of Python's meanwhile. non_blocking: of those on a card."""
+    for number, tensor in enumerate(tensors):
+        source, begin = tensor.contiguous(), offsets[number]
+        length = source.numel() * source.element_size()
+        if source.is_cpu:
+            ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
+        elif length:
+            into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
+        into[begin + length : (offsets[number + 1] if number + 1 < len(offsets) else into.numel())].zero_()
+
+
+def sums(data: torch.Tensor) -> bytes:
+    """The checksum of data (uint8) that are there."""
+    return _SUMS.pack(*(each & _WORD for each in checksum(data).tolist()))
+
+
+def raw(data: memoryview) -> torch.Tensor:
+    """The bytes as a tensor; it keeps the memory."""
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+
+
+# ------------------------------------------------------------ reading
+@dataclass
+class Opened:
+    """An image, as it was written. The tensors are views of its data, which :meth:`check` reads."""
+
+    found: Found
+    head: dict[str, Any]
+    tensors: list[torch.Tensor]
+    _data: torch.Tensor
+
+    def check(self) -> None:
+        """Raises BadImage where the data are not what was written."""
+        if sums(self._data) != self.found.sums:
+            raise BadImage(f"{self.found.path}: its data do not match their checksum")
+
+    def index(self) -> Iterator[tuple[Any, ...]]:
+        """(name, whole, offset, extent, begin, end, keys, others) of each part, as `transition.checkpoint` has it."""
+        for *place, keys, others, values in self.head["index"]:
+            tensors = {key: self.tensors[number].view(shape) for key, (number, shape) in values.items()}
+            yield *place, keys, others | tensors
+
+
+def opened(found: Found) -> Opened:
+    """Raises BadImage, OSError. The data are not checked."""
+    head, mapped = found.read()
+    data = raw(mapped)
+    try:
+        told = msgpack.unpackb(head, strict_map_key=False)
+        if told["version"] != VERSION:
+            raise BadImage(f"{found.path}: not a training state of this release")
+        about = msgpack.unpackb(told.pop("about"), strict_map_key=False)
+        tensors, at = [], 0
+        for kind, count in about["tensors"]:
+            dtype = getattr(torch, kind)
+            length = count * dtype.itemsize
+            tensors.append(data[at : at + length].view(dtype))
+            at += -(-length // ALIGN) * ALIGN
+        return Opened(found, {**told, "index": about["index"]}, tensors, data)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, BadImage):
+            raise
+        raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

@@ -1,0 +1,244 @@
+"""A rank's training state in memory that outlives it: copied beside the training, after each step
+(docs/design/memory.md).
+
+Two files take turns, so one is whole while the other is written. A thread copies while the next forward and backward
+passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but the copy.
+
+The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
+take turns for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transition.memory import contents
+from transition.memory.images import SUFFIX, Image, Key, inventory
+
+FOLDER, EVERY = "UNICRON_MEMORY", "UNICRON_MEMORY_EVERY"
+KIND = "state"  # of its images
+BUFFERS = 2
+FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
+
+
+@dataclass(frozen=True)
+class Settings:
+    """folder: None keeps nothing. every: iterations from one copy to the next."""
+
+    folder: Path | None
+    every: int
+
+    @classmethod
+    def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """What the environment says. Raises ValueError, one line, for what is no number."""
+        text = environment.get(EVERY) or "1"
+        if not text.isdecimal():
+            raise ValueError(f"{EVERY}={text!r}: write a number of iterations, 1 or more; 0 keeps nothing in memory")
+        folder = environment.get(FOLDER)
+        return cls(Path(folder) if folder and int(text) else None, int(text))
+
+
+@dataclass
+class _Task:
+    """One copy. ready: of a card, when the tensors are what they are to be."""
+
+    key: Key
+    head: bytes
+    tensors: list[torch.Tensor]
+    offsets: list[int]
+    size: int
+    ready: Any
+
+
+class Keeper:
+    """Of one rank. What is not private is called by the main thread."""
+
+    def __init__(self, folder: Path, slot: int, every: int, say: Callable[[str], None] | None = None):
+        self.folder, self.slot, self.every = folder, slot, every
+        self._say = say or _say
+        self.newest = -1  # the iteration of the last whole image of this process
+        self.trouble = ""  # why the last copy came to nothing
+        self.size = 0  # bytes of one image
+        self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
+        self._images: dict[int, Image] = {}
+        self._next: int | None = None  # the file that is written next
+        self._failures = self._pause = 0
+        self._free, self._done = threading.Event(), threading.Event()
+        self._free.set()
+        self._done.set()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._pins = True  # the driver lets the card write into files of shared memory
+        self._pinned: dict[int, int] = {}  # number of a file -> address
+
+    def path(self, number: int) -> Path:
+        """Of one of its files; those from BUFFERS on are for cuts."""
+        what = "state" if number < BUFFERS else "cut"
+        return self.folder / f"{what}-{self.slot}-{number % BUFFERS}{SUFFIX}"
+
+    # ------------------------------------------------------------ the main thread
+    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
+        """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
+        to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
+        if iteration != self.cut and (iteration % self.every or self._pause):
+            self._pause -= bool(self._pause)
+            return
+        self._done.wait()
+        found = gatherer.contents()
+        head = contents.head_of(gatherer.state, found, iteration, writer.layout)
+        key = writer.key(iteration, KIND, self.slot, base)
+        self.size = found.size
+        self._free.clear()
+        self._done.clear()
+        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until the tensors that are copied may change."""
+        self._free.wait()
+
+    def hand_over(self, slot: int) -> None:
+        """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
+        self._done.wait()
+        mine = {self.path(number) for number in range(BUFFERS)}
+        newest, its = -1, -1
+        for found in inventory(self.folder):
+            if found.path in mine:
+                newest = max(newest, found.key.iteration)
+            elif found.key.kind == KIND and found.key.slot == slot:
+                its = max(its, found.key.iteration)
+        if its < newest:
+            return
+        for number in range(BUFFERS):
+            self._forget(number)
+            with contextlib.suppress(OSError):
+                self.path(number).unlink()
+        self._next = None
+
+    @property
+    def holds(self) -> bool:
+        """It has files."""
+        return bool(self._images) or any(self.path(number).exists() for number in range(BUFFERS))
+
+    def close(self) -> None:
+        """The copy at hand is over."""
+        self._done.wait()
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # ------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._copy(task)
+            except Exception as error:  # whatever it is, the training goes on
+                self._failed(error)
+            finally:
+                self._free.set()
+                self._done.set()
+
+    def _failed(self, error: Exception) -> None:
+        if not self.trouble:
+            self._say(
+                f"the training state is not kept in memory, the training goes on: {error} (tried again later; see "
+                f"{self.folder})"
+            )
+        self.trouble = f"{type(error).__name__}: {error}"
+        self._pause = min(FURTHEST, 1 << self._failures)
+        self._failures += 1
+        for number in list(self._images):
+            self._forget(number)  # the folder may be another one by now
+
+    def _copy(self, task: _Task) -> None:
+        cut = task.key.iteration == self.cut
+        number = self._turn_of_cuts() if cut else self._turn()
+        image = self._room(number, len(task.head), task.size)
+        image.begin()
+        data = contents.raw(image.data[: task.size])
+        if task.ready is None:
+            contents.fill(task.tensors, task.offsets, data)
+        else:
+            self._fetch(task, number, data)
+        self._free.set()
+        image.finish(task.key, task.head, task.size, contents.sums(data))
+        self.newest = task.key.iteration
+        if not cut:
+            self._next = (number + 1) % BUFFERS
+        if self.trouble:
+            self._say("the training state is kept in memory again")
+        self.trouble, self._failures = "", 0
+
+    def _turn(self) -> int:
+        """The file that holds least: what a process before this one has left is not overwritten before its time."""
+        if self._next is None:
+            left = {found.path: found.key.iteration for found in inventory(self.folder)}
+            self._next = min(range(BUFFERS), key=lambda number: left.get(self.path(number), -1))
+        return self._next
+
+    def _turn_of_cuts(self) -> int:
+        """The file that does not hold the cut which is to stay."""
+        left = {found.path: found.key.iteration for found in inventory(self.folder)}
+        return next(n for n in range(BUFFERS, 2 * BUFFERS) if left.get(self.path(n)) != self.good or self.good < 0)
+
+    def _room(self, number: int, head_bytes: int, data_bytes: int) -> Image:
+        path, image = self.path(number), self._images.get(number)
+        if image is not None and image.fits(head_bytes, data_bytes) and path.exists():
+            return image
+        self._forget(number)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # first: else there would be three for a moment
+        image = self._images[number] = Image(path, head_bytes + head_bytes // 4, data_bytes)
+        return image
+
+    def _forget(self, number: int) -> None:
+        if number in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(number))
+        self._images.pop(number, None)
+
+    # ------------------------------------------------------------ from a card
+    def _fetch(self, task: _Task, number: int, data: torch.Tensor) -> None:
+        """On a stream of its own, beside what the training computes."""
+        device = next(tensor.device for tensor in task.tensors if tensor.is_cuda)
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self._pin(number, data)
+            stream.wait_event(task.ready)
+            contents.fill(task.tensors, task.offsets, data, non_blocking=True)
+            stream.synchronize()
+
+    def _pin(self, number: int, data: torch.Tensor) -> None:
+        """The card writes into the file itself. Where that is refused it goes by way of pageable memory, slower."""
+        if self._pins and number not in self._pinned:
+            refused = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
+            self._pins = not int(refused)
+            if self._pins:
+                self._pinned[number] = data.data_ptr()
+
+
+def _event(tensors: list[torch.Tensor]) -> Any:
+    """When what was done to the tensors on their card so far is over; None where they are in the host's memory."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _say(text: str) -> None:
+    print(f"unicron: {text}", file=sys.stderr, flush=True)
