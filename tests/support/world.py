@@ -82,6 +82,8 @@ class FakeAgent:
         self.agreed: wire.Agreed | None = None
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
+        self.images: list[wire.Image] = []  # in its node's memory
+        self.keeps = -1  # the last cut that it was told
         self.steps = 0
         world.agents.append(self)
 
@@ -141,6 +143,8 @@ class FakeAgent:
                     pinged=self.pinged,
                     agreed=self.agreed,
                     over=self.over,
+                    cut=self.keeps,
+                    images=self.images,
                     ranks=dict(self.ranks),
                 ),
             )
@@ -182,6 +186,8 @@ class FakeAgent:
         if not self.obedient or self.silent:
             return
         match message:
+            case wire.Cut():
+                self.keeps = message.iteration
             case wire.Welcome():
                 self._relay(message.layout)
                 if message.layout and all(rank.state == "starting" for rank in self.ranks.values()):

@@ -57,10 +57,8 @@ class Copies:
     ):
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = number(environment, RATE, RATE_MB, float, least=0.0) * 1e6
-        self.results: Mailbox[_Done | None] = Mailbox()
-        self._server = transfer.Server(
-            folder, collectives_address(environment) or place.address, lambda: self.results.put(None)
-        )
+        self.results: Mailbox[_Done | str] = Mailbox()  # or news of the server's
+        self._server = transfer.Server(folder, collectives_address(environment) or place.address, self.results.put)
         self.address, self.token = self._server.address, self._server.token
         self.cut = wire.Cut(iteration=-1)
         self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
@@ -109,8 +107,10 @@ class Copies:
         """Take in what the threads have done; True when the controller is to know of it."""
         news = False
         for done in self.results.take():
-            if done is None:
+            if isinstance(done, str):
                 news = True
+                if done:
+                    self._say(done)
                 continue
             mark = _mark(done.task)
             self._under_way.discard(mark)

@@ -33,6 +33,7 @@ from typing import Any
 import msgpack
 
 from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Key, inventory, look
+from unicron_ctl.agent.sums import sound
 
 SILENT_SECONDS = 10.0  # without a byte; then a connection is given up
 AT_ONCE = 8  # connections that are served
@@ -57,12 +58,12 @@ def copy_name(key: Key) -> str:
 class Server:
     """Takes images into a folder and gives those that are there, to whoever has the token. In threads of its own.
 
-    folder(): None while there is none. came(): after each that was taken. address: host:port, empty where nothing could
-    be bound.
+    folder(): None while there is none. news(problem): one has come, or there is one less, and why. address: host:port,
+    empty where nothing could be bound.
     """
 
-    def __init__(self, folder: Callable[[], Path | None], host: str, came: Callable[[], None]):
-        self._where, self._came = folder, came
+    def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[str], None]):
+        self._where, self._news = folder, news
         self.token = secrets.token_hex(16)
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._closing = False
@@ -115,18 +116,26 @@ class Server:
             return
         if request["what"] == "get":
             found = find(folder, Key(**request["key"]))
-            if found is not None:
+            if found is not None and self._is_sound(found):
                 connection.sendall(_LENGTH.pack(found.used))
                 _send_image(connection, found, 0.0)
         elif request["what"] == "put":
             self._take(connection, folder, int(request["bytes"]))
+
+    def _is_sound(self, found: Found) -> bool:
+        """Whoever asks has no other hope: a damaged image is not handed on, and not spoken of any more."""
+        if sound(found):
+            return True
+        found.path.unlink(missing_ok=True)
+        self._news(f"{found.path}: its data do not match their checksum; removed")
+        return False
 
     def _take(self, connection: socket.socket, folder: Path, length: int) -> None:
         with _Draft(folder, length) as draft:
             connection.sendall(GO)
             draft.receive(connection)
             draft.keep()
-        self._came()
+        self._news("")
         connection.sendall(KEPT)
 
 

@@ -61,7 +61,7 @@ def served(lines: Line) -> bool:
 
 
 def register(lines: Line, sent: list[wire.Message]) -> None:
-    lines.register(PLACE, "agent", "127.0.0.1:1", "", sent.append)
+    lines.register(PLACE, "agent", "127.0.0.1:1", "", ("", ""), sent.append)
 
 
 def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:

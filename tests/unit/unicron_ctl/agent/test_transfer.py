@@ -10,6 +10,7 @@ import pytest
 
 from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, inventory, look
 from unicron_ctl.agent import transfer
+from unicron_ctl.agent.sums import sums
 from unicron_ctl.agent.transfer import Server, copy_name, find, get, put
 
 DATA = bytes(range(256)) * 40_000  # three pieces
@@ -26,8 +27,9 @@ def here(tmp_path: Path) -> Path:
 def there(tmp_path: Path):
     folder = tmp_path / "there"
     folder.mkdir()
-    came = threading.Event()
-    server = Server(lambda: folder, "127.0.0.1", came.set)
+    came, news = threading.Event(), []
+    server = Server(lambda: folder, "127.0.0.1", lambda problem: news.append(problem) or came.set())
+    came.news = news
     yield folder, server, came
     server.close()
 
@@ -36,7 +38,7 @@ def image(folder: Path, key: Key, data: bytes = DATA) -> tuple[Image, Found]:
     made = Image(folder / f"cut-{key.slot}-0{SUFFIX}", 100, len(data))
     made.begin()
     made.data[: len(data)] = data
-    made.finish(key, b"head", len(data), b"s" * 16)
+    made.finish(key, b"head", len(data), sums(memoryview(data)))
     return made, look(made.path)
 
 
@@ -124,6 +126,16 @@ def test_what_does_not_fit_is_an_error_of_the_sender_and_leaves_nothing(
     with pytest.raises(OSError):
         put(found, server.address, server.token)
     assert not list(folder.iterdir())
+
+
+def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None:
+    folder, server, came = there
+    made, found = image(folder, KEY)
+    made.data[70_000] ^= 1
+    with pytest.raises(OSError):
+        get(KEY, here, server.address, server.token)
+    assert came.wait(5.0) and "do not match their checksum" in came.news[0]
+    assert not found.path.exists() and not list(here.iterdir())
 
 
 def test_what_is_not_there_is_an_error(here: Path, there) -> None:

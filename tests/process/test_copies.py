@@ -1,0 +1,83 @@
+"""Copies of the training state in other nodes: the last node of a part of the model is lost with its memory, and the
+job goes on from the copy, without a file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import World
+from transition.memory.images import Found, inventory
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_LAYOUT": "2 1 1"}
+
+
+class Halves(World):
+    """Two nodes, each with half of the model."""
+
+    def memory(self, node: str) -> Path:
+        return next(Path(self.array.environment["UNICRON_MEMORY_DIR"]).glob(f"unicron.*.{node}.*"))
+
+    def copies(self, node: str, slot: int) -> list[Found]:
+        """What a node has of another one's state, the oldest first."""
+        found = [one for one in inventory(self.memory(node)) if one.path.name.startswith("copy-")]
+        return sorted((one for one in found if one.key.slot == slot), key=lambda one: one.key.iteration)
+
+    def both_copied(self) -> int:
+        """The iteration of which each node has the other's half."""
+        self.wait(lambda: self.trains([0, 1], 1), "training")
+        self.wait(lambda: self.copies("n0", 1) and self.copies("n1", 0), "a copy of each half in the other node")
+        cut = self.copies("n0", 1)[0].key.iteration
+        self.wait(lambda: self.trains([0, 1], cut + 3), "some iterations more")
+        return cut
+
+    def power_failure(self, element: int, node: str) -> None:
+        self.agents[element].kill()
+        shutil.rmtree(self.memory(node))
+
+    def on_again(self) -> dict:
+        """Wait until it trains in another generation; returns the first plan for that."""
+        self.wait(lambda: len([e for e in self.events("step") if e["generation"] > 1]) > 2, "on again")
+        return self.events("plan")[1]["plan"]
+
+
+def losses(rows: list[dict]) -> dict[int, float]:
+    return {row["iteration"]: row["loss"] for row in rows}
+
+
+def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_path: Path) -> None:
+    with Halves(tmp_path, nodes=2, **SETTINGS) as job:
+        cut = job.both_copied()
+        job.power_failure(1, "n1")
+        before = job.array.losses(0)
+        job.array.start(1, SLURMD_NODENAME="n5")
+        plan = job.on_again()
+        assert cut <= plan["iteration"] <= before[-1]["iteration"] and not plan.get("joiners")
+        assert f"from iteration {plan['iteration']}" in plan["reason"]
+        again, first = losses(job.array.losses(0)[len(before) :]), losses(before)
+        assert min(again) == plan["iteration"]
+        assert {i: again[i] for i in again.keys() & first.keys()} == pytest.approx(
+            {i: first[i] for i in again.keys() & first.keys()}, rel=1e-6
+        )
+        assert job.job()["ledger_violations"] == 0 and job.agents[0].alive
+        incarnations = [rank["incarnation"] for element in job.job()["elements"] for rank in element["ranks"]]
+        assert incarnations == [0, 0], "the survivor went back without a new process"
+
+
+def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_path: Path) -> None:
+    with Halves(tmp_path, nodes=2, **SETTINGS) as job:
+        job.both_copied()
+        job.power_failure(1, "n1")
+        for found in job.copies("n0", 1):
+            with found.path.open("r+b") as file:
+                file.seek(found.offset + found.data_bytes // 2)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 0x10]))
+        job.array.start(1, SLURMD_NODENAME="n5")
+        job.wait(lambda: "do not match their checksum" in job.agents[0].log, "the damage is seen")
+        plan = job.on_again()
+        assert plan["iteration"] == 0 and "is left behind" in plan["reason"], "there is no file either, and it says so"

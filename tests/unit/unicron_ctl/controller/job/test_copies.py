@@ -1,0 +1,224 @@
+"""Copies of the training state in other nodes: which are made, and how a job without a living holder gets one."""
+
+from __future__ import annotations
+
+from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.job import copies
+from unicron_ctl.protocol import wire
+
+
+class Node(FakeAgent):
+    """An agent whose node has a memory; its ranks say with what they could go on."""
+
+    def __init__(self, world: World, element: int, node: str = "", ranks: int = 1, **settings):
+        super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
+
+    def register(self) -> None:
+        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
+
+    def ready(self, *kept: tuple[int, str]) -> None:
+        for slot in self.slots:
+            self.set(slot, state="waiting", kept=list(kept or [(0, "")]))
+
+    def has(self, iteration: int, *slots: int, mark: str = "m") -> None:
+        """Images of the state of an iteration, of these slots' places."""
+        made = [
+            wire.Image("state", slot, iteration, slot % self.replica, self.replica, 0, 1, 1, mark) for slot in slots
+        ]
+        self.images = [*self.images, *made]
+        self.status()
+
+    def orders(self, kind: type) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+def started(nodes: int, replica: int, ranks: int = 1, **settings) -> tuple[World, list[Node]]:
+    world = World(**settings)
+    agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica) for e in range(nodes)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    assert world.job().phase == "running"
+    return world, agents
+
+
+def elements(order: wire.Cut) -> list[int]:
+    return [target.element for target in order.targets]
+
+
+# ---------------------------------------------------------------- which copies are made
+def test_a_place_that_one_node_trains_gets_a_copy_in_the_next_one():
+    _, agents = started(nodes=3, replica=3)
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [2], [0]]
+    target = agents[0].orders(wire.Cut)[0].targets[0]
+    assert (target.address, target.token) == ("n2:70", "token-n2")
+
+
+def test_replicas_are_copies_of_each_other():
+    world, agents = started(nodes=4, replica=2)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
+
+
+def test_several_replicas_in_one_node_are_one_copy():
+    """Four ranks a node, pipelines of two stages that lie across two nodes: each stage is in one node alone."""
+    world = World()
+    agents = [Node(world, e, ranks=2, nodes=2, replica=4) for e in range(2)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
+
+
+def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
+    world = World()
+    agents = [Node(world, e, nodes=4, replica=4) for e in range(4)]
+    for agent in agents:
+        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=2)
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
+
+
+def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
+    world = World()
+    agents = [Node(world, e, nodes=2, replica=2) for e in range(2)]
+    for agent in agents:
+        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=0)
+        agent.register()
+        agent.ready()
+    world.run(6.0)
+    assert world.job().phase == "running" and not any(agent.orders(wire.Cut) for agent in agents)
+    world, agents = started(nodes=1, replica=1)  # no other node
+    world.run(6.0)
+    assert not agents[0].orders(wire.Cut)
+    world = World()
+    world.start_job(nodes=2, replica=2)  # agents without a memory
+    world.run(6.0)
+    assert not any(isinstance(message, wire.Cut) for _, message in world.sent)
+
+
+def test_a_cut_is_named_ahead_and_the_next_one_when_enough_nodes_have_it():
+    world, agents = started(nodes=2, replica=2)
+    first = agents[0].orders(wire.Cut)[0]
+    assert first.iteration > world.job().iteration and first.good == -1
+    world.run(7.0)
+    assert [len(agent.orders(wire.Cut)) for agent in agents] == [1, 1], "it has not come to anything yet"
+    agents[0].has(first.iteration, 0)
+    agents[1].has(first.iteration, 1, 0)
+    world.run(2.0)
+    assert len(agents[0].orders(wire.Cut)) == 1, "slot 1's is in one node only"
+    agents[0].has(first.iteration, 1)
+    world.run(2.0)
+    second = agents[0].orders(wire.Cut)[1]
+    assert second.iteration > first.iteration and second.good == first.iteration
+    assert agents[1].orders(wire.Cut)[1] == wire.msgspec.structs.replace(
+        second, targets=agents[1].orders(wire.Cut)[1].targets
+    )
+
+
+def test_a_cut_that_comes_to_nothing_is_followed_by_another_and_what_was_good_stays():
+    world, agents = started(nodes=2, replica=2)
+    first = agents[0].orders(wire.Cut)[0].iteration
+    for agent in agents:
+        agent.has(first, 0, 1)
+    world.run(7.0)
+    second = agents[0].orders(wire.Cut)[1].iteration
+    world.run(copies.CUT_LIMIT_SECONDS + 2.0)
+    third = agents[0].orders(wire.Cut)[2]
+    assert third.iteration > second and third.good == first
+
+
+def test_a_controller_that_was_restarted_knows_which_cut_is_good():
+    world, agents = started(nodes=2, replica=2)
+    first = agents[0].orders(wire.Cut)[0].iteration
+    for agent in agents:
+        agent.has(first, 0, 1)
+    world.restart()
+    for agent in agents:
+        agent.heard.clear()
+    world.run(3.0)
+    order = agents[0].orders(wire.Cut)[0]
+    assert order.good == first and order.iteration > first
+
+
+def test_images_of_two_trainings_are_no_whole_together():
+    world, agents = started(nodes=2, replica=2)
+    cut = agents[0].orders(wire.Cut)[0].iteration
+    for agent in agents:
+        agent.has(cut, 0, mark="one")
+        agent.has(cut, 1, mark="other")
+    assert copies.newest_good(world.core.view.job(world.job())) == -1
+
+
+# ---------------------------------------------------------------- getting one back
+def lost(world: World, agents: list[Node], kept: list[tuple[int, str]]) -> Node:
+    """Node 2 of a replica that lies across two is gone, with its memory; its element comes back elsewhere."""
+    agents[1].silent = True
+    world.dead_nodes.add("n2")
+    world.agents.remove(agents[1])
+    agents[0].set(0, state="stopped", kept=kept, broken=world.job().generation)
+    other = Node(world, 1, node="n7", nodes=2, replica=2)
+    other.register()
+    other.ready()
+    world.run(3.0)
+    return other
+
+
+def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].set(0, iteration=50)
+    agents[1].set(1, iteration=50)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    other = lost(world, agents, [(50, "l"), (40, "m")])
+    assert world.job().phase == "forming", "not from the beginning, while something newer is to be had"
+    order = other.orders(wire.Fetch)[-1]
+    assert (order.image.iteration, order.image.place) == (40, 1)
+    assert (order.holder.address, order.holder.token) == ("n1:70", "token-n1")
+    other.ready((40, "m"), (0, ""))
+    world.run(1.0)
+    plan = world.job().plan
+    assert world.job().phase == "running" and (plan.iteration, plan.members, plan.joiners) == (40, [0, 1], [])
+    assert "from iteration 40" in plan.reason
+    world.check_replay()
+
+
+def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    other = lost(world, agents, [(0, ""), (40, "m")])
+    world.run(copies.FETCH_SECONDS - 10.0)
+    assert world.job().phase == "forming"
+    world.run(10.0)
+    plan = world.job().plan
+    assert world.job().phase == "running" and plan.iteration == 0
+    assert "iteration 40 is left behind" in plan.reason
+    assert len(other.orders(wire.Fetch)) > 10
+
+
+def test_what_nobody_has_a_copy_of_is_not_asked_for():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].has(40, 0)
+    agents[1].has(40, 1)
+    other = lost(world, agents, [(0, ""), (40, "m")])
+    world.run(1.0)
+    assert not other.orders(wire.Fetch) and world.job().plan.iteration == 0
+
+
+def test_an_image_in_the_own_node_is_only_pointed_out():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].has(40, 0)
+    agents[1].has(40, 1)
+    for agent in agents:
+        agent.die(agent.slots[0])
+    world.run(3.0)
+    agents[0].ready((40, "m"), (0, ""))
+    agents[1].ready((0, ""))
+    world.run(3.0)
+    order = agents[1].orders(wire.Fetch)[-1]
+    assert order.holder.element == 1 and order.image.slot == 1
