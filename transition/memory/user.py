@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,10 +199,7 @@ class _Keeper:
         tensors: list[torch.Tensor] = []
         packed = _packed(state, tensors)
         offsets, size = contents.laid(tensors)
-        kinds = [
-            (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at)
-            for tensor, at in _pairs(tensors, offsets)
-        ]
+        kinds = [_kind(*each) for each in zip(tensors, offsets, strict=True)]
         head = msgpack.packb({"state": packed, "tensors": kinds})
         world = self._world
         base = int(os.environ.get("UNICRON_GENERATION", "0"))
@@ -260,8 +257,8 @@ def _keeper(world: _World) -> _Keeper:
     return _kept
 
 
-def _pairs(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> Iterator[tuple[torch.Tensor, int]]:
-    return zip(tensors, offsets, strict=True)
+def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset
 
 
 # ------------------------------------------------------------ plain values and tensors
@@ -277,8 +274,8 @@ def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
         if isinstance(value, dict):  # an OrderedDict, as torch's modules give
             return dict(value)
         raise TypeError(
-            f"transition.memory.save keeps ordinary tensors, numbers, texts, bytes, lists, tuples and dictionaries, and no "
-            f"{type(value).__name__}"
+            "transition.memory.save keeps ordinary tensors, numbers, texts, bytes, lists, tuples and dictionaries, and "
+            f"no {type(value).__name__}"
         )
 
     packed: bytes = msgpack.packb(state, default=other, strict_types=True)

@@ -245,9 +245,9 @@ def test_after_memory_comes_the_file_and_never_the_start(tmp_path):
         spoil(path)
     with pytest.raises(Unusable):
         begin.take(other, 2)
-    with pytest.raises(CheckpointError, match="move .* away to start anew"):
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
         begin.take(other, 3)
-    with pytest.raises(CheckpointError, match="move .* away to start anew"):
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
         beginnings(memory, Checkpoints(saves))
 
 
