@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transition.checkpoint import CheckpointError, Checkpoints, Damaged, Found, load_image
+from transition.checkpoint import Checkpoints, Damaged, Found, load_image
 from transition.memory import contents, images
 from transition.memory.keeper import KIND
 from transition.migrate import TrainingState
@@ -119,14 +119,9 @@ class Beginnings:
             load_image(state, found.path)
         except (Damaged, OSError) as error:
             _say(f"passed over in memory: {error}")
-            self._images.remove(found)
             with contextlib.suppress(OSError, images.BadImage):
                 if images.look(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()
-            return False
-        except CheckpointError as error:  # an old one, of a script that has changed since
-            _say(f"passed over in memory: {error}")
-            self._images.remove(found)
             return False
         return True
 

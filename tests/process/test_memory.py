@@ -1,18 +1,29 @@
-"""The training state outlives the ranks in their nodes' memory: all of them die, and the job goes on from there."""
+"""The training state outlives the ranks in their nodes' memory: all of them die, and the job goes on from there, with
+the losses of a training in which nothing fails."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Agent, World, json_lines
+from tests.support.jobs import HERE, Agent, World, json_lines, undisturbed
+from tests.support.moments import fault
+from tests.support.processes import LIMIT, of_a_world
 from transition.memory.images import inventory
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12
+SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
+PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 
 
 class Remembering(World):
@@ -26,27 +37,115 @@ class Remembering(World):
     def start_agent(self, element: int, **settings: str) -> Agent:
         return super().start_agent(element, UNICRON_MEMORY=str(self.memory(element)), **settings)
 
-    def newest(self, element: int) -> int:
-        """The iteration of the newest whole image of a node."""
-        return max((found.key.iteration for found in inventory(self.memory(element))), default=-1)
+    @contextmanager
+    def down(self) -> Iterator[list[int]]:
+        """All ranks are killed, and no agent starts them again before the block ends; what each node has."""
+        for agent in self.agents.values():
+            agent.process.send_signal(signal.SIGSTOP)
+        for slot in range(len(self.agents)):
+            os.kill(self.rank(slot)["pid"], signal.SIGKILL)
+        try:
+            yield [max((each.key.iteration for each in inventory(self.memory(e))), default=-1) for e in self.agents]
+        finally:
+            for agent in self.agents.values():
+                agent.process.send_signal(signal.SIGCONT)
+
+    def ends(self) -> None:
+        self.wait(lambda: self.job().get("ended"), "the job is trained to its end")
+        assert self.job()["ended"]["code"] == 0 and self.job()["ledger_violations"] == 0, self.told()
 
 
-def killed_at_once(job: Remembering, slots: range) -> list[int]:
-    """SIGKILL to all ranks; returns what each node had in memory then."""
-    for slot in slots:
-        os.kill(job.rank(slot)["pid"], signal.SIGKILL)
-    return [job.newest(element) for element in job.agents]
+def flip(path: Path) -> None:
+    """One bit of the data."""
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 3] ^= 4
+    path.write_bytes(data)
 
 
-def test_all_ranks_die_and_the_job_goes_on_from_memory(tmp_path):
-    settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.05"}
-    with Remembering(tmp_path, nodes=2, **settings) as job:
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> dict[int, float]:
+    """By iteration, where nothing fails."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert undisturbed(folder, ITERATIONS).wait(LIMIT) == 0, (folder / "log").read_text()
+    return {one["iteration"]: one["loss"] for one in json_lines(folder / "losses.0")}
+
+
+def trained(folder: Path, wanted: dict[int, float], slots: int = 2) -> int:
+    """All have trained as if nothing had failed; returns the iteration with which the second formation went on."""
+    firsts = set()
+    for slot in range(slots):
+        steps = json_lines(folder / f"losses.{slot}")
+        assert sorted({one["iteration"] for one in steps}) == list(range(ITERATIONS))
+        for one in steps:
+            assert one["loss"] == pytest.approx(wanted[one["iteration"]], rel=1e-6)
+        firsts.add(next(one["iteration"] for one in steps if one["generation"] > steps[0]["generation"]))
+    assert len(firsts) == 1, "all went on with the same iteration"
+    return firsts.pop()
+
+
+def test_all_ranks_die_and_no_iteration_is_lost(tmp_path, losses):
+    with Remembering(tmp_path, nodes=2, **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        with job.down() as kept:
+            stepped = min(len(json_lines(tmp_path / f"losses.{slot}")) for slot in (0, 1))
+        job.ends()
+        logs = job.array.logs
+    assert trained(tmp_path, losses) == max(kept) and stepped - 1 <= max(kept) <= stepped + 1
+    assert logs.count("goes on from the memory of its node") == 1, "one rank reads it, and the other has it from that"
+
+
+def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_given_the_state(tmp_path, losses):
+    with Remembering(tmp_path, nodes=2, **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        with job.down() as kept:
+            for path in job.memory(1).iterdir():
+                path.unlink()
+            (newest,) = [each.path for each in inventory(job.memory(0)) if each.key.iteration == kept[0]]
+            flip(newest)
+        job.ends()
+        assert "its data do not match their checksum" in job.agents[0].log
+    assert trained(tmp_path, losses) == kept[0] - 1
+
+
+@pytest.mark.parametrize("at", ["copy", "half", "sum", "finish", "copied"])
+def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tmp_path, at, losses):
+    """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it."""
+    faults = json.dumps([fault(1, 5, at)])
+    with Remembering(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FAULT=faults, **SETTINGS) as job:
+        job.ends()
+    with_one = {one["iteration"]: one["loss"] for one in json_lines(tmp_path / "losses.0")}
+    for iteration, loss in with_one.items():
+        assert loss == pytest.approx(losses[iteration], rel=1e-4), "another sum of the same terms"
+    assert trained(tmp_path, with_one) == (5 if at == "copied" else 4)
+
+
+def test_a_plain_module_with_its_buffers_and_schedule(tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    environment = of_a_world(1)[0] | SETTINGS | {"TINY_ALONE": "1", "TINY_OUT": str(alone), "TINY_SAVE": "0"}
+    assert subprocess.run(PLAIN, env=environment, timeout=LIMIT).returncode == 0
+    wanted = {one["iteration"]: one["loss"] for one in json_lines(alone / "losses.0")}
+    with Remembering(tmp_path, nodes=2, command=PLAIN, **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        with job.down() as kept:
+            pass
+        job.ends()
+    assert trained(tmp_path, wanted) == max(kept)
+
+
+def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_falls_back_to_the_file(tmp_path, losses):
+    """The files of the ranks may not be larger than 256 KiB, so the kernel refuses the room for an image."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "4"}
+    with Remembering(tmp_path, nodes=2, TINY_HIDDEN="64", **saves, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 5), "6 iterations")
-        killed_at_once(job, range(2))
-        job.wait(lambda: job.job()["ended"], "the job is trained to its end")
-        assert job.job()["ended"]["code"] == 0 and job.job()["ledger_violations"] == 0
-        print(job.array.logs[-3000:])
-        print([e for e in job.events()] if hasattr(job, "events") else "")
-    for slot in (0, 1):
-        print(json_lines(tmp_path / f"losses.{slot}"))
-    assert 0
+        for slot in (0, 1):
+            resource.prlimit(job.rank(slot)["pid"], resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+            for path in job.memory(slot).iterdir():
+                path.unlink()
+        job.wait(lambda: job.trains([0, 1], 7), "2 iterations more")
+        with job.down() as kept:
+            assert kept == [-1, -1]
+        logs = job.array.logs
+        assert logs.count("the training state is not kept in memory") == 2 and "File too large" in logs
+        job.ends()
+    assert trained(tmp_path, losses) == 4

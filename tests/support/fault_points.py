@@ -7,9 +7,10 @@ Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation"
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
-compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place
-of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file`
-only once that file is in TINY_OUT.
+compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of the copy to memory of the
+state with which `iteration` begins: "copy", "half" (of it is copied), "sum", "finish", "copied" (it is whole). With
+`recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the
+first. With `file` only once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -40,6 +41,7 @@ SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
 COUNTED += ("norm", "save", "import", "resume")
+COPIES = ("copy", "half", "sum", "finish", "copied")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -144,6 +146,45 @@ def around_generations() -> None:
     around(migrate, "transfer", "transfer")
     around(session.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
+    if any(fault["at"] in COPIES for fault in FAULTS):
+        around_copies()
+
+
+def around_copies() -> None:
+    """Points in the thread that copies the state to memory; the iteration is that of the copy."""
+    from transition.memory import contents, images, keeper
+
+    of = {"iteration": -1}
+    fill, copy = contents.fill, keeper.Keeper._copy
+
+    def reached(name: str) -> None:
+        for fault in [each for each in FAULTS if (each["at"], each["iteration"]) == (name, of["iteration"])]:
+            strike(fault)
+
+    def copied(self, task) -> None:
+        of["iteration"] = task.key.iteration
+        copy(self, task)
+        reached("copied")
+
+    def filled(tensors, offsets, into, **more) -> None:
+        reached("copy")
+        half = len(offsets) // 2
+        fill(tensors[:half], offsets[:half], into[: offsets[half]], **more)
+        reached("half")
+        fill(tensors, offsets, into, **more)
+
+    def before(owner, what: str, name: str) -> None:
+        original = getattr(owner, what)
+
+        def wrapped(*arguments, **keywords):
+            reached(name)
+            return original(*arguments, **keywords)
+
+        setattr(owner, what, wrapped)
+
+    keeper.Keeper._copy, contents.fill = copied, filled
+    before(contents, "sums", "sum")
+    before(images.Image, "finish", "finish")
 
 
 def silent(original, result):

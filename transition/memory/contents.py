@@ -35,7 +35,7 @@ class Contents:
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.offsets, self.size = _laid(self.tensors)
+        self.offsets, self.size = laid(self.tensors)
 
     def still(self) -> list[torch.Tensor]:
         """The tensors as they are to be copied: of what moves, copies."""
@@ -45,7 +45,7 @@ class Contents:
         return tensors
 
 
-def _laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+def laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """(where each begins, bytes of all)."""
     offsets, at = [], 0
     for tensor in tensors:

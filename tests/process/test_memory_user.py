@@ -1,0 +1,54 @@
+"""What the ranks of a script without a session keep in their nodes' memory, and what of it they have in common when
+their world begins anew, as it was or otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, of_a_world
+
+pytestmark = pytest.mark.process
+LIMIT = 120.0
+ALL = [0, 1, 2, 3]
+
+
+def world(folder: Path, nodes: list[str], per_node: int, *saves: tuple[int, list[int], bool]) -> list:
+    """What each rank of a world on these nodes finds; then it saves (iteration, ranks, replicated) in turn."""
+    processes = []
+    for rank, environment in enumerate(of_a_world(len(nodes) * per_node)):
+        memory = folder / nodes[rank // per_node]
+        memory.mkdir(exist_ok=True)
+        local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "UNICRON_MEMORY": str(memory)}
+        said = {"REMEMBERS_OUT": str(folder), "REMEMBERS_SAVES": json.dumps(saves), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.support.remembers"]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment | local | said))
+    assert [process.wait(LIMIT) for process in processes] == [0] * len(processes)
+    return [json.loads((folder / f"loaded.{rank}").read_text()) for rank in range(len(processes))]
+
+
+def own(iteration: int, ranks: list[int] = ALL) -> list:
+    return [[iteration, [100.0 * rank + iteration] * 2] for rank in ranks]
+
+
+def test_each_rank_gets_its_own_of_the_newest_iteration_that_all_have(tmp_path):
+    nodes = ["a", "b"]
+    assert world(tmp_path, nodes, 2, (1, ALL, False), (2, ALL, False), (3, [0, 1, 2], False)) == [None] * 4
+    assert world(tmp_path, nodes, 2) == own(2), "rank 3 was killed before its copy was whole"
+    assert world(tmp_path, ["a"], 2, (5, [0, 1], False)) == [None] * 2, "of a world of another size"
+    assert world(tmp_path, ["a", "b"], 1) == [None] * 2, "rank 1 ran in the other node"
+    assert world(tmp_path, ["a", "c"], 2) == [None] * 4, "a fresh node has nothing, so nothing is in common"
+
+
+def test_what_all_have_alike_is_enough_if_one_rank_has_it(tmp_path):
+    assert world(tmp_path, ["a", "b"], 2, (1, ALL, True), (2, ALL, True)) == [None] * 4
+    assert sorted(path.name for path in (tmp_path / "a").glob("*.image")) == ["user-0-0.image", "user-0-1.image"]
+    assert world(tmp_path, ["a", "b", "c"], 1) == [[2, [2.0, 2.0]]] * 3, "a fresh node, in a larger world"
+    shutil.rmtree(tmp_path / "a")
+    assert world(tmp_path, ["b"], 1, (3, [0], True)) == [[2, [2.0, 2.0]]], "the node that was first is gone"
+    assert world(tmp_path, ["b", "c"], 1) == [[3, [3.0, 3.0]]] * 2

@@ -1,0 +1,128 @@
+"""Images: whole or torn, and whatever byte of one is changed, it is noticed or makes no difference."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from transition.memory import contents, images
+from transition.memory.images import PAGE, BadImage, Found, Image, Key, inventory, look
+
+KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
+HEAD = b"what is in it" * 20
+
+
+def written(path: Path, key: Key = KEY, head: bytes = HEAD, count: int = 3000, seed: int = 0) -> Image:
+    image = Image(path, len(head), count)
+    image.begin()
+    data = contents.raw(image.data[:count])
+    data.copy_(torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    image.finish(key, head, count, contents.sums(data))
+    return image
+
+
+def sound(found: Found) -> tuple[Key, bytes, bytes]:
+    """What a reader gets of it. Raises BadImage."""
+    head, data = found.read()
+    if contents.sums(contents.raw(data)) != found.sums:
+        raise BadImage("its data do not match")
+    return found.key, head, bytes(data)
+
+
+def test_a_whole_one_is_what_was_written(tmp_path):
+    image = written(tmp_path / "a.image")
+    found = look(image.path)
+    assert found.key == KEY and found.data_bytes == 3000
+    assert sound(found)[1] == HEAD
+    assert list(inventory(tmp_path)) == [found]
+
+
+def test_it_is_torn_from_the_first_byte_that_changes_to_the_last(tmp_path):
+    image = written(tmp_path / "a.image")
+    image.begin()
+    with pytest.raises(BadImage, match="torn"):
+        look(image.path)
+    assert list(inventory(tmp_path)) == []
+    written(tmp_path / "b.image")
+    assert [found.path.name for found in inventory(tmp_path)] == ["b.image"]
+    Image(tmp_path / "c.image", 10, 10)
+    with pytest.raises(BadImage):
+        look(tmp_path / "c.image")
+
+
+def test_what_is_read_changes_no_image(tmp_path):
+    written(tmp_path / "a.image")
+    found = look(tmp_path / "a.image")
+    before = sound(found)
+    _, data = found.read()
+    data[0] ^= 1
+    assert sound(found) == before
+
+
+def test_no_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(images.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        Image(tmp_path / "a.image", 10, 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    image = written(tmp_path / "a.image")
+    assert image.fits(PAGE, 3000) and not image.fits(PAGE + 1, 3000) and not image.fits(10, 3001)
+    with pytest.raises(ValueError, match="room"):
+        image.finish(KEY, HEAD, 3001, bytes(16))
+
+
+def test_a_file_written_from_beginning_to_end_is_the_same(tmp_path):
+    written(tmp_path / "a.image")
+    key, head, data = sound(look(tmp_path / "a.image"))
+    front = images.front(key, head, len(data), look(tmp_path / "a.image").sums)
+    (tmp_path / "b.image").write_bytes(front + data)
+    assert sound(look(tmp_path / "b.image")) == (key, head, data)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("images") / "a.image"
+    written(path)
+    return path, path.read_bytes()
+
+
+def reads_as_before_or_not_at_all(path: Path, data: bytes, before: bytes) -> bool:
+    path.write_bytes(before)
+    wanted = sound(look(path))
+    path.write_bytes(data)
+    try:
+        return sound(look(path)) == wanted
+    except (BadImage, OSError):
+        return True
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_whatever_bytes_change_it_is_noticed_or_harmless(whole, data):
+    path, before = whole
+    end = len(before) - 1
+    changed = bytearray(before)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = st.one_of(st.integers(0, 200), st.integers(PAGE, PAGE + len(HEAD)), st.integers(0, end))
+        changed[data.draw(place)] ^= data.draw(st.integers(1, 255))
+    assert reads_as_before_or_not_at_all(path, bytes(changed), before)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_wherever_it_is_cut_off_or_overwritten_it_is_noticed(whole, data):
+    path, before = whole
+    at = data.draw(st.integers(0, len(before) - 1))
+    assert reads_as_before_or_not_at_all(path, before[:at], before)
+    assert reads_as_before_or_not_at_all(path, before[:at] + bytes(len(before) - at), before)

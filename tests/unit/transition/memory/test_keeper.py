@@ -1,0 +1,301 @@
+"""The state is copied beside the training: what is in the files, whose turn it is, and what goes wrong costs nothing
+but the copy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from transition.beginnings import Beginnings, Unusable
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.memory import contents, files, images
+from transition.memory.contents import Gatherer
+from transition.memory.images import SUFFIX, BadImage, inventory, look
+from transition.memory.keeper import Keeper, Settings
+from transition.migrate import TrainingState
+
+WRITER = Writer(layout="TP1", loss=1.0)
+
+
+def training(seed: int = 0) -> TrainingState:
+    """A plain model with buffers, after one step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = TrainingState([SimpleNamespace(module=model)], optimizer, scheduler, seed=seed)
+    step(state)
+    return state
+
+
+def step(state: TrainingState) -> None:
+    model = state.model[0].module
+    state.optimizer.zero_grad()
+    model(torch.rand(5, 3)).square().sum().backward()
+    state.optimizer.step()
+    state.loss = 1.0
+
+
+def everything(state: TrainingState) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.tensors()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+
+
+def kept(folder: Path, state: TrainingState, *iterations: int, slot: int = 0) -> Keeper:
+    keeper, gatherer = Keeper(folder, slot, 1), Gatherer(state)
+    for iteration in iterations:
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper.wait()
+    keeper.close()
+    return keeper
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(found.key.iteration for found in inventory(folder))
+
+
+def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> Beginnings:
+    return Beginnings(folder, checkpoints, 0, WRITER)
+
+
+def spoil(path: Path, at: int = -40) -> None:
+    data = bytearray(path.read_bytes())
+    found = look(path)
+    data[found.offset + found.data_bytes // 2 if at < 0 else at] ^= 0x10
+    path.write_bytes(data)
+
+
+# ------------------------------------------------------------ what is copied
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    state, other = training(), training(seed=3)
+    kept(tmp_path, state, 7)
+    assert beginnings(tmp_path).told == [(7, WRITER.mark), (0, "")]
+    assert beginnings(tmp_path).take(other, 7) == 7
+    assert same(everything(other), everything(state)) and (other.seed, other.loss) == (0, 1.0)
+    assert other.scheduler.state_dict() == state.scheduler.state_dict()
+
+
+def test_the_copy_is_of_the_moment_it_was_begun_though_buffers_change_after_it(tmp_path, monkeypatch):
+    state, other = training(), training(seed=3)
+    before, go = everything(state), threading.Event()
+    fill = contents.fill
+
+    def late(*arguments, **keywords):
+        assert go.wait(20)
+        fill(*arguments, **keywords)
+
+    monkeypatch.setattr(contents, "fill", late)
+    keeper = Keeper(tmp_path, 0, 1)
+    keeper.copy(Gatherer(state), 5, 1, WRITER)
+    state.model[0].module(torch.rand(5, 3))  # a forward pass changes the running mean
+    assert not same(everything(state), before)
+    go.set()
+    keeper.wait()
+    step(state)  # from here on parameters may change
+    keeper.close()
+    beginnings(tmp_path).take(other, 5)
+    assert same(everything(other), before)
+
+
+def test_what_is_gathered_again_is_the_present_state(tmp_path):
+    """Though its tensors are other ones by now, or a step count is a number that is in no tensor."""
+    state, other = training(), training(seed=3)
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
+    keeper.copy(gatherer, 1, 1, WRITER)
+    keeper.wait()
+    for held in state.optimizer.state.values():
+        held["exp_avg"], held["told"] = held["exp_avg"] + 1.0, 5
+    keeper.copy(gatherer, 2, 1, WRITER)
+    keeper.wait()
+    for held in state.optimizer.state.values():
+        held["told"] = 6
+    keeper.copy(gatherer, 3, 1, WRITER)
+    keeper.close()
+    beginnings(tmp_path).take(other, 3)
+    assert same(everything(other), everything(state))
+    assert [held["told"] for held in other.optimizer.state.values()] == [6] * 4
+
+
+def test_two_files_take_turns_and_the_newest_of_the_process_before_is_overwritten_last(tmp_path):
+    state = training()
+    kept(tmp_path, state, 1, 2, 3)
+    assert iterations(tmp_path) == [2, 3]
+    kept(tmp_path, state, 4)
+    assert iterations(tmp_path) == [3, 4]
+
+
+def test_a_copy_that_is_not_due_is_not_made(tmp_path):
+    keeper, gatherer = Keeper(tmp_path, 0, 4), Gatherer(training())
+    for iteration in range(1, 10):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+    keeper.close()
+    assert iterations(tmp_path) == [4, 8]
+
+
+def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_much(tmp_path):
+    state = training()
+    keeper = kept(tmp_path, state, 4, 5, slot=1)
+    keeper.hand_over(0)
+    kept(tmp_path, state, 4)
+    keeper.hand_over(0)
+    assert iterations(tmp_path) == [4, 4, 5] and keeper.holds
+    kept(tmp_path, state, 5)
+    keeper.hand_over(0)
+    assert iterations(tmp_path) == [4, 5] and not keeper.holds
+
+
+def test_settings_are_read_and_what_is_no_number_is_one_line():
+    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1)
+    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "0"}).folder is None
+    assert Settings.chosen({}).folder is None
+    with pytest.raises(ValueError, match="UNICRON_MEMORY_EVERY='often': write a number"):
+        Settings.chosen({"UNICRON_MEMORY_EVERY": "often"})
+
+
+# ------------------------------------------------------------ what goes wrong
+def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_path, monkeypatch):
+    said, tries = [], []
+
+    def full(*_):
+        tries.append(now)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(training())
+    with monkeypatch.context() as broken:
+        broken.setattr(images.os, "posix_fallocate", full)
+        for now in range(1, 20):
+            keeper.copy(gatherer, now, 1, WRITER)
+            keeper._done.wait()
+    assert tries == [1, 3, 6, 11] and len(said) == 1 and "No space left" in said[0]
+    assert "No space left" in keeper.trouble and iterations(tmp_path) == []
+    for now in range(20, 40):
+        keeper.copy(gatherer, now, 1, WRITER)
+    keeper.close()
+    assert iterations(tmp_path) == [38, 39] and keeper.trouble == "" and "again" in said[1]
+
+
+def test_a_folder_that_vanishes_ends_nothing(tmp_path):
+    said, folder = [], tmp_path / "memory"
+    folder.mkdir()
+    keeper, gatherer = Keeper(folder, 0, 1, said.append), Gatherer(training())
+    keeper.copy(gatherer, 1, 1, WRITER)
+    keeper._done.wait()
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    for iteration in range(2, 5):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper._done.wait()
+    assert len(said) == 1
+    folder.mkdir()
+    for iteration in range(5, 9):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+    keeper.close()
+    assert iterations(folder)[-1] == 8
+
+
+def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
+    state, other = training(), training(seed=3)
+    keeper = kept(tmp_path, state, 4, 5)
+    before = everything(state)
+    newest = next(found for found in inventory(tmp_path) if found.key.iteration == 5)
+    spoil(newest.path)
+    begin = beginnings(tmp_path)
+    assert begin.newest == 5, "nothing is read before it is asked for"
+    with pytest.raises(Unusable):
+        begin.take(other, 5)
+    assert "do not match their checksum" in capsys.readouterr().err
+    assert begin.told == [(4, WRITER.mark)] and not newest.path.exists()
+    assert begin.take(other, 4) == 4 and same(everything(other), before)
+    assert keeper.holds
+
+
+def test_a_torn_one_is_passed_over_and_said(tmp_path, capsys):
+    kept(tmp_path, training(), 4, 5)
+    (newest,) = [found.path for found in inventory(tmp_path) if found.key.iteration == 5]
+    newest.write_bytes(newest.read_bytes()[:12] + bytes(4) + newest.read_bytes()[16:])
+    assert beginnings(tmp_path).newest == 4
+    assert "torn" in capsys.readouterr().err
+
+
+def test_after_memory_comes_the_file_and_never_the_start(tmp_path):
+    state, other, saves = training(), training(seed=3), tmp_path / "saves"
+    Checkpoints(saves).save_last(state, 3, WRITER)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    kept(memory, state, 2, 4)
+    begin = beginnings(memory, Checkpoints(saves))
+    assert [iteration for iteration, _ in begin.told] == [4, 3, 2]
+    for found in inventory(memory):
+        spoil(found.path)
+    with pytest.raises(Unusable):
+        begin.take(other, 4)
+    assert begin.newest == 3 and begin.take(other, 3) == 3
+    assert same(everything(other), everything(state))
+    for path in saves.glob(f"*/*{SUFFIX}"):
+        spoil(path)
+    with pytest.raises(Unusable):
+        begin.take(other, 2)
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        begin.take(other, 3)
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        beginnings(memory, Checkpoints(saves))
+
+
+def test_of_another_place_or_layout_nothing_is_taken(tmp_path):
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(training())
+    keeper.copy(gatherer, 1, 1, Writer(place=1, size=2, layout="TP2"))
+    keeper.copy(gatherer, 2, 1, Writer(place=0, size=2, layout="PP2"))
+    keeper.close()
+    begin = Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="TP2"))
+    assert begin.told == [(0, "")]
+    assert Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="PP2")).newest == 2
+
+
+def test_of_another_model_it_is_said_and_nothing_begins_anew(tmp_path):
+    kept(tmp_path, training(), 4)
+    other = training(seed=3)
+    other.model[0].module[0] = torch.nn.Linear(5, 4)
+    begin = beginnings(tmp_path)
+    with pytest.raises(CheckpointError, match="of another model"):
+        begin.take(other, 4)
+
+
+# ------------------------------------------------------------ files
+def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
+    state, other, saves = training(), training(seed=3), tmp_path / "saves"
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    kept(memory, state, 4, 5)
+    files.note_destination(memory, saves)
+    assert files.destination(memory) == saves.resolve() and files.destination(tmp_path) is None
+    for found in inventory(memory):
+        path = files.persist(found, saves)
+        assert path.name == WRITER.name and files.persist(found, saves) == path
+    assert [each.iteration for each in Checkpoints(saves).found()] == [5, 4]
+    assert Checkpoints(saves).load(other) == 5
+    assert same(everything(other), everything(state))
+
+
+def test_an_image_that_is_overwritten_meanwhile_makes_no_file(tmp_path, monkeypatch):
+    kept(tmp_path, training(), 4)
+    (found,) = inventory(tmp_path)
+    copy = files.shutil.copyfileobj
+
+    def overwritten(*arguments):
+        copy(*arguments)
+        kept(tmp_path, training(seed=2), 5, 6)
+
+    monkeypatch.setattr(files.shutil, "copyfileobj", overwritten)
+    with pytest.raises(BadImage, match="overwritten"):
+        files.persist(found, tmp_path / "saves")
+    assert not [path for path in (tmp_path / "saves").rglob("*") if path.is_file()]

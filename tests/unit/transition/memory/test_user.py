@@ -1,0 +1,120 @@
+"""What scripts without a session keep in memory: two lines, across restarts, in worlds of one and of several ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import transition.memory
+from transition.memory import user
+from transition.memory.images import inventory, look
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """As an agent gives it to a world of one."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("UNICRON_MEMORY", str(tmp_path))
+    monkeypatch.delenv("UNICRON_AGENT", raising=False)
+    monkeypatch.setattr(user, "_kept", None)
+    return tmp_path
+
+
+def written() -> None:
+    """The last save is over; what follows is as in a new process."""
+    if user._kept is not None and user._kept._thread is not None:
+        user._kept._thread.join()
+    user._kept = None
+
+
+def state() -> dict:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+
+
+def test_what_is_saved_comes_back(memory):
+    given = state() | {
+        "plain": [None, True, 3, 2.5, "text", b"bytes", (1, (torch.arange(3), -1))],
+        "empty": torch.empty(0, 4),
+        "half": torch.rand(3, 5).bfloat16().T,
+        "scalar": torch.tensor(7),
+    }
+    transition.memory.save(given, 12)
+    written()
+    saved = transition.memory.load()
+    assert saved is not None and saved.iteration == 12
+    assert isinstance(given["model"], OrderedDict) and list(saved.state) == list(given)
+    assert saved.state["plain"][:6] == given["plain"][:6]
+    assert isinstance(saved.state["plain"][6][1], tuple) and torch.equal(saved.state["plain"][6][1][0], torch.arange(3))
+    assert saved.state["optimizer"]["param_groups"] == given["optimizer"]["param_groups"], "tuples stay tuples"
+    for name in ("empty", "half", "scalar", "rng"):
+        assert torch.equal(saved.state[name], given[name]) and saved.state[name].dtype == given[name].dtype
+    model = torch.nn.Linear(3, 2)
+    model.load_state_dict(saved.state["model"])
+    torch.optim.AdamW(model.parameters()).load_state_dict(saved.state["optimizer"])
+
+
+def test_it_is_kept_as_it_was_and_what_is_loaded_is_ones_own(memory):
+    given = {"x": torch.zeros(4)}
+    transition.memory.save(given, 1)
+    given["x"] += 1
+    written()
+    saved = transition.memory.load()
+    saved.state["x"] += 5
+    for iteration in (2, 3):
+        transition.memory.save({"x": torch.full((4,), 9.0)}, iteration)
+    written()
+    assert torch.equal(saved.state["x"], torch.full((4,), 5.0))
+
+
+def test_a_damaged_one_is_passed_over_for_the_one_before(memory, capsys):
+    for iteration in (1, 2):
+        transition.memory.save({"x": torch.full((100,), float(iteration))}, iteration)
+    written()
+    newest = next(found for found in inventory(memory) if found.key.iteration == 2)
+    data = bytearray(newest.path.read_bytes())
+    data[look(newest.path).offset + 7] ^= 1
+    newest.path.write_bytes(data)
+    saved = transition.memory.load()
+    assert saved.iteration == 1 and "do not match" in capsys.readouterr().err
+
+
+def test_without_an_agent_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv("UNICRON_MEMORY", raising=False)
+    transition.memory.save({"x": object()}, 1)
+    assert transition.memory.load() is None
+
+
+def test_what_cannot_be_kept_is_one_line(memory):
+    with pytest.raises(TypeError, match=r"keeps ordinary tensors, .* and no set"):
+        transition.memory.save({"x": {1, 2}}, 1)
+    assert transition.memory.load() is None
+
+
+def test_a_session_keeps_its_state_by_itself(memory, monkeypatch):
+    monkeypatch.setenv("UNICRON_AGENT", "ipc://x")
+    with pytest.raises(RuntimeError, match=r"transition\.Session keeps"):
+        transition.memory.save({}, 1)
+
+
+def test_where_there_is_no_room_it_is_said_once_and_tried_again(memory, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "posix_fallocate", full)
+        for iteration in (1, 2):
+            transition.memory.save({"x": torch.zeros(4)}, iteration)
+    assert capsys.readouterr().err.count("No space left") == 1
+    transition.memory.save({"x": torch.zeros(4)}, 3)
+    written()
+    assert transition.memory.load().iteration == 3
