@@ -7,7 +7,9 @@ Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation"
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
-compare what they have after a recovery; "save" a checkpoint's file is written; "import". With `recovery` n in place
+compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of a distributed optimizer's
+shards "export", "filled" (before the copy into a room, which is torn by then), "copies" (before they are sent),
+"confirm". With `recovery` n in place
 of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file`
 only once that file is in TINY_OUT.
 
@@ -39,7 +41,7 @@ SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("norm", "save", "import", "resume")
+COUNTED += ("norm", "save", "import", "resume", "export", "filled", "copies", "confirm")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
 
@@ -137,13 +139,17 @@ def around(owner, name: str, before: str, after: str = "") -> None:
 
 def around_generations() -> None:
     """Points in what every session does."""
-    from transition import checkpoint, groups, migrate, session
+    from transition import checkpoint, groups, migrate, session, shards
 
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
     around(session.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
+    around(shards.Shards, "export", "export")
+    around(shards, "_copy", "filled")
+    around(shards.Shards, "send_copies", "copies")
+    around(shards.Shards, "confirm", "confirm")
 
 
 def silent(original, result):

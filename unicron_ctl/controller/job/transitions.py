@@ -51,7 +51,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),
-        reason=happening.reason,
+        reason=f"{happening.reason}; {found.why}" if found.why else happening.reason,
         replica=job.replica,
         state=found.state,
     )
