@@ -8,6 +8,7 @@ its place that has.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transition.memory.images import SUFFIX, BadImage, Image, Key, inventory
 from transition.migrate import TrainingState, broadcast_bytes, checksum
 
 KIND = "untrained"  # of these images, and how their names begin
+KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
 WORD = 8  # bytes; every tensor begins at a multiple
 
 
@@ -31,7 +33,6 @@ class Untrained:
         trained = {each.data_ptr() for each in state.trained()}
         self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
         self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
-        self._images: list[Image | None] = [None, None]  # the newest is the last
         self._kept = ""
 
     @property
@@ -52,17 +53,20 @@ class Untrained:
         return mark
 
     def _write(self, folder: Path, mark: str) -> None:
-        old, newest = self._images
-        if old is None:
-            number = 0 if newest is None else 1
-            old = Image(folder / f"{KIND}-{self._slot}.{number}{SUFFIX}", 0, self.bytes)
-        self._images = [newest, old]
-        old.begin()
-        flat = torch.frombuffer(old.data, dtype=torch.uint8, count=self.bytes)
+        before = self._own(folder)
+        image = Image(folder / f"{KIND}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
+        flat = torch.frombuffer(image.data, dtype=torch.uint8, count=self.bytes)
         for place, tensor in self._places(flat):
             place.copy_(_raw(tensor))
         key = Key(KIND, self._slot, 0, self._place, self._size, mark=mark)
-        old.finish(key, b"", self.bytes, checksum(flat).numpy().tobytes())
+        image.finish(key, b"", self.bytes, checksum(flat).numpy().tobytes())
+        for number in sorted(before)[: 1 - KEPT]:
+            before[number].unlink(missing_ok=True)
+
+    def _own(self, folder: Path) -> dict[int, Path]:
+        """The files that processes of this slot have made, by number."""
+        name = re.compile(rf"{KIND}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
+        return {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
 
     def restore(self, mark: str) -> bool:
         """Take them from an image of that mark, whoever of this node has made it; whether there was a sound one."""
@@ -80,6 +84,8 @@ class Untrained:
                 continue
             for place, tensor in self._places(flat):
                 _raw(tensor).copy_(place)
+            if key.slot == self._slot:
+                self._kept = mark
             return True
         return False
 

@@ -8,7 +8,7 @@ reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it;
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
 compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of a distributed optimizer's
-shards "export", "filled" (before the copy into a room, which is torn by then), "copies" (before they are sent),
+shards "export", "filled" (before they are copied into a room, which is torn by then), "copies" (before they are sent),
 "confirm". With `recovery` n in place
 of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the first. With `file`
 only once that file is in TINY_OUT.
