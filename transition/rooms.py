@@ -28,13 +28,13 @@ SHARD = "shard"  # the kind of these images, and how their names begin
 
 @dataclass(eq=False)
 class Room:
-    """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. sealed: when
-    its image is whole."""
+    """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. sums: of its
+    content, when its image is whole."""
 
     flat: torch.Tensor
     image: Image | None = None
     path: Path | None = None
-    sealed: Future[None] | None = None
+    sums: Future[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class Rooms:
     def _one(self, elements: int, head_bytes: int) -> Room:
         while self._spare:
             room = self._spare.pop()
-            if room.sealed is not None:
-                room.sealed.result()  # else it would make whole what is written by then
+            if room.sums is not None:
+                room.sums.result()  # else it would make whole what is written by then
+                room.sums = None
             if room.image is None or room.image.fits(head_bytes, room.flat.nbytes):
                 if room.image is not None:
                     room.image.begin()
@@ -156,15 +157,25 @@ class Rooms:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "unicron-images")
-        room.sealed = self._worker.submit(_finish, room, room.image, key, head)
+        room.sums = self._worker.submit(_finish, room, room.image, key, head)
         self._pending.append(room)
 
     def settle(self) -> None:
         """Until all images of this rank are whole that have been sealed."""
         pending, self._pending = self._pending, []
         for room in pending:
-            if room.sealed is not None:
-                room.sealed.result()
+            if room.sums is not None:
+                room.sums.result()
+
+    def sound(self, room: Room) -> bool:
+        """Its content is what it was when it was summed; one that has no image is believed."""
+        return room.sums is None or room.sums.result() == _sums(room.flat)
+
+    def spoiled(self, room: Room) -> None:
+        """It is not :meth:`sound`: said, and not used again."""
+        path = room.image.path if room.image is not None else room.path
+        self._tell(f"training state in memory passed over: {path}: changed since it was written")
+        self.discard(room)
 
     def claim(self, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]) -> list[Claimed]:
         """The sound images that earlier processes have left and that are this rank's to use, the newest first.
@@ -209,14 +220,20 @@ def claimant(key: Key, here: Sequence[int]) -> int:
     return key.slot if key.slot in here else here[key.shard % len(here)]
 
 
-def _finish(room: Room, image: Image, key: Key, head: bytes) -> None:
-    image.finish(key, head, room.flat.nbytes, checksum(room.flat).numpy().tobytes())
+def _finish(room: Room, image: Image, key: Key, head: bytes) -> bytes:
+    sums = _sums(room.flat)
+    image.finish(key, head, room.flat.nbytes, sums)
+    return sums
+
+
+def _sums(flat: torch.Tensor) -> bytes:
+    return checksum(flat).numpy().tobytes()
 
 
 def _read(found: Found) -> Claimed:
     head, data = found.read()
     flat = _floats(data)
-    if checksum(flat).numpy().tobytes() != found.sums:
+    if _sums(flat) != found.sums:
         raise BadImage(f"{found.path}: its data do not match their checksum")
     return Claimed(found.key, head, Room(flat, path=found.path))
 

@@ -184,6 +184,7 @@ class Shards:
         """
         self._keep_only({(base, version), self._confirmed})
         old = self._sets.get((base, version))
+        self._drop_spoiled(old)
         count, step, held = self._who_holds(old)
         if not any(held):
             raise Uncovered(f"nobody holds state {version} of generation {base}")
@@ -234,6 +235,15 @@ class Shards:
     def _model(self) -> bytes:
         """The same for models whose buckets are the same."""
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
+
+    def _drop_spoiled(self, old: _Set | None) -> None:
+        """What memory has spoiled since it was summed is not given to anybody."""
+        if old is None:
+            return
+        for shard, room in list(old.shards.items()):
+            if not self.rooms.sound(room):
+                del old.shards[shard]
+                self.rooms.spoiled(room)
 
     def _who_holds(self, old: _Set | None) -> tuple[int, float, list[set[int]]]:
         """How many shards the set has, Adam's step, and which shards each rank of the group holds."""

@@ -1,5 +1,5 @@
-"""What the ranks of ``benchmarks.memory.shards`` run: tiny_gpt under a Session, with a clock around each part of keeping
-a state. One line of JSON for each iteration in TINY_OUT/parts.SLOT: seconds by part."""
+"""What the ranks of ``benchmarks.memory.shards`` run: tiny_gpt under a Session, with a clock around each part of
+keeping a state. One line of JSON for each iteration in TINY_OUT/parts.SLOT: seconds by part."""
 
 from __future__ import annotations
 

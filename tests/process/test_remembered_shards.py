@@ -18,7 +18,7 @@ from transition.memory.images import inventory
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 ITERATIONS = 6
-HIT = 3
+HIT, SAVED = 3, 2  # the iteration that is broken off, that of the newest checkpoint
 SHAPES = {"dp": ("1 1 1", 1, 3), "tp": ("2 1 1", 2, 4)}  # layout, ranks of a replica, of the job
 SLOW = {"TINY_SLOW": "0.05", "TINY_DISTOPT": "1", "TINY_ITERATIONS": str(ITERATIONS)}
 
@@ -136,10 +136,11 @@ def first_life(out: Path, memory: Path, **settings: str) -> None:
 
 
 def images(memory: Path, shard: int) -> list[Path]:
-    """Those of a shard of the state after HIT steps: its rank's own, and the copy."""
-    found = [each.path for each in inventory(memory) if (each.key.iteration, each.key.shard) == (HIT, shard)]
-    assert len(found) == 2
-    return found
+    """Those of a shard: its rank's own, and the copy, of the state after HIT steps; then of the one before."""
+    found = sorted(inventory(memory), key=lambda each: -each.key.iteration)
+    paths = [each.path for each in found if each.key.kind == "shard" and each.key.shard == shard]
+    assert len(paths) == 4
+    return paths
 
 
 def flip(path: Path) -> None:
@@ -166,6 +167,16 @@ def test_a_spoiled_image_is_seen_and_the_other_holders_is_used(tmp_path, memory,
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+def test_both_holders_of_a_shard_are_lost_and_the_state_before_it_is_whole(tmp_path, memory, undisturbed):
+    """One iteration is done again."""
+    first_life(tmp_path, memory)
+    for path in images(memory, 1)[:2]:
+        flip(path)
+    ranks = train(tmp_path, "dp", [], UNICRON_MEMORY=str(memory))
+    assert begun(ranks)[1] == HIT - 1
+    same_training(tmp_path, undisturbed("dp"), "dp")
+
+
 def test_both_holders_of_a_shard_are_lost_and_the_job_goes_on_from_the_file_and_says_so(
     tmp_path, memory, undisturbed, capfd
 ):
@@ -175,9 +186,10 @@ def test_both_holders_of_a_shard_are_lost_and_the_job_goes_on_from_the_file_and_
         flip(path)
     ranks = train(tmp_path, "dp", [], UNICRON_MEMORY=str(memory), **saves)
     plan = ranks.plans[0]
-    assert plan.state is None and plan.iteration == HIT - 1
+    assert plan.state is None and plan.iteration == SAVED
     assert "the nodes' memory has only a part of the state after 3 steps" in plan.reason
-    assert capfd.readouterr().err.count("training state in memory passed over") == 2
+    assert f"iteration {SAVED}" in plan.reason
+    assert capfd.readouterr().err.count("training state in memory passed over") == 4
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 

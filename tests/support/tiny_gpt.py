@@ -275,7 +275,8 @@ def install_points(chunks, optimizer) -> None:
         try:
             if DISTOPT:
                 gather_gradients(chunks)
-            gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in every()]).clone()
+            gradients = [p.main_grad.detach().float().reshape(-1) for p in every() if p.requires_grad]
+            gradient = torch.cat(gradients)
         finally:
             while GATHERED:
                 data, was = GATHERED.pop()

@@ -184,6 +184,18 @@ def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_
         assert again is both[0]
 
 
+def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
+    room = keep(store, 1.0, key(3))
+    assert store.sound(room)
+    data = bytearray(room.image.path.read_bytes())
+    data[look(room.image.path).offset + 5] ^= 4
+    with room.image.path.open("r+b") as file:
+        file.write(data)
+    assert not store.sound(room)
+    store.spoiled(room)
+    assert "changed since it was written" in said[0] and not room.image.path.exists()
+
+
 def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.delenv(rooms.FOLDER, raising=False)
     assert rooms.folder() is None
