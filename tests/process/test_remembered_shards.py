@@ -115,6 +115,16 @@ def test_a_rank_and_its_heir_are_killed_and_the_others_go_on_with_their_next_pro
     same_training(tmp_path, undisturbed(shape), shape)
 
 
+def test_survivors_go_back_with_the_others_to_the_newest_state_that_is_whole(tmp_path, memory, undisturbed):
+    """A rank and its heir are killed, and what they leave of the newest state is spoiled."""
+    both = [fault(slot, HIT, "fetch", kind="flip", delay=0.3) for slot in (1, 2)]
+    ranks = train(tmp_path, "dp", both, UNICRON_MEMORY=str(memory))
+    assert ranks.exits == {0: [0], 1: [-9, 0], 2: [-9, 0]}
+    plan = [plan for plan in ranks.plans if not plan.boundary][-1]
+    assert plan.state[1] == HIT - 1 and sorted(plan.members) == [0, 1, 2]
+    same_training(tmp_path, undisturbed("dp"), "dp")
+
+
 def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
     """A parameter that has its value from the first processes alone."""
     train(tmp_path / "reference", "tp", [], TINY_FROZEN="1")

@@ -16,7 +16,8 @@ only once that file is in TINY_OUT.
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
 here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
-send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
+send); "flip" (`delay` seconds later a bit flips in each image of what this rank holds now, and it is killed); "lost"
+(wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def strike(fault: dict) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "late":
         signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
+    elif kind == "flip":
+        time.sleep(fault["delay"])
+        flip_images()
+        os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep":
@@ -78,6 +83,19 @@ def strike(fault: dict) -> None:
         raise ValueError("an error of the training script")
     else:
         strike_session(kind)
+
+
+def flip_images() -> None:
+    """In the memory of its node, of the newest state that it has."""
+    from transition.memory.images import inventory
+
+    for found in inventory(Path(os.environ["UNICRON_MEMORY"])):
+        if (found.key.slot, found.key.iteration) == (SLOT, now["iteration"]):
+            with found.path.open("r+b") as file:
+                file.seek(found.offset + found.data_bytes // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
 
 
 def lose_packets(seconds: float) -> None:

@@ -341,7 +341,7 @@ class Trainer(FakeAgent):
 
 
 class TrainingJob:
-    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive their ranks."""
+    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive ranks."""
 
     def __init__(
         self,
