@@ -83,10 +83,13 @@ class Exchange:
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
         """The (base, version) of the members; a newcomer has none, or an older one."""
         base, version = state
-        newest = self._all_reduced(torch.tensor([float(version)], dtype=torch.float64), None, dist.ReduceOp.MAX)
-        mine = float(base) if version == int(newest) else -1.0
-        bases = self._all_reduced(torch.tensor([mine], dtype=torch.float64), None, dist.ReduceOp.MAX)
-        return int(bases), int(newest)
+        newest = self.largest(version)
+        return self.largest(base if version == newest else -1), newest
+
+    def largest(self, number: int) -> int:
+        """Of what the members say."""
+        told = self._all_reduced(torch.tensor([number], dtype=torch.int64), None, dist.ReduceOp.MAX)
+        return int(told)
 
     def all_there(self) -> None:
         """Returns when all members have come here."""

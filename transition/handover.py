@@ -21,7 +21,8 @@ TRANSFER_SECONDS = 1.0  # between two messages while the training state is trans
 
 class Handover:
     """Of one rank. kept: of a distributed optimizer, whose state is not in `state`. checkpoints: from where the job
-    goes on if it is beyond iteration `start`, at which the script begins."""
+    goes on if it is beyond iteration `start`, at which the script begins. unread: this rank has not taken up the
+    checkpoint of its iteration, because memory holds a state that is as new."""
 
     def __init__(
         self,
@@ -31,9 +32,10 @@ class Handover:
         kept: Safekeeping | None,
         checkpoints: Checkpoints | None,
         start: int,
+        unread: bool = False,
     ):
         self._member, self._state, self._exchange, self._kept = member, state, exchange, kept
-        self._checkpoints, self._start = checkpoints, start
+        self._checkpoints, self._start, self._unread = checkpoints, start, unread
         self._transferred = 0  # bytes of the transfer at hand
         self._told = 0.0
 
@@ -46,20 +48,24 @@ class Handover:
             kept.enter(plan.generation, plan.members, self._member.slot, size)
         if kept is not None and plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
             kept.adopt(*self._exchange.furthest(before))
+        if self._unread and plan.state is None and self._member.slot not in plan.joiners:
+            assert self._checkpoints is not None
+            self._checkpoints.load(self._state, iteration)  # memory came to nothing, and others get it from here
         if plan.source is not None and plan.state is None:
             if not plan.boundary:
                 self._tie_embeddings()
             if plan.joiners:
                 iteration = self._migrate(plan, plan.source, newcomer, iteration)
         if kept is not None and not plan.boundary:
-            iteration = self._take_shards(kept, plan, iteration)
+            iteration = self._take_shards(kept, plan, iteration, newcomer)
+        self._unread = False
         return iteration
 
-    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int) -> int:
+    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int, newcomer: bool) -> int:
         """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
         parameters."""
         if plan.state is not None:
-            kept.adopt(*plan.state)
+            kept.adopt(*plan.state, lacking=newcomer)
             return plan.state[1]
         if self._checkpoints is not None and iteration > self._start:
             self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now

@@ -1,9 +1,10 @@
 """The state of a distributed optimizer over the generations: every shard is in two nodes' memory before the gradients
-that made it are forgotten (docs/design/micro-batch-reuse.md)."""
+that made it are forgotten (docs/design/sharded-optimizer.md)."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 
 import msgpack
@@ -14,8 +15,10 @@ from transition.exchange import Exchange
 from transition.layout import replicas
 from transition.migrate import TrainingState
 from transition.process import Process
-from transition.shards import Shards
+from transition.rooms import Rooms, folder, say
+from transition.shards import MARK_BITS, Shards, named
 from transition.snapshots import Where
+from transition.untrained import Untrained
 
 COPIES = 1  # UNICRON_STATE_COPIES: of each shard in other ranks; with two, a shard survives the loss of its heir too
 
@@ -27,8 +30,15 @@ class Safekeeping:
         self._process, self._state, self._exchange = process, state, exchange
         self._copies = _wanted_copies()
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = torch.device("cpu") if where is Where.HOST else None
-        self.shards = Shards(state.model, state.optimizer, process.watch.lost, memory, process.device)
+        slot, size = process.slot, process.layout.size
+        here: torch.device = next(state.model[0].parameters()).device
+        memory = torch.device("cpu") if where is Where.HOST else here
+        images = folder() if memory.type == "cpu" else None
+        rooms = Rooms(images, slot, memory, pinned=memory.type == "cpu" and here.type == "cuda")
+        self.shards = Shards(state.model, state.optimizer, process.watch.lost, rooms, process.device, slot % size, size)
+        self._untrained = Untrained(state, images, slot, slot % size, size, say)
+        first = slot // self._per_node * self._per_node
+        self.shards.claim([each for each in range(first, first + self._per_node) if each % size == slot % size])
         self._shifts: list[int] = []
         self._version = -1
 
@@ -45,25 +55,41 @@ class Safekeeping:
         """(base, version) of what all members have."""
         return self.shards.base, self._version
 
+    @property
+    def remembered(self) -> int:
+        """The newest version that earlier processes left in the memory of this node; -1 for none."""
+        return max((version for _, version, _, _ in self.held()), default=-1)
+
     def held(self) -> list[tuple[int, int, int, list[int]]]:
         """What this rank could give, for its report."""
         return self.shards.held()
 
+    def settle(self) -> None:
+        """What this rank keeps is whole, where it outlives the rank. All members do so before one of them writes over
+        what is older."""
+        self.shards.rooms.settle()
+
     def enter(self, generation: int, members: Sequence[int], slot: int, size: int) -> None:
-        """The groups of a generation are in use: take this rank's place in them. Other states are adopted or begun
-        then."""
-        self.shards.enter(generation)
+        """Collective over the members: the groups of a generation are in use, so take this rank's place in them. Other
+        states are adopted or begun then."""
+        self.settle()
+        self.shards.enter(named(generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
         place = slot % size
         nodes = [str(slots[place] // self._per_node) for slots in replicas(members, size)]
         self._shifts = sharding.heirs(nodes, self._copies)
 
-    def adopt(self, base: int, version: int) -> None:
-        """Take up a state from whoever holds it; with it go the schedule, the biases of experts
-        and the seed."""
+    def adopt(self, base: int, version: int, lacking: bool | None = None) -> None:
+        """Take up a state from whoever holds it; with it go the schedule, the biases of experts and the seed.
+
+        lacking: this rank has not trained yet, so it needs what is not trained, too; None where that comes otherwise.
+        """
         extra = msgpack.unpackb(self.shards.adopt(base, version), strict_map_key=False)
         self._state.adopt_schedule(extra["scheduler"])
         auxiliary.adopt_biases(self._state.model, extra["biases"])
         self._state.seed, self._state.loss = int(extra["seed"]), extra["loss"]
+        if lacking is not None:
+            has = not lacking or self._untrained.restore(extra["untrained"])
+            self._untrained.share(has, self._process.device, self._exchange.data_parallel)
         self._confirm(version)
 
     def keep(self, version: int) -> None:
@@ -74,6 +100,7 @@ class Safekeeping:
             "biases": auxiliary.biases(state.model),
             "seed": state.seed,
             "loss": state.loss,
+            "untrained": self._untrained.keep(),
         }
         self.shards.export(version, msgpack.packb(extra))
         self._confirm(version)

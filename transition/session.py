@@ -144,15 +144,29 @@ class Session:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
         self._remembered: Remembered | None = None
+        unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
             self._remembered = Remembered(self.slot, self._state, checkpoints, start_iteration, self._writer())
             self.iteration = self._remembered.newest
             self._watch.on_memory = self._remembered.hear
-        elif checkpoints is not None and (saved := checkpoints.load(self._state)) is not None:
-            self.iteration = saved
-        elif self._kept is not None:
+        else:
+            unread = self._begin(checkpoints)
+        self._handover = Handover(
+            self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration, unread
+        )
+
+    def _begin(self, checkpoints: Checkpoints | None) -> bool:
+        """Where this rank stands before it is in a generation: at the newest checkpoint. Returns whether that is not
+        read yet, because memory holds a state that is as new."""
+        saved, unread = None, False
+        if checkpoints is not None:
+            newest = next(iter(checkpoints.found()), None) if self._kept is not None else None
+            unread = newest is not None and self._kept is not None and self._kept.remembered >= newest.iteration
+            saved = newest.iteration if newest is not None and unread else checkpoints.load(self._state)
+        self.iteration = self.iteration if saved is None else saved
+        if self._kept is not None and (saved is None or unread):
             self._kept.check_untouched()
-        self._handover = Handover(self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration)
+        return unread
 
     def _join(self, current: process.Process, trained: Trained) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -339,6 +353,8 @@ class Session:
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
+        if self._kept is not None:
+            self._kept.settle()  # before anybody writes over the state before
         try:
             if self.layout.size > 1 and self._kept is None and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
@@ -441,6 +457,9 @@ class Session:
         if member.came_new:
             self._next_assignment = member.assigned(plan)
             raise _Rejoined
+        if plan.state is not None and plan.iteration not in (self._ledger.iteration, self._ledger.iteration + 1):
+            self._begin_anew(plan)  # the newest state of which all shards are left is an older one
+            raise _Rejoined
         if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)
@@ -471,8 +490,11 @@ class Session:
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
         """What a replica has in its gradients stays there if all of its ranks have the same; else it is not one's."""
         if self.layout.size == 1:
-            if not self._gradients.intact:
+            dealt_again = not set(self._ledger.done) <= set(assigned)  # the job was formed anew, with whoever waited
+            if dealt_again or not self._gradients.intact:
                 self._gradients.drop()
+            if dealt_again:
+                self._ledger.drop()
             return
         mine = Ledger.signature(self._ledger.done if self._gradients.intact else None)
         most, least = self._exchange.inside([mine, -mine])
@@ -491,9 +513,13 @@ class Session:
             self._remembered.begun()
         self._gradients.seed = self._state.seed
         if self._member.came_new:
-            self._stopping = False
-            self._next_assignment = self._member.assigned(plan)
-            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
+            self._begin_anew(plan)
+
+    def _begin_anew(self, plan: Plan) -> None:
+        """With an iteration that is not the one that this rank was in."""
+        self._stopping = False
+        self._next_assignment = self._member.assigned(plan)
+        self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
@@ -524,7 +550,7 @@ class Session:
 
     def _report(self, state: str) -> dict[str, Any]:
         """This session's part of the rank's status."""
-        rests = state in ("stopped", "standby")
+        rests = state in ("stopped", "standby", "waiting")
         keeps = self._member.inside and (self._gradients.undoable or not rests)
         return {
             "shards": self._kept.held() if self._kept is not None and rests else [],

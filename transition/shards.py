@@ -5,13 +5,17 @@ A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_
 generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
 `version`, the number of finished steps. Each rank keeps its own shard of the last two versions and, as an heir, those
 of other ranks: 24 bytes for each element of a shard, and as many for each copy; what is not needed any more is written
-over.
+over. They lie in the memory of the node's agent where there is one (:mod:`transition.rooms`): the next process of the
+slot has them again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -22,13 +26,24 @@ import torch.distributed as dist
 
 from detector.inject import injector
 from transition import elastic_buckets
+from transition.memory.images import Found, Key
 from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
+from transition.rooms import SHARD, Claimed, Room, Rooms
 from transition.sharding import Uncovered
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
 SUM_WORDS = 4  # of 32 bits in a checksum
 TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
+MARK_BITS = 20  # of a base that are chosen at random; above them is the number of the generation
+MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.protocol.ranges)
+_MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
+
+
+def named(generation: int, mark: int) -> int:
+    """The name of the states that a generation makes: its number, and what tells it from another of that number. A
+    controller that has lost its log begins to count anew."""
+    return generation << MARK_BITS | mark % (1 << MARK_BITS)
 
 
 class CopyFailed(RuntimeError):
@@ -42,15 +57,16 @@ class _Set:
     count: int
     step: float  # Adam's; 0 in a rank whose shard is nothing but padding
     header: bytes
-    shards: dict[int, torch.Tensor] = field(default_factory=dict)
+    shards: dict[int, Room] = field(default_factory=dict)
 
 
 class Shards:
     """The sharded state of one rank's optimizer. All methods are for the training thread.
 
     Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
-    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. memory: where shards
-    are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same.
+    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. rooms: where shards
+    are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same. place: of
+    this rank among the `size` of its replica.
     """
 
     def __init__(
@@ -58,18 +74,20 @@ class Shards:
         model: Sequence[Any],
         optimizer: Any,
         lost: Callable[[], bool] = lambda: False,
-        memory: torch.device | None = None,
+        rooms: Rooms | None = None,
         wire: torch.device | None = None,
+        place: int = 0,
+        size: int = 1,
     ):
         elastic_buckets.check(model, optimizer)
         here: torch.device = next(model[0].parameters()).device
         self.model, self.optimizer, self._lost = list(model), optimizer, lost
-        self._here, self.memory, self.wire = here, memory or here, wire or here
+        self.rooms, self.wire = rooms or Rooms(None, 0, here), wire or here
+        self._place, self._size = place, size
         self.buckets = elastic_buckets.bucket_sizes(optimizer)
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
-        self._spare: list[torch.Tensor] = []
 
     @property
     def group(self) -> Any:
@@ -77,29 +95,57 @@ class Shards:
         return self.model[0].intra_dp_cp_group
 
     def enter(self, base: int) -> None:
-        """Megatron's objects hold the groups of generation `base` by now: take this rank's place in it.
+        """Megatron's objects hold the groups of a generation by now, in which states are named by `base`: take this
+        rank's place in it.
 
         The optimizer's state is lost where the place is another one (:func:`elastic_buckets.resize`).
         """
+        self.rooms.settle()
         elastic_buckets.resize(self.model, self.optimizer)
         self.base, self.count, self.index = base, self.group.size(), self.group.rank()
-        self._spare = [flat for flat in self._spare if flat.numel() == self._elements]
+
+    def claim(self, here: Sequence[int]) -> None:
+        """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
+        place. Before the first :meth:`enter`."""
+        for claimed in self.rooms.claim(here, self._place, self._size, self._misfit):
+            self._take_back(claimed)
+
+    def _misfit(self, found: Found) -> str:
+        """Why an image is no shard of this model."""
+        key = found.key
+        if not (0 <= key.shard < key.count and 0 <= key.base < MOST_GENERATIONS and _MARK.fullmatch(key.mark)):
+            return "not an image of this release"
+        length = len(STATES) * self.buckets.length(key.count) * torch.float32.itemsize
+        return "" if length == found.data_bytes else "of another model"
+
+    def _take_back(self, claimed: Claimed) -> None:
+        key, head = claimed.key, msgpack.unpackb(claimed.head)
+        name = named(key.base, int(key.mark, 16)), key.iteration
+        found = self._sets.get(name) or _Set(key.count, head["step"], head["header"])
+        if head["model"] != self._model or found.count != key.count or key.shard in found.shards:
+            self.rooms.discard(claimed.room)
+            return
+        found.shards[key.shard] = claimed.room
+        self._sets[name] = found
 
     # ------------------------------------------------------------ snapshots and copies
     @torch.no_grad()
     def export(self, version: int, extra: bytes = b"") -> None:
         """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it."""
+        self._keep_only({self._confirmed})
         self._drop((self.base, version))
-        flat = self._room()
-        into: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        step = 0.0
-        for tensors, pieces in self._pieces(flat):
-            into += pieces
-            values += [tensors[name].detach().view(-1) for name in STATES]
-            step = float(tensors.get("step", step))
-        _copy(into, values)
-        self._sets[self.base, version] = _Set(self.count, step, self._header(extra), {self.index: flat})
+        header = self._header(extra)
+        with self._rooms(1, header) as (room,):
+            into: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
+            step = 0.0
+            for tensors, pieces in self._pieces(room.flat):
+                into += pieces
+                values += [tensors[name].detach().view(-1) for name in STATES]
+                step = float(tensors.get("step", step))
+            _copy(into, values)
+        self._sets[self.base, version] = _Set(self.count, step, header)
+        self._add(version, self.index, room)
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
         """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
@@ -107,19 +153,23 @@ class Shards:
         shifts: of :func:`transition.sharding.heirs`. The copies are safe when all members say that they have them.
         """
         mine = self._sets[self.base, version]
-        received = {(self.index - shift) % self.count: self._room() for shift in shifts}
-        own = [mine.shards[self.index]]
-        outgoing = {(self.index + shift) % self.count: own for shift in shifts}
-        self._exchange(outgoing, {rank: [flat] for rank, flat in received.items()})
-        mine.shards.update(received)
+        with self._rooms(len(shifts), mine.header) as rooms:
+            received = {(self.index - shift) % self.count: room for shift, room in zip(shifts, rooms, strict=True)}
+            own = [mine.shards[self.index].flat]
+            outgoing = {(self.index + shift) % self.count: own for shift in shifts}
+            self._exchange(outgoing, {rank: [room.flat] for rank, room in received.items()})
+        for shard, room in received.items():
+            self._add(version, shard, room)
 
     def confirm(self, version: int) -> None:
-        """All members have their copies of `version`: older sets are not needed any more."""
+        """All members have their copies of `version`: older sets are not needed any more. They stay until the next
+        one takes their room, for a rank that dies now may leave an image of `version` that is not whole yet."""
         self._confirmed = (self.base, version)
-        self._keep_only({self._confirmed})
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
-        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last."""
+        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
+        Where there are images, they are whole."""
+        self.rooms.settle()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
     # ------------------------------------------------------------ adopting
@@ -134,28 +184,66 @@ class Shards:
         """
         self._keep_only({(base, version), self._confirmed})
         old = self._sets.get((base, version))
+        self._drop_spoiled(old)
         count, step, held = self._who_holds(old)
         if not any(held):
             raise Uncovered(f"nobody holds state {version} of generation {base}")
         header = self._common_header(old, next(rank for rank, shards in enumerate(held) if shards))
-        flat = self._room()
-        outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
-        incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for move in self.buckets.moves(held, count):
-            if move.source == self.index and old is not None:
-                outgoing[move.target] += _pieces_of(old.shards[move.old], move.read, move.size)
-            if move.target == self.index:
-                incoming[move.source] += _pieces_of(flat, move.write, move.size)
-        if self.index in incoming:
-            _copy(incoming.pop(self.index), outgoing.pop(self.index))
-        self._exchange_soundly(outgoing, incoming)
-        extra = self._apply(flat, step, header)
-        elastic_buckets.rebuild_parameters(self.model, self.optimizer)
-        self._check_alive()
+        with self._rooms(1, header) as (room,):
+            outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+            incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+            for move in self.buckets.moves(held, count):
+                if move.source == self.index and old is not None:
+                    outgoing[move.target] += _pieces_of(old.shards[move.old].flat, move.read, move.size)
+                if move.target == self.index:
+                    incoming[move.source] += _pieces_of(room.flat, move.write, move.size)
+            if self.index in incoming:
+                _copy(incoming.pop(self.index), outgoing.pop(self.index))
+            self._exchange_soundly(outgoing, incoming)
+            extra = self._apply(room.flat, step, header)
+            elastic_buckets.rebuild_parameters(self.model, self.optimizer)
+            self._check_alive()
         if base == self.base:
             self._drop((base, version))
-        self._sets[self.base, version] = _Set(self.count, step, header, {self.index: flat})
+        self._sets[self.base, version] = _Set(self.count, step, header)
+        self._add(version, self.index, room)
         return extra
+
+    def _add(self, version: int, shard: int, room: Room) -> None:
+        """A room of the present generation has its content: from now on it is part of the set of `version`."""
+        mine = self._sets[self.base, version]
+        mine.shards[shard] = room
+        generation, mark = divmod(self.base, 1 << MARK_BITS)
+        key = Key(
+            SHARD,
+            self.rooms.slot,
+            version,
+            self._place,
+            self._size,
+            shard,
+            mine.count,
+            generation,
+            f"{mark:0{MARK_BITS // 4}x}",
+        )
+        self.rooms.seal(room, key, self._head(mine.step, mine.header))
+
+    def _head(self, step: float, header: bytes) -> bytes:
+        """Of an image."""
+        return msgpack.packb({"model": self._model, "step": step, "header": header})
+
+    @property
+    def _model(self) -> bytes:
+        """The same for models whose buckets are the same."""
+        return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
+
+    def _drop_spoiled(self, old: _Set | None) -> None:
+        """What memory has spoiled since it was summed is not given to anybody."""
+        if old is None:
+            return
+        for shard, room in list(old.shards.items()):
+            if not self.rooms.sound(room):
+                del old.shards[shard]
+                self.rooms.spoiled(room)
 
     def _who_holds(self, old: _Set | None) -> tuple[int, float, list[set[int]]]:
         """How many shards the set has, Adam's step, and which shards each rank of the group holds."""
@@ -237,16 +325,14 @@ class Shards:
         """Of one shard of the present generation."""
         return self._elements * torch.float32.itemsize
 
-    def _room(self) -> torch.Tensor:
-        """Memory for one shard of the present generation."""
-        if self._spare:
-            return self._spare.pop()
-        pinned = self.memory.type == "cpu" and self._here.type == "cuda"
-        return torch.zeros(self._elements, dtype=torch.float32, device=self.memory, pin_memory=pinned)
+    def _rooms(self, count: int, header: bytes) -> AbstractContextManager[list[Room]]:
+        """Memory for so many shards of the present generation."""
+        return self.rooms.take(count, self._elements, len(self._head(0.0, header)))
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:
-            self._spare += [flat for flat in old.shards.values() if flat.numel() == self._elements]
+            for room in old.shards.values():
+                self.rooms.give_back(room)
 
     def _keep_only(self, keys: set[Any]) -> None:
         for key in [key for key in self._sets if key not in keys]:

@@ -7,15 +7,17 @@ Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation"
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
-compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of the copy to memory of the
-state with which `iteration` begins: "copy", "half" (of it is copied), "sum", "finish", "copied" (it is whole). With
-`recovery` n in place of `count`: the first time after n recoveries. `iteration` "any" is any but the time before the
-first. With `file` only once that file is in TINY_OUT.
+compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of a distributed optimizer's
+shards "export", "filled" (before they are copied into a room, which is torn by then), "copies" (before they are sent),
+"confirm"; of the copy to memory of the state with which `iteration` begins: "copy", "half" (of it is copied), "sum",
+"finish", "copied" (it is whole). With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
+"any" is any but the time before the first. With `file` only once that file is in TINY_OUT.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
 here); "raise" (a fault of the script); "loss" (for `delay` seconds nothing arrives here that peers
-send); "lost" (wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
+send); "flip" (`delay` seconds later a bit flips in each image of what this rank holds now, and it is killed); "lost"
+(wait until the generation is over, then fail); "stop" (ask for the end); "wait" for gate number `gate`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SAVE = int(os.environ.get("TINY_SAVE", "8"))
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("norm", "save", "import", "resume")
+COUNTED += ("norm", "save", "import", "resume", "export", "filled", "copies", "confirm")
 COPIES = ("copy", "half", "sum", "finish", "copied")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
@@ -66,6 +68,10 @@ def strike(fault: dict) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "late":
         signal.setitimer(signal.ITIMER_REAL, fault["delay"])  # nobody handles SIGALRM: it ends the process
+    elif kind == "flip":
+        time.sleep(fault["delay"])
+        flip_images()
+        os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep":
@@ -78,6 +84,19 @@ def strike(fault: dict) -> None:
         raise ValueError("an error of the training script")
     else:
         strike_session(kind)
+
+
+def flip_images() -> None:
+    """In the memory of its node, of the newest state that it has."""
+    from transition.memory.images import inventory
+
+    for found in inventory(Path(os.environ["UNICRON_MEMORY"])):
+        if (found.key.slot, found.key.iteration) == (SLOT, now["iteration"]):
+            with found.path.open("r+b") as file:
+                file.seek(found.offset + found.data_bytes // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
 
 
 def lose_packets(seconds: float) -> None:
@@ -139,13 +158,17 @@ def around(owner, name: str, before: str, after: str = "") -> None:
 
 def around_generations() -> None:
     """Points in what every session does."""
-    from transition import checkpoint, groups, migrate, session
+    from transition import checkpoint, groups, migrate, session, shards
 
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
     around(migrate, "transfer", "transfer")
     around(session.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
+    around(shards.Shards, "export", "export")
+    around(shards, "_copy", "filled")
+    around(shards.Shards, "send_copies", "copies")
+    around(shards.Shards, "confirm", "confirm")
     if any(fault["at"] in COPIES for fault in FAULTS):
         around_copies()
 

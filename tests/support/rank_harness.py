@@ -25,6 +25,7 @@ from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
 from unicron_ctl.agent.sockets import for_rank
 from unicron_ctl.agreement import resume
+from unicron_ctl.controller.job.candidates import formed
 from unicron_ctl.protocol import sharing, wire
 
 HERE = Path(__file__).resolve().parent
@@ -247,7 +248,7 @@ class Ranks:
         return due
 
     def _newcomers(self) -> list[int]:
-        states = ("waiting", "standby", "left") if self.comeback else ("waiting", "standby")
+        states = {"waiting", "standby", *(["left"] if self.comeback else []), *([] if self.members else ["stopped"])}
         return [
             slot
             for slot, rank in self.ranks.items()
@@ -272,40 +273,45 @@ class Ranks:
         if not waiting or (not self.members and len(waiting) < sum(rank.alive for rank in self.ranks.values())):
             return
         self.reformed = self.reformed or (not self.members and bool(self.steps))
-        source, members, joiners = self._composed(waiting)
-        if source is None:
+        made = self._grown(waiting) if self.members else self._formed(waiting)
+        if made is None:
             return
         self.generation += 1
-        self._announce(
-            wire.Plan(
-                generation=self.generation,
-                members=members,
-                replica=self.replica,
-                store=self.store,
-                prefix=self._prefix(),
-                boundary=bool(self.members),
-                joiners=joiners,
-                source=source,
-            )
+        plan = msgspec.structs.replace(
+            made, generation=self.generation, replica=self.replica, store=self.store, prefix=self._prefix()
         )
+        self._announce(plan)
 
-    def _composed(self, waiting: list[int]) -> tuple[int | None, list[int], list[int]]:
-        """Who hands the state on, all members, and who joins, when those who wait compose replicas; source None where
-        they compose none."""
+    def _grown(self, waiting: list[int]) -> wire.Plan | None:
+        """With those who join because they compose replicas."""
         inside = layout.replicas(self.members, self.replica)
-        if inside:
-            new, _ = layout.compose(waiting, self.replica)
-            if not new:
-                return None, [], []
-            members = layout.arranged([*inside, *new])
-            return inside[0][0], members, [slot for slots in new for slot in slots]
-        furthest = sorted(waiting, key=lambda slot: (-self.ranks[slot].status.iteration, slot))
-        first = [next((s for s in furthest if s % self.replica == place), None) for place in range(self.replica)]
-        if None in first:
-            return None, [], []
-        assert len({self.ranks[slot].status.iteration for slot in first}) == 1, "no common state is left"
-        new, _ = layout.compose(set(waiting) - set(first), self.replica)
-        return first[0], layout.arranged([first, *new]), [slot for slots in new for slot in slots]
+        new, _ = layout.compose(waiting, self.replica)
+        members, joiners = layout.arranged([*inside, *new]), [slot for slots in new for slot in slots]
+        grown = wire.Plan(
+            generation=0, members=members, store="", prefix="", boundary=True, joiners=joiners, source=inside[0][0]
+        )
+        return grown if new else None
+
+    def _formed(self, waiting: list[int]) -> wire.Plan | None:
+        """Of those who are there, as the controller forms it."""
+        reports = {slot: self.ranks[slot].status for slot in waiting}
+        if len({slot % self.replica for slot in waiting}) < self.replica:
+            return None
+        found = formed(reports, self.replica)
+        assert found is not None, "no common state is left"
+        total = max(reports[slot].micro_batches for slot in found.members)
+        return wire.Plan(
+            generation=0,
+            members=found.members,
+            store="",
+            prefix="",
+            joiners=found.joiners,
+            source=found.source,
+            iteration=found.iteration,
+            assignment=resume.deal(range(total), layout.heads(found.members, self.replica)),
+            state=found.state,
+            reason=found.why,
+        )
 
     def _let_go(self) -> None:
         """Offer to go on without a rank that is to leave."""
@@ -407,8 +413,9 @@ class Ranks:
             else None
         )
         if decision is None:
-            self.members = []  # those who have stopped wait for what completes a replica
-            self._stand_by(sorted(stopped))
+            self.members = []  # those who have stopped wait for what completes a replica, or the state
+            if not any(status.shards for status in stopped.values()):
+                self._stand_by(sorted(stopped))
             return
         self.generation += 1
         self.rests.append(time.time() - self.breaks[-1][2])

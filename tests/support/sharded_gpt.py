@@ -351,9 +351,9 @@ class Training:
         self.shards.send_copies(version, sharding.heirs([str(r) for r in range(self.replicas())], self.copies()))
         self.commit("ack")
         self.shards.confirm(version)
-        kept = [flat for found in self.shards._sets.values() for flat in found.shards.values()]
-        assert len(kept) == 1 + min(self.copies(), self.replicas() - 1)
-        assert len(kept + self.shards._spare) <= 2 * (1 + self.copies())  # memory is used again
+        kept = [room for found in self.shards._sets.values() for room in found.shards.values()]
+        assert len(self.shards.held()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
+        assert len(kept) + self.shards.rooms.spare <= 2 * (1 + self.copies())  # memory is used again
 
     def copies(self) -> int:
         return self.settings.get("copies", 1)

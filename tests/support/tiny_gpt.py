@@ -7,7 +7,8 @@ experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP 
 TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of
 learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many
 buckets; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
-TINY_CHECKPOINT_EVERY so many iterations (2).
+TINY_CHECKPOINT_EVERY so many iterations (2). TINY_FROZEN=1: a parameter is not trained, and has its value from the
+slot's first process alone.
 
 `at` has one more place: "norm" of the gradients, in the optimizer's step.
 """
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.support.fault_points import (
     CHECKPOINTS,
     EVERY,
+    INCARNATION,
     ITERATIONS,
     MICRO_BATCHES,
     OUT,
@@ -153,6 +155,10 @@ def part(config, stage: int | None):
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
+    if os.environ.get("TINY_FROZEN") == "1":
+        frozen = model.decoder.layers[0].input_layernorm.weight.requires_grad_(False)
+        if INCARNATION == 0:
+            frozen.mul_(torch.linspace(0.5, 2.0, frozen.numel()))
     return Float16Module(config, model) if BF16 or FP16 else model
 
 
@@ -269,7 +275,8 @@ def install_points(chunks, optimizer) -> None:
         try:
             if DISTOPT:
                 gather_gradients(chunks)
-            gradient = torch.cat([p.main_grad.detach().float().reshape(-1) for p in every()]).clone()
+            gradients = [p.main_grad.detach().float().reshape(-1) for p in every() if p.requires_grad]
+            gradient = torch.cat(gradients)
         finally:
             while GATHERED:
                 data, was = GATHERED.pop()

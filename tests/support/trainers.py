@@ -54,7 +54,7 @@ class Trainer(FakeAgent):
     def set(self, slot: int, **changes: Any) -> None:
         """A rank at rest says which shards it holds."""
         if "state" in changes:
-            rests = changes["state"] in ("stopped", "standby")
+            rests = changes["state"] in ("stopped", "standby", "waiting")
             held = self.bodies[slot].shards if rests else {}
             changes["shards"] = [wire.Shards(base, v, n, sorted(held[v, base, n])) for v, base, n in sorted(held)]
         super().set(slot, **changes)
@@ -76,11 +76,15 @@ class Trainer(FakeAgent):
             before = self.ranks[message.slot].incarnation
             super().get(message)
             if self.ranks[message.slot].incarnation != before:
-                self.bodies[message.slot] = Body(0)
+                self.bodies[message.slot] = self._body(message.slot, 0)
         else:
             super().get(message)
             for slot in self.slots:
                 self.settle(slot)
+
+    def _body(self, slot: int, version: int) -> Body:
+        """Of the slot's next process: its node's memory has the shards of the one before, or has none."""
+        return Body(version, shards=self.bodies[slot].shards if self.job_of.remembers else {})
 
     # ------------------------------------------------------------ messages
     def _break(self, slot: int, message: wire.Break) -> None:
@@ -143,7 +147,7 @@ class Trainer(FakeAgent):
             return False
         match rank.state:
             case "starting":
-                self.bodies[slot] = Body(self.job_of.checkpoint)
+                self.bodies[slot] = self._body(slot, self.job_of.checkpoint)
                 self.set(slot, state="waiting", iteration=self.job_of.checkpoint)
                 return True
             case "entering":
@@ -337,12 +341,19 @@ class Trainer(FakeAgent):
 
 
 class TrainingJob:
-    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica."""
+    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive ranks."""
 
     def __init__(
-        self, size: int, per_node: int, nodes: int, started: int, sharded: bool = False, **settings: float
+        self,
+        size: int,
+        per_node: int,
+        nodes: int,
+        started: int,
+        sharded: bool = False,
+        remembers: bool = False,
+        **settings: float,
     ) -> None:
-        self.sharded = sharded
+        self.sharded, self.remembers = sharded, remembers
         self.acknowledged: set[tuple[int, int]] = set()  # (generation, iteration) whose state has copies
         self.size, self.per_node, self.nodes, self.checkpoint = size, per_node, nodes, 0
         usual = {"forming_settle_seconds": 0.5, "offer_delay": 0.1, "repeat_seconds": 0.2, "fault_grace": 0.2}

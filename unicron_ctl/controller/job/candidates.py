@@ -5,7 +5,7 @@ the job anew. What completes none waits, with the state that it has.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transition import layout
 from unicron_ctl.agreement.resume import newest_state
@@ -106,23 +106,39 @@ def leavers(job: JobView) -> list[int]:
 @dataclass(frozen=True)
 class Formed:
     """members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
-    :class:`unicron_ctl.protocol.wire.Plan`."""
+    :class:`unicron_ctl.protocol.wire.Plan`. why: where the state comes from, if that is not plain."""
 
     members: list[int]
     joiners: list[int]
     source: int | None
     iteration: int
     state: tuple[int, int] | None = None
+    why: str = ""
 
 
 def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     """The generation that these ranks, each able to enter, can form; None where they have no state in common.
 
     That is the newest iteration of which there is a state for every place, of one mark; with a distributed optimizer,
-    the newest state of which all shards are there, once any rank has some. There must be a rank for every place.
+    the newest state of which all shards are there, once any rank has some. There must be a rank for every place. Where
+    nobody has trained yet, the shards are what earlier processes left in the nodes' memory: then a checkpoint may be
+    newer, or the last resort.
     """
-    if any(status.shards for status in reports.values()):
-        return _from_shards(reports, size)
+    held = max((shards.version for status in reports.values() for shards in status.shards), default=None)
+    if held is None:
+        return _from_files(reports, size)
+    found = _from_shards(reports, size)
+    if any(_has_been_in(status) for status in reports.values()):
+        return found
+    saved = _from_files(reports, size)
+    if saved is None or (found is not None and found.iteration >= saved.iteration):
+        return found
+    missing = f"the nodes' memory has only a part of the state after {held} steps" if found is None else found.why
+    return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
+
+
+def _from_files(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    """From what the ranks began with, or have trained where each of them has all of it."""
     at: dict[tuple[int, str], list[int]] = {}
     for slot, status in sorted(reports.items()):
         for state in states(status):
@@ -170,7 +186,9 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
         return None
     sources = [replica for replica in first if holders.issuperset(replica)]
     joiners = sorted(slot for slot in members if slot not in holders)
-    return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state)
+    kept = any(_has_been_in(status) for status in reports.values())
+    why = "" if kept else f"the nodes' memory has the state after {state[1]} steps"
+    return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
 
 
 def without_match(reports: Mapping[int, RankStatus]) -> list[int]:

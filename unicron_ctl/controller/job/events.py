@@ -5,10 +5,11 @@ Who is lost is not found here: a failure on record has condemned members (`judge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from unicron_ctl.controller.job.adoption import may_come_back
 from unicron_ctl.controller.job.candidates import (
+    formed,
     forming_slots,
     leavers,
     may_work,
@@ -27,6 +28,7 @@ from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
+START_SECONDS = 60.0  # of a process, on a file system that is busy
 KEPT = ("stopped", "standby")  # states of ranks that have a training state
 
 
@@ -88,7 +90,8 @@ def _patient(view: View, job: JobView) -> bool:
     """Ranks have kept a state that is of use again if those come back that are missing: they are waited for as long as
     the work takes that would be done again without them."""
     worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
-    return job.waited(view.now) < worth and any(status.state in KEPT for _, _, status in job.all_ranks())
+    kept = any(status.state in KEPT or status.shards for _, _, status in job.all_ranks())
+    return kept and job.waited(view.now) < worth
 
 
 def _alike(job: JobView) -> bool:
@@ -127,10 +130,21 @@ def _ready(view: View, job: JobView) -> Happening | None:
     arrival = max(job.agents[state.element(slot)].progress.get(slot, 0.0) for slot in slots)
     since = mode.settle_from(view, job, coming, arrival)
     settle, count = config.forming_settle_seconds, len(state.elements(slots))
-    if count >= state.settings.min_nodes and view.now - since >= settle:
+    if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
         said = f"{count} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, tuple(slots))
     return None
+
+
+def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
+    """These have a part of a state, and others who come may have the rest in their nodes' memory: they are waited for
+    as long as a start takes, and as the work takes that would be done again without them."""
+    worth = min(view.config.state_wait_seconds, max(START_SECONDS, lost_seconds(view, job)))
+    reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
+    if job.waited(view.now) >= worth or not any(each.shards for each in reports.values()):
+        return False
+    found = formed(reports, job.replica)
+    return found is None or found.state is None
 
 
 def _look_now(view: View, job: JobView, count: int) -> bool:

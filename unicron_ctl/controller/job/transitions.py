@@ -54,7 +54,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),
-        reason=f"{happening.reason}; from iteration {found.iteration}{left_behind(reports, found)}",
+        reason=f"{happening.reason}; {found.why or f'from iteration {found.iteration}'}{left_behind(reports, found)}",
         replica=job.replica,
         state=found.state,
     )

@@ -30,10 +30,10 @@ SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at
 class Generations(RuleBasedStateMachine):
     """What may happen, and what must hold at every moment."""
 
-    @initialize(shape=st.sampled_from(SHAPES), sharded=st.booleans())
-    def begin(self, shape: tuple[int, int, int, int], sharded: bool) -> None:
+    @initialize(shape=st.sampled_from(SHAPES), sharded=st.booleans(), remembers=st.booleans())
+    def begin(self, shape: tuple[int, int, int, int], sharded: bool, remembers: bool) -> None:
         size, per_node, started, nodes = shape
-        self.training = TrainingJob(size, per_node, nodes, started, sharded)
+        self.training = TrainingJob(size, per_node, nodes, started, sharded, remembers)
         self.kills = 0
         self.settle(2.0)
 

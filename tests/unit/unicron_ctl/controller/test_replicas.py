@@ -231,12 +231,16 @@ def test_with_copies_of_the_shards_the_job_goes_on_from_them():
 
 
 def test_a_lost_place_without_copies_sends_all_back_to_the_checkpoint():
-    """Nobody has a shard of slot 3's half: the survivors keep their processes until that is known, then start again."""
+    """Nobody has a shard of slot 3's half: the survivors keep their processes until its next one says that its node's
+    memory has none either, then start again."""
     world, agents = started(nodes=4, ranks=1, replica=2)
     for slot, held in ((0, (0, 1)), (1, (0,)), (2, (1,))):
         agents[slot].set(slot, iteration=6, shards=shards(6, *held))
     agents[3].die(3)
     assert world.job().phase == "forming" and len(failures(world)) == 1
+    world.run(20.0)
+    assert [rank.incarnation for agent in agents[:3] for rank in agent.ranks.values()] == [0, 0, 0]
+    agents[3].set(3, state="waiting")
     world.run(2.5)
     assert [rank.incarnation for agent in agents[:3] for rank in agent.ranks.values()] == [1, 1, 1]
     assert len(failures(world)) == 1, "nobody is to blame"
@@ -253,8 +257,53 @@ def test_shards_of_standbys_count_when_the_job_is_formed_anew():
     world.run(2.0)
     assert world.job().phase == "forming" and "slots [0, 2]" in world.job().waits
     agents[1].set(1, state="waiting")
-    world.run(2.5)
-    assert states(agents)[0] == "starting", "the new process has no shard of its place"
+    world.run(20.0)
+    assert states(agents)[0] == "stopped", "slot 3's next process may have shards of the place"
+    world.run(60.0)
+    assert states(agents)[0] == "starting", "the new process has no shard of its place, and slot 3's does not come"
+
+
+def all_killed(*held: tuple[int, ...], version: int = 6, **more) -> tuple[World, list[FakeAgent]]:
+    """Two replicas of two ranks, on two nodes; the next processes find these shards in their nodes' memory."""
+    world, agents = started()
+    for agent in agents:
+        for slot in agent.slots:
+            agent.die(slot)
+    world.run(1.0)
+    assert world.job().phase == "forming"
+    for agent in agents:
+        for slot in agent.slots:
+            found = [wire.Shards(1, version, 2, list(held[slot]))] if held[slot] else []
+            agent.set(slot, state="waiting", shards=found, **more)
+    world.run(3.0)
+    return world, agents
+
+
+def test_new_processes_go_on_from_the_shards_that_their_nodes_remember():
+    world, _ = all_killed((0, 1), (0,), (), (1,))
+    plan = world.job().plan
+    assert (sorted(plan.members), plan.state, plan.iteration, plan.joiners) == ([0, 1, 2, 3], (1, 6), 6, [2])
+    assert "the nodes' memory has the state after 6 steps" in plan.reason
+    assert sorted(index for share in plan.assignment.values() for index in share) == list(range(MICRO_BATCHES))
+    world.check_replay()
+
+
+def test_where_memory_lacks_a_shard_all_go_on_from_the_file_and_the_job_says_so():
+    world, _ = all_killed((0, 1), (0,), (), (0,), iteration=4)
+    plan = world.job().plan
+    assert (plan.state, plan.iteration, plan.source) == (None, 4, 0)
+    assert "only a part of the state after 6 steps: all go on from what ranks start with, iteration 4" in plan.reason
+    world.check_replay()
+
+
+def test_a_file_that_is_newer_than_what_memory_has_is_gone_on_from():
+    world, _ = all_killed((0, 1), (0,), (), (1,), iteration=7)
+    assert (world.job().plan.state, world.job().plan.iteration) == (None, 7)
+
+
+def test_a_file_as_new_as_memory_is_not_read():
+    world, _ = all_killed((0, 1), (0,), (), (1,), iteration=6)
+    assert world.job().plan.state == (1, 6)
 
 
 def test_an_element_that_leaves_takes_its_replicas_with_it():

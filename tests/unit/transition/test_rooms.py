@@ -1,0 +1,211 @@
+"""Rooms for shards: images in the agent's memory, what the next process finds there, and whose it is."""
+
+from __future__ import annotations
+
+import resource
+import threading
+
+import pytest
+import torch
+
+from transition import rooms
+from transition.memory.images import PAGE, BadImage, Found, Key, look
+from transition.rooms import SHARD, Rooms, claimant
+
+ELEMENTS = 3000
+CPU = torch.device("cpu")
+
+
+def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int = 1) -> Key:
+    return Key(SHARD, slot, version, place, size, shard, 4, 1, "00001")
+
+
+def keep(store: Rooms, number: float, about: Key, elements: int = ELEMENTS) -> rooms.Room:
+    """A room with a content."""
+    with store.take(1, elements, 100) as (room,):
+        room.flat.fill_(number)
+    store.seal(room, about, b"head")
+    store.settle()
+    return room
+
+
+def usable(found: Found) -> str:
+    return ""
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def store(tmp_path, said) -> Rooms:
+    return Rooms(tmp_path, 3, CPU, tell=said.append)
+
+
+def test_the_next_process_has_what_was_kept(tmp_path, store):
+    keep(store, 1.0, key(3, 1))
+    keep(store, 2.0, key(3, 2))
+    found = Rooms(tmp_path, 3, CPU).claim([2, 3], 0, 1, usable)
+    assert [(each.key.iteration, each.head) for each in found] == [(2, b"head"), (1, b"head")]
+    assert [float(each.room.flat.mean()) for each in found] == [2.0, 1.0]
+    assert found[0].room.flat.numel() == ELEMENTS
+
+
+def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then(store):
+    room = keep(store, 1.0, key(3))
+    store.give_back(room)
+    assert look(room.image.path).key.iteration == 1
+    with store.take(1, ELEMENTS, 100) as (again,):
+        assert again is room
+        with pytest.raises(BadImage, match="torn"):
+            look(room.image.path)
+
+
+def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
+    """Else it would call whole what is half written."""
+    gate, order = threading.Event(), []
+    finish = rooms._finish
+
+    def late(*arguments):
+        gate.wait(10)
+        finish(*arguments)
+        order.append("summed")
+
+    monkeypatch.setattr(rooms, "_finish", late)
+    with store.take(1, ELEMENTS, 100) as (room,):
+        pass
+    store.seal(room, key(3), b"")
+    store.give_back(room)
+    threading.Timer(0.05, gate.set).start()
+    with store.take(1, ELEMENTS, 100):
+        order.append("taken")
+    assert order == ["summed", "taken"]
+
+
+def test_what_fails_costs_its_rooms_for_a_late_message_may_still_be_written_there(tmp_path, store):
+    taken = []
+    with pytest.raises(RuntimeError), store.take(2, ELEMENTS, 100) as both:
+        taken += both
+        raise RuntimeError("a peer is gone")
+    assert store.spare == 0 and list(tmp_path.iterdir()) == []
+    with store.take(1, ELEMENTS, 100) as (other,):
+        assert other not in taken
+
+
+def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, store):
+    store.give_back(keep(store, 1.0, key(3)))
+    assert len(list(tmp_path.iterdir())) == 1
+    keep(store, 2.0, key(3, 2), 2 * ELEMENTS)
+    assert [look(path).data_bytes for path in tmp_path.iterdir()] == [8 * ELEMENTS]
+
+
+def test_a_head_that_has_grown_gets_a_larger_image(store):
+    room = keep(store, 1.0, key(3))
+    store.give_back(room)
+    with store.take(1, ELEMENTS, 10 * PAGE) as (larger,):
+        pass
+    store.seal(larger, key(3, 2), bytes(10 * PAGE))
+    store.settle()
+    assert larger is not room and look(larger.image.path).head_bytes == 10 * PAGE
+    assert not room.image.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("about", "here", "claims"),
+    [
+        (key(3), [2, 3], 3),
+        (key(2), [2, 3], 2),
+        (key(9, shard=0), [2, 3], 2),  # of a slot that is not on this node
+        (key(9, shard=1), [2, 3], 3),
+        (key(9, shard=2), [2, 3], 2),
+    ],
+)
+def test_one_rank_of_a_node_claims_each_image(about, here, claims):
+    assert claimant(about, here) == claims
+
+
+def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, said):
+    for slot, shard in ((2, 0), (8, 1), (9, 2)):
+        keep(Rooms(tmp_path, slot, CPU), float(slot), key(slot, shard=shard))
+    keep(Rooms(tmp_path, 11, CPU), 1.0, key(11, shard=1, place=1, size=2))
+    (tmp_path / "copy-7.image").write_bytes(b"no image")
+    names = {path.name for path in tmp_path.iterdir()}
+    found = store.claim([2, 3], 0, 1, usable)
+    assert [each.key.slot for each in found] == [8]
+    store.give_back(found[0].room)
+    assert {path.name for path in tmp_path.iterdir()} == names and said == []
+
+
+def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_line_each(tmp_path, store, said):
+    for version in range(1, 5):
+        keep(store, float(version), key(3, version))
+    paths = {look(path).key.iteration: path for path in tmp_path.iterdir()}
+    flipped, torn = bytearray(paths[1].read_bytes()), bytearray(paths[2].read_bytes())
+    flipped[-1] ^= 1
+    torn[12:16] = bytes(4)
+    paths[1].write_bytes(flipped)
+    paths[2].write_bytes(torn)
+    (tmp_path / f"{SHARD}-3.9.image.77.new").write_bytes(b"")
+    again = Rooms(tmp_path, 3, CPU, tell=said.append)
+    found = again.claim([3], 0, 1, lambda each: "of another model" if each.key.iteration == 3 else "")
+    assert [each.key.iteration for each in found] == [4]
+    assert len(said) == 4 and {path.name for path in tmp_path.iterdir()} == {paths[4].name}
+    assert [any(word in line for line in said) for word in ("checksum", "torn", "model", "before it was made")] == [
+        True
+    ] * 4
+    with again.take(1, ELEMENTS, 100) as (fresh,):
+        assert fresh.image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
+
+
+def test_an_earlier_process_image_goes_when_its_state_is_not_needed(tmp_path, store):
+    keep(store, 1.0, key(3))
+    again = Rooms(tmp_path, 3, CPU)
+    (found,) = again.claim([3], 0, 1, usable)
+    again.give_back(found.room)
+    assert list(tmp_path.iterdir()) == [] and again.spare == 0
+    assert float(found.room.flat.sum()) == ELEMENTS, "who still reads it may"
+
+
+def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_itself(store, said, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
+    try:
+        with store.take(2, ELEMENTS, 100) as both:
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [room.image for room in both] == [None, None] and [room.flat.numel() for room in both] == [ELEMENTS] * 2
+    assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0] and list(tmp_path.iterdir()) == []
+    store.seal(both[0], key(3), b"")
+    store.settle()
+    store.give_back(both[0])
+    with store.take(1, ELEMENTS, 100) as (again,):
+        assert again is both[0]
+
+
+def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
+    room = keep(store, 1.0, key(3))
+    assert store.sound(room)
+    data = bytearray(room.image.path.read_bytes())
+    data[look(room.image.path).offset + 5] ^= 4
+    with room.image.path.open("r+b") as file:
+        file.write(data)
+    assert not store.sound(room)
+    store.spoiled(room)
+    assert "changed since it was written" in said[0] and not room.image.path.exists()
+
+
+def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
+    monkeypatch.delenv(rooms.FOLDER, raising=False)
+    assert rooms.folder() is None
+    monkeypatch.setenv(rooms.FOLDER, str(tmp_path))
+    assert rooms.folder() == tmp_path
+    store = Rooms(None, 3, CPU)
+    assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
+
+
+def test_a_shard_without_an_element_is_one_too(tmp_path, store):
+    keep(store, 0.0, key(3), 0)
+    (found,) = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert found.room.flat.numel() == 0

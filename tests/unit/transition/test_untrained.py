@@ -1,0 +1,102 @@
+"""What of a model is not trained, in images of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transition.memory.images import inventory
+from transition.migrate import TrainingState
+from transition.untrained import Untrained
+
+
+class Chunk:
+    """As Megatron's DDP has its module."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+
+
+def state(frozen: bool = True) -> TrainingState:
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1, bias=False))
+    module[1].weight.requires_grad_(not frozen)
+    if frozen:
+        module.register_buffer("seen", torch.arange(7) % 2 == 1)
+    return TrainingState([Chunk(module)], torch.optim.Adam(module.parameters()), None)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def untrained(of: TrainingState, folder, said: list[str], slot: int = 0, place: int = 0) -> Untrained:
+    return Untrained(of, folder, slot, place, 2, said.append)
+
+
+def fill(of: TrainingState, number: float) -> None:
+    with torch.no_grad():
+        of.model[0].module[1].weight.fill_(number)
+        of.model[0].module.seen.fill_(bool(number % 2))
+
+
+def test_the_next_process_has_what_it_lacks_and_nothing_else(tmp_path, said):
+    first = state()
+    fill(first, 5.0)
+    mark = untrained(first, tmp_path, said).keep()
+    other = state()
+    trained = other.model[0].module[0].weight.clone()
+    assert untrained(other, tmp_path, said, slot=4).restore(mark), "whoever of the place has written it"
+    assert torch.equal(other.model[0].module[1].weight, first.model[0].module[1].weight)
+    assert torch.equal(other.model[0].module.seen, first.model[0].module.seen)
+    assert torch.equal(other.model[0].module[0].weight, trained)
+
+
+def test_the_last_ones_are_kept_and_what_has_not_changed_is_not_written(tmp_path, said):
+    mine = state()
+    store = untrained(mine, tmp_path, said)
+    marks = []
+    for number in (1.0, 2.0, 2.0, 3.0, 4.0):
+        fill(mine, number)
+        marks.append(store.keep())
+        written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        assert store.keep() == marks[-1]
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
+    assert marks[1] == marks[2] and len(set(marks)) == 4
+    again = state()
+    kept = [untrained(again, tmp_path, said).restore(mark) for mark in marks]
+    assert kept == [False, True, True, True, True] and len(list(tmp_path.iterdir())) == 3
+    assert float(again.model[0].module[1].weight.mean()) == 4.0 and said == []
+
+
+def test_a_spoiled_one_is_seen_and_nothing_taken_from_it(tmp_path, said):
+    mine = state()
+    fill(mine, 5.0)
+    mark = untrained(mine, tmp_path, said).keep()
+    (found,) = inventory(tmp_path)
+    data = bytearray(found.path.read_bytes())
+    data[found.offset] ^= 1
+    found.path.write_bytes(data)
+    fill(mine, 1.0)
+    assert not untrained(mine, tmp_path, said).restore(mark)
+    assert float(mine.model[0].module[1].weight.mean()) == 1.0 and "checksum" in said[0]
+
+
+def test_another_places_is_none_of_ours(tmp_path, said):
+    mark = untrained(state(), tmp_path, said).keep()
+    assert not untrained(state(), tmp_path, said, place=1).restore(mark)
+
+
+def test_where_all_is_trained_there_is_nothing(tmp_path, said):
+    everything = untrained(state(frozen=False), tmp_path, said)
+    assert everything.keep() == "" and everything.bytes == 0 and not list(tmp_path.iterdir())
+
+
+def test_without_memory_nothing_is_written(said):
+    mine = untrained(state(), None, said)
+    assert mine.keep() == "" and not mine.restore("00")
+
+
+def test_where_there_is_no_room_training_goes_on(tmp_path, said):
+    assert untrained(state(), tmp_path / "missing", said).keep()

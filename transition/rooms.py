@@ -1,0 +1,247 @@
+"""Where the shards of a distributed optimizer are kept: in images that the node's agent owns, so that they outlive the
+rank, or in this process's own memory (docs/design/sharded-optimizer.md, "In the agent's memory").
+
+An image is torn from when its room is taken to when the content is there and summed, by a thread beside the training.
+So nobody takes a room again before the images that replace its content are whole in all ranks: :meth:`Rooms.settle`
+waits for this rank's, and the caller sees to it that all have done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Image, Key, look
+from transition.migrate import checksum
+
+FOLDER = "UNICRON_MEMORY"  # set by the agent for its ranks
+SHARD = "shard"  # the kind of these images, and how their names begin
+
+
+@dataclass(eq=False)
+class Room:
+    """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. sums: of its
+    content, when its image is whole."""
+
+    flat: torch.Tensor
+    image: Image | None = None
+    path: Path | None = None
+    sums: Future[bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """The sound image of an earlier process."""
+
+    key: Key
+    head: bytes
+    room: Room
+
+
+def folder() -> Path | None:
+    """What the agent says; None where there is no memory that outlives this process."""
+    name = os.environ.get(FOLDER, "")
+    return Path(name) if name else None
+
+
+class Rooms:
+    """Of one rank, for its training thread. folder: where images are made; None: none are.
+
+    device: of rooms that are no images. pinned: a card copies to and from them. tell: called once when there is no room
+    for an image, and of each image that an earlier process left and that cannot be used, with one line.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        slot: int,
+        device: torch.device,
+        pinned: bool = False,
+        tell: Callable[[str], None] | None = None,
+    ):
+        self._folder = folder if device.type == "cpu" else None
+        self.slot, self._device, self._pinned, self._tell = slot, device, pinned, tell or say
+        self._own = f"{SHARD}-{slot}."  # how the names of this rank's files begin
+        self._spare: list[Room] = []
+        self._pending: list[Room] = []
+        self._worker: ThreadPoolExecutor | None = None
+        self._number = 0
+        self._warned = False
+
+    # ------------------------------------------------------------ rooms
+    @contextlib.contextmanager
+    def take(self, count: int, elements: int, head_bytes: int) -> Iterator[list[Room]]:
+        """So many rooms of `elements`, torn; those of another size are let go of. What is raised inside costs the
+        rooms: a message that is late may still be written there."""
+        for room in [room for room in self._spare if room.flat.numel() != elements]:
+            self._spare.remove(room)
+            self.discard(room)
+        rooms: list[Room] = []
+        try:
+            while len(rooms) < count:
+                rooms.append(self._one(elements, head_bytes))
+            yield rooms
+        except BaseException:
+            for room in rooms:
+                self.discard(room)
+            raise
+
+    def _one(self, elements: int, head_bytes: int) -> Room:
+        while self._spare:
+            room = self._spare.pop()
+            if room.sums is not None:
+                room.sums.result()  # else it would make whole what is written by then
+                room.sums = None
+            if room.image is None or room.image.fits(head_bytes, room.flat.nbytes):
+                if room.image is not None:
+                    room.image.begin()
+                return room
+            self.discard(room)
+        size = elements * torch.float32.itemsize
+        if self._folder is not None:
+            self._number += 1
+            path = self._folder / f"{self._own}{self._number}{SUFFIX}"
+            try:
+                image = Image(path, head_bytes + PAGE, size)  # some more: it grows a little now and then
+                flat = _floats(image.data[:size])
+                if self._pinned:  # where that fails its copies are slower, that is all
+                    torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0)
+                return Room(flat, image)
+            except OSError as error:
+                self._complain(error, size)
+        flat = torch.zeros(elements, dtype=torch.float32, device=self._device, pin_memory=self._pinned)
+        return Room(flat)
+
+    def _complain(self, error: OSError, size: int) -> None:
+        if not self._warned:
+            self._warned = True
+            self._tell(
+                f"no room for {size >> 20} MiB of training state in {self._folder} ({error.strerror or error}): it is "
+                "kept in this process alone and ends with it; give the node more shared memory"
+            )
+
+    def give_back(self, room: Room) -> None:
+        """Its content is not needed any more; the room is used again. Its image stays whole until then."""
+        if room.path is not None:
+            self.discard(room)
+        else:
+            self._spare.append(room)
+
+    def discard(self, room: Room) -> None:
+        """It is not used again; its memory is freed with the last reference. A file that is another slot's stays."""
+        if room.image is not None and self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(room.flat.data_ptr())
+        path = room.image.path if room.image is not None else room.path
+        if path is not None and path.name.startswith(self._own):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @property
+    def spare(self) -> int:
+        """Rooms that wait to be used again."""
+        return len(self._spare)
+
+    # ------------------------------------------------------------ images
+    def seal(self, room: Room, key: Key, head: bytes) -> None:
+        """The content of a room is there, and does not change before the room is given back: a thread makes its image
+        whole."""
+        if room.image is None:
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "unicron-images")
+        room.sums = self._worker.submit(_finish, room, room.image, key, head)
+        self._pending.append(room)
+
+    def settle(self) -> None:
+        """Until all images of this rank are whole that have been sealed."""
+        pending, self._pending = self._pending, []
+        for room in pending:
+            if room.sums is not None:
+                room.sums.result()
+
+    def sound(self, room: Room) -> bool:
+        """Its content is what it was when it was summed; one that has no image is believed."""
+        return room.sums is None or room.sums.result() == _sums(room.flat)
+
+    def spoiled(self, room: Room) -> None:
+        """It is not :meth:`sound`: said, and not used again."""
+        path = room.image.path if room.image is not None else room.path
+        self._tell(f"training state in memory passed over: {path}: changed since it was written")
+        self.discard(room)
+
+    def claim(self, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]) -> list[Claimed]:
+        """The sound images that earlier processes have left and that are this rank's to use, the newest first.
+
+        here: the slots of this node at this `place` of `size` (:func:`claimant`). usable(found): why an image is of no
+        use in spite of its first page; empty for one that is. Own files that are of no use are removed.
+        """
+        found: list[Found] = []
+        for path in sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []:
+            own = re.match(rf"{re.escape(self._own)}(\d+)\b", path.name)
+            self._number = max(self._number, int(own[1])) if own else self._number
+            try:
+                if not path.name.endswith(SUFFIX):
+                    raise BadImage(f"{path}: its writer ended before it was made")
+                about = look(path)
+                if about.key.kind == SHARD and (about.key.place, about.key.size) == (place, size):
+                    if claimant(about.key, here) == self.slot:
+                        if why := usable(about):
+                            raise BadImage(f"{path}: {why}")
+                        found.append(about)
+                elif own:
+                    raise BadImage(f"{path}: of another layout")
+            except (BadImage, OSError) as error:
+                self._pass_over(path, error if own else None)
+        claimed = []
+        for about in sorted(found, key=lambda each: each.key.iteration, reverse=True):
+            try:
+                claimed.append(_read(about))
+            except (BadImage, OSError) as error:
+                self._pass_over(about.path, error)
+        return claimed
+
+    def _pass_over(self, path: Path, error: Exception | None) -> None:
+        if error is not None:
+            self._tell(f"training state in memory passed over: {error}")
+            self.discard(Room(torch.empty(0), path=path))
+
+
+def claimant(key: Key, here: Sequence[int]) -> int:
+    """Who uses an image that lies on a node whose slots at its place are `here`: its own slot; of a slot that is not on
+    this node, or not any more, one of these, by the number of the shard."""
+    return key.slot if key.slot in here else here[key.shard % len(here)]
+
+
+def _finish(room: Room, image: Image, key: Key, head: bytes) -> bytes:
+    sums = _sums(room.flat)
+    image.finish(key, head, room.flat.nbytes, sums)
+    return sums
+
+
+def _sums(flat: torch.Tensor) -> bytes:
+    return checksum(flat).numpy().tobytes()
+
+
+def _read(found: Found) -> Claimed:
+    head, data = found.read()
+    flat = _floats(data)
+    if _sums(flat) != found.sums:
+        raise BadImage(f"{found.path}: its data do not match their checksum")
+    return Claimed(found.key, head, Room(flat, path=found.path))
+
+
+def _floats(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.float32) if len(data) else torch.empty(0)
+
+
+def say(text: str) -> None:
+    """To people, in the job's output."""
+    print(f"unicron: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What of a model its optimizer does not change: parameters that are not trained, and buffers. They are in no shard of
+a distributed optimizer, so they have an image of their own, named by their checksum, which goes with the shards.
+
+It is written only when they have changed. Who has them neither from training nor from an image gets them from a rank of
+its place that has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transition.memory.images import SUFFIX, BadImage, Image, Key, inventory
+from transition.migrate import TrainingState, broadcast_bytes, checksum
+
+KIND = "untrained"  # of these images, and how their names begin
+KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
+WORD = 8  # bytes; every tensor begins at a multiple
+
+
+class Untrained:
+    """Of one rank. folder: where images are made, None for none; place: of the rank among the `size` of its replica."""
+
+    def __init__(
+        self, state: TrainingState, folder: Path | None, slot: int, place: int, size: int, say: Callable[[str], None]
+    ):
+        trained = {each.data_ptr() for each in state.trained()}
+        self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
+        self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
+        self._kept = ""
+
+    @property
+    def bytes(self) -> int:
+        """That an image of them takes."""
+        return sum(_padded(each) for each in self._tensors)
+
+    def keep(self) -> str:
+        """Have them in an image as they are now; returns its mark, empty where there are none. What was kept before
+        stays until they change once more."""
+        if not self._tensors or self._folder is None:
+            return ""
+        mark = self._mark()
+        if mark != self._kept:
+            self._kept = mark
+            with contextlib.suppress(OSError):  # the shards' rooms say that there is no room
+                self._write(self._folder, mark)
+        return mark
+
+    def _write(self, folder: Path, mark: str) -> None:
+        before = self._own(folder)
+        image = Image(folder / f"{KIND}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
+        flat = torch.frombuffer(image.data, dtype=torch.uint8, count=self.bytes)
+        for place, tensor in self._places(flat):
+            place.copy_(_raw(tensor))
+        key = Key(KIND, self._slot, 0, self._place, self._size, mark=mark)
+        image.finish(key, b"", self.bytes, checksum(flat).numpy().tobytes())
+        for number in sorted(before)[: 1 - KEPT]:
+            before[number].unlink(missing_ok=True)
+
+    def _own(self, folder: Path) -> dict[int, Path]:
+        """The files that processes of this slot have made, by number."""
+        name = re.compile(rf"{KIND}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
+        return {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
+
+    def restore(self, mark: str) -> bool:
+        """Take them from an image of that mark, whoever of this node has made it; whether there was a sound one."""
+        for found in inventory(self._folder) if self._folder is not None and mark else ():
+            key = found.key
+            if (key.kind, key.place, key.size, key.mark) != (KIND, self._place, self._size, mark):
+                continue
+            try:
+                _, data = found.read()
+                flat = torch.frombuffer(data, dtype=torch.uint8)
+                if flat.numel() != self.bytes or checksum(flat).numpy().tobytes() != found.sums:
+                    raise BadImage(f"{found.path}: its data do not match their checksum")
+            except (BadImage, OSError, ValueError) as error:
+                self._say(f"training state in memory passed over: {error}")
+                continue
+            for place, tensor in self._places(flat):
+                _raw(tensor).copy_(place)
+            if key.slot == self._slot:
+                self._kept = mark
+            return True
+        return False
+
+    def share(self, has: bool, device: torch.device, group: Any) -> None:
+        """Collective over `group`, the ranks of this place: who lacks them gets them from the first that has them;
+        where nobody has they are what the script made. Raises RuntimeError when a peer is lost or they come spoiled."""
+        if not self._tensors or dist.get_world_size(group) == 1:
+            return
+        me, none = dist.get_rank(group), dist.get_world_size(group)
+        said = torch.tensor([-(me if has else none), int(not has)], dtype=torch.int64, device=device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+        source, lacking = -int(said[0]), bool(said[1])
+        if not lacking or source == none:
+            return
+        for tensor in self._tensors:
+            mine = _raw(tensor).cpu().numpy().tobytes() if me == source else None
+            data, sound = broadcast_bytes(mine, source, device, group)
+            if not sound:
+                raise RuntimeError("what of the model is not trained was spoiled on its way")
+            if not has:
+                _raw(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _mark(self) -> str:
+        total = torch.zeros(2, dtype=torch.int64)
+        for number, tensor in enumerate(self._tensors):
+            total += (2 * number + 1) * checksum(tensor)
+        return total.numpy().tobytes().hex()
+
+    def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where each tensor's bytes are in an image."""
+        places = flat.split([_padded(each) for each in self._tensors])
+        return [(place[: _bytes(each)], each) for place, each in zip(places, self._tensors, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    return -(-_bytes(tensor) // WORD) * WORD
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes; a view."""
+    return tensor.detach().view(-1).view(torch.uint8)
