@@ -53,6 +53,7 @@ FAILURE_KEYS = (
     "resumed_at",
     "stepped_at",
     "restored_at",
+    "whole_at",
     "iteration",
     "reused_micro_batches",
     "recomputed_micro_batches",

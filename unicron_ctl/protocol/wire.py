@@ -38,7 +38,8 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True
 class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
-    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner."""
+    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner.
+    spares: elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md)."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -50,6 +51,7 @@ class Settings(msgspec.Struct, kw_only=True):
     mode_reason: ranges.Text = ""
     layouts: ranges.Layouts = []
     model: ranges.Sizes = {}
+    spares: ranges.Spares = 0
 
 
 class Exit(msgspec.Struct, kw_only=True, gc=False):
