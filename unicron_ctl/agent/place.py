@@ -113,6 +113,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),
             model=model,
+            spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
         ),
     )
 

@@ -383,6 +383,7 @@ def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> di
                 if asker.may_order(core.state.jobs[i.job])
                 else [],
                 **_throughputs(i, usual),
+                **_saved(i, usual, config.mtbf_node_hours),
             }
             for i in found
             if not privacy.hidden(core.view, core.state.jobs[i.job], asker)
@@ -396,6 +397,12 @@ def _throughputs(i: planning.JobInput, usual: float) -> dict[str, Any]:
         return {"flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()}}
     tables = {name: {str(n): rate for n, rate in table.items()} for name, table in i.layouts.items()}
     return {"layouts": tables, "layout": i.layout, "transition": {"restart": i.restart_seconds}}
+
+
+def _saved(i: planning.JobInput, usual: float, mtbf_node_hours: float) -> dict[str, Any]:
+    """What its hot spares save, by node count."""
+    found = planning.spares(i, usual, mtbf_node_hours)
+    return {"spares": {str(nodes): saved for nodes, saved in found.items()}} if found else {}
 
 
 def failure_record(failure: Failure) -> dict[str, Any]:
