@@ -144,7 +144,7 @@ class Job:
         object.__setattr__(self, "spares", {size: float(self.spares[size]) for size in sorted(self.spares)})
         if isinstance(self.flops, Mapping) and self.flops and not self.layouts:
             object.__setattr__(self, "flops", self._with_spares(self.flops, what))
-        if isinstance(self.layouts, Mapping):
+        if isinstance(self.layouts, Mapping) and self.layouts:
             tables = {name: self._with_spares(table, f"{what} as {name}") for name, table in self.layouts.items()}
             object.__setattr__(self, "layouts", tables)
             object.__setattr__(self, "flops", {})

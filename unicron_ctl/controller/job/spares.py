@@ -17,7 +17,7 @@ from unicron_ctl.controller.model.live import CAN_ENTER, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
-LOOK_SECONDS = 1.0  # between two looks at who waits as a spare
+STANDING_SECONDS = 1.0  # between two looks at who waits as a spare
 NAMED = 20  # elements in a text
 HERE = (Phase.RUNNING, Phase.OFFERING)
 
@@ -186,7 +186,7 @@ def say(view: View, job: JobView, told: Told) -> Outcome:
     out, state = Outcome(), job.state
     if not state.settings.spares or state.phase not in HERE or view.now < told.look_at:
         return out
-    told.look_at = view.now + LOOK_SECONDS
+    told.look_at = view.now + STANDING_SECONDS
     found = standing(job)
     wrong = misfit(job)
     news = [wrong] if wrong != told.misfit and wrong else []
