@@ -81,8 +81,8 @@ class Job:
     flops_by_type, node_type: throughput by type of node, and the type it runs on now (clusters with several types).
     layouts, layout: in place of flops, the throughput of each way to split the model ("TP2 PP2") by node count, the
         preferred first, and the way it runs now; None while it is free. Going to another is a restart.
-    spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what these
-        save, FLOP/s (`planner.spares`). It counts in G and not in F, and changing their number disturbs nobody.
+    spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what
+        these save, FLOP/s (`planner.spares`). It counts in G and not in F; another number of them disturbs nobody.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """A node is lost: how soon the job is whole again, with a hot spare there and without, side by side.
 
-Real unicrond, agents and ranks on this machine; the loss is a kill -9 of an agent and its ranks. Without a spare the lost
-element's agent is started again at once, as if Slurm had a free node in no time, and its ranks come back as they do on
-any node: their process starts, imports and builds. Whole is when as many train again as before, and the first
+Real unicrond, agents and ranks on this machine; the loss is a kill -9 of an agent and its ranks. Without a spare the
+lost element's agent is started again at once, as if Slurm had a free node in no time, and its ranks come back as they
+do on any node: their processes start, import and build. Whole is when as many train again as before, and the first
 iteration to which all of them have contributed has stepped. The figures begin with the detection: how long that
 takes is `benchmarks.detection`'s.
 """
@@ -114,7 +114,12 @@ def main() -> int:
             label = f"{name}, {'hot spare' if spare else 'no spare'}"
             print(f"{label:<34}{len(losses):>12}" + "".join(f"{value:>12.2f}" for value in values), flush=True)
     for name in SHAPES:
-        asked(f"node lost, hot spare there: detection to whole, {name}", statistics.median(figures[name, True]), "s", ASKED)
+        asked(
+            f"node lost, hot spare there: detection to whole, {name}",
+            statistics.median(figures[name, True]),
+            "s",
+            ASKED,
+        )
     return 0
 
 

@@ -83,8 +83,8 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
         if outside and view.now - max(agent.came.get(slot, 0.0) for slot in outside) >= delay:
             found[element] = outside
     taken = spares.admitted(view, job, found) if found else ()
-    inside = (slot for element, slots in found.items() if element in taken for slot in slots)
-    return layout.arranged(layout.compose(inside, job.replica)[0])
+    chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
+    return layout.arranged(layout.compose(chosen, job.replica)[0])
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.world import FakeAgent, World
+from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.unit.unicron_ctl.controller.test_reconcile import follow, power_off
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
 from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 
 
@@ -321,3 +326,95 @@ def test_a_restarted_controller_goes_on_with_the_spare():
     lose(world, agents, 1)
     assert until_offered(world).joiners == [3]
 
+
+# ---------------------------------------------------------------- with a Slurm
+def on_slurm(nodes: int, elements: int = 4, **settings) -> tuple[World, FakeSlurm]:
+    """A job of so many elements, one of them a spare, on a cluster of so many nodes."""
+    slurm = FakeSlurm(nodes)
+    world = World(slurm, **settings)
+    slurm.submit("1", elements)
+    come(world, elements)
+    world.run(3.0)
+    assert world.job().phase == "running"
+    return world, slurm
+
+
+def come(world: World, elements: int = 4) -> None:
+    """Agents start where Slurm runs elements, and their ranks get ready."""
+    fresh = follow(world, "1", elements, spares=1)
+    world.run(0.6)
+    for agent in fresh:
+        agent.ready()
+
+
+def test_slurm_refills_the_spare_after_the_swap():
+    world, slurm = on_slurm(5)
+    (spare,) = standing(world)
+    assert world.core.state.assignment == {"1": 4} and len(world.job().members) == 3
+    lost = sorted(world.job().members)[1]
+    node = world.job().agents[lost].node
+    power_off(world, node)
+    offer = until_offered(world)
+    assert offer.joiners == [spare]
+    asked = [e.time for e in world.log if e.kind == "slurm_action" and e.record.action in ("pin", "requeue")]
+    assert not asked or world.job().since <= asked[0], "the swap waits for no call of Slurm"
+    boundary(world, world.agents)
+    assert world.job().failures[0].whole_at is not None
+    world.run(3.0)
+    assert slurm.queue["1", lost]["state"] == "RUNNING" and slurm.queue["1", lost]["node"] != node
+    come(world)
+    world.run(5.0)
+    assert standing(world) == {lost: "ready"} and lost not in world.job().members
+    assert any(text.startswith("start element") for text in world.job().failures[0].actions)
+    world.check_replay()
+
+
+def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_for_it():
+    world, slurm = on_slurm(6)
+    (spare,) = standing(world)
+    members, generation = sorted(world.job().members), world.job().generation
+    slurm.submit("2", 2)
+    others = follow(world, "2", 2)
+    world.run(0.6)
+    for agent in others:
+        agent.ready()
+    world.run(3.0)
+    assert world.core.state.assignment == {"1": 4, "2": 2}
+    power_off(world, others[1].node)
+    world.run(6.0)
+    assert world.core.state.assignment == {"1": 3, "2": 2}
+    assert "gives up 1 hot spare" in world.core.state.plan_report.reasons["1"]
+    assert slurm.queue["1", spare]["reason"] == "job requeued in held state"
+    assert slurm.queue["2", 1]["state"] == "RUNNING"
+    assert sorted(world.job().members) == members and world.job().generation == generation
+    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    assert "gives up 1 hot spare" in explained["plan_reason"]
+    world.check_replay()
+
+
+def test_a_hot_spare_is_among_the_nodes_that_the_partition_keeps_free():
+    keeps = {"default": PartitionConfig(max_weight=100.0, spare_nodes=1)}
+    world, _ = on_slurm(4, partitions=keeps)
+    world.run(3.0)
+    assert world.core.state.assignment == {"1": 4} and len(standing(world)) == 1
+    assert "of the nodes that are kept free waits ready as its hot spare" in world.core.state.plan_report.reasons["1"]
+
+
+def test_status_jobs_nodes_and_explain_tell_the_spare():
+    world, _ = on_slurm(4)
+    (spare,) = standing(world)
+    node = world.job().agents[spare].node
+    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
+    assert job["spares"] == [{"element": spare, "node": node, "state": "ready"}]
+    assert (job["spares_wanted"], job["spares_ready"]) == (1, 1)
+    assert f"element {spare} ({node}): spare, ready" in tables.spares(job)
+    listed = {item["node"]: item["spare_of"] for item in answers.nodes(world.core, None, {}, EVERYBODY)}
+    assert {name: waits for name, waits in listed.items() if waits} == {node: {f"1_{spare}": "ready"}}
+    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    assert explained["spares_ready"] == 1
+    planned = answers.scenario(world.core, None, {}, EVERYBODY)["job"][0]
+    assert sorted(planned["flops"]) == ["1", "2", "3"] and list(planned["spares"]) == ["4"]
+    world.agents[spare].die(spare)
+    world.run(0.3)
+    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
+    assert f"element {spare} ({node}): spare, starting" in tables.spares(job) and job["spares_ready"] == 0
