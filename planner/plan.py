@@ -68,7 +68,7 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
     """Why the job gets `nodes` nodes, in one sentence."""
     if nodes == 0:
         return _stopped(scenario, job)
-    if job.spares and job.kind(nodes) is None and nodes != job.nodes:
+    if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
         return _other_spares(job, nodes)
     return _reason(scenario, job, nodes, spares) + _with_spares(job, nodes)
 
@@ -88,6 +88,8 @@ def _other_spares(job: Job, nodes: int) -> str:
     count = abs(now - before)
     worth = flops_text(abs(job.kept(nodes) - job.kept(job.nodes)))
     spares = f"{count} hot spare{'s' if count > 1 else ''}, worth {worth} on average"
+    if job.lost_worker:
+        return f"lost a node; {nodes_text(min(nodes, job.working))} train, and there is no node for {spares}"
     if now > before:
         return f"gets {spares}: no job gains more from {'the nodes' if count > 1 else 'the node'}"
     return f"gives up {spares}: another job gains more, or the node is kept free; all that train go on"

@@ -45,6 +45,17 @@ class Place:
         )
 
     @property
+    def warning(self) -> str:
+        """What its element 0 says, for all, of a number of spares that does not fit; else empty. The job runs all the
+        same: with as many spares as leave enough elements."""
+        settings = self.settings
+        most = max(0, settings.max_nodes - settings.min_nodes)
+        if self.element or settings.spares <= most:
+            return ""
+        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} elements leaves fewer than"
+        return f"{asked} UNICRON_MIN_NODES={settings.min_nodes}: {most or 'none'} will wait; ask for {most} or a larger --array"
+
+    @property
     def label(self) -> str:
         """JOB_ELEMENT, as Slurm writes it."""
         return f"{self.job}_{self.element}"
