@@ -52,8 +52,9 @@ class Place:
         most = max(0, settings.max_nodes - settings.min_nodes)
         if self.element or settings.spares <= most:
             return ""
-        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} elements leaves fewer than"
-        return f"{asked} UNICRON_MIN_NODES={settings.min_nodes}: {most or 'none'} will wait; ask for {most} or a larger --array"
+        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} elements"
+        kept = f"{most or 'none'} will wait; ask for {most} or a larger --array"
+        return f"{asked} leaves fewer than UNICRON_MIN_NODES={settings.min_nodes}: {kept}"
 
     @property
     def label(self) -> str:
