@@ -40,25 +40,35 @@ class Layout:
 
 
 def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sizes, FLOP/s) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
+    """(sizes, FLOP/s with what spares save) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
     table = job.rates
     sizes = table.sizes
     low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
     zero = np.zeros(1, dtype=np.int64)
-    return np.concatenate([zero, sizes[low:high]]), np.concatenate([zero, table.rates[low:high]])
+    found = np.concatenate([zero, sizes[low:high]])
+    return found, np.concatenate([zero, table.rates[low:high]]) + _saved(job, found)
+
+
+def _saved(job: Job, sizes: np.ndarray) -> np.ndarray:
+    """What the spares save, FLOP/s, by size."""
+    if not job.spares:
+        return np.zeros(len(sizes))
+    return np.fromiter((job.spares.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
 
 
 def _by_relation(job: Job, sizes: np.ndarray, values: Sequence[float]) -> np.ndarray:
     """values = (at 0, below x_t, at x_t, above x_t), spread over `sizes`."""
     zero, below, same, above = values
-    out: np.ndarray = np.where(sizes < job.nodes, below, np.where(sizes == job.nodes, same, above))
+    works, now = np.minimum(sizes, job.working), min(job.nodes, job.working)
+    out: np.ndarray = np.where(works < now, below, np.where(works == now, same, above))
     out[0] = same if job.nodes == 0 else zero
     return out
 
 
 def _relations(job: Job) -> tuple[int, int, int, int]:
     """One size for each of the relations of `_by_relation`; D_transition depends on nothing else."""
-    return 0, max(job.nodes - 1, 1), job.nodes, job.nodes + 1
+    now = min(job.nodes, job.working)
+    return 0, max(now - 1, 1), now, now + 1
 
 
 def transition_seconds(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str | None = None) -> np.ndarray:
@@ -81,7 +91,7 @@ def _gains_in(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str) -> n
     table = job.layouts[layout]
     rates = np.fromiter((table.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
     cost = job.now * transition_seconds(scenario, job, sizes, layout)
-    gain: np.ndarray = job.weight * rates * scenario.d_running - cost
+    gain: np.ndarray = job.weight * (rates + _saved(job, sizes)) * scenario.d_running - cost
     return gain
 
 
@@ -173,7 +183,8 @@ def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
     out = []
     for job, (sizes, _), value in zip(jobs, tables, values, strict=True):
         moved = np.abs(sizes - job.nodes)
-        changed = (moved > 0) | _changed(scenario, job, sizes)
+        works = np.minimum(sizes, job.working) != min(job.nodes, job.working)
+        changed = works | _changed(scenario, job, sizes)
         disturbed = np.zeros_like(sizes) if job.lost_worker else changed.astype(np.int64)
         out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
     return out

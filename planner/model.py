@@ -81,6 +81,8 @@ class Job:
     flops_by_type, node_type: throughput by type of node, and the type it runs on now (clusters with several types).
     layouts, layout: in place of flops, the throughput of each way to split the model ("TP2 PP2") by node count, the
         preferred first, and the way it runs now; None while it is free. Going to another is a restart.
+    spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what
+        these save, FLOP/s (`planner.spares`). It counts in G and not in F; another number of them disturbs nobody.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Job:
     node_type: str | None = None
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layout: str | None = None
+    spares: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -120,11 +123,47 @@ class Job:
             number(seconds, f"{what}: transition {kind}")
         if not isinstance(self.flops_by_type, Mapping):
             raise PlanError(f"{what}: flops_by_type must be a table of throughputs by node type")
+        self._check_spares(what)
         self._check_layouts(what)
         if self.flops or not self.flops_by_type:
             object.__setattr__(self, "flops", _checked(self.flops, what))
         by_type = {kind: _checked(flops, f"{what} on {kind}") for kind, flops in self.flops_by_type.items()}
         object.__setattr__(self, "flops_by_type", by_type)
+
+    def _check_spares(self, what: str) -> None:
+        """At the sizes with spares the job does what it does without them."""
+        if not isinstance(self.spares, Mapping):
+            raise PlanError(f"{what}: spares must be a table of FLOP/s by node count")
+        if not self.spares:
+            return
+        if self.flops_by_type:
+            raise PlanError(f"{what}: give flops_by_type or spares, not both")
+        for size, saved in self.spares.items():
+            whole(size, f"{what}: a node count in spares", least=2)
+            number(saved, f"{what}: spares at {size} nodes")
+        object.__setattr__(self, "spares", {size: float(self.spares[size]) for size in sorted(self.spares)})
+        if isinstance(self.flops, Mapping) and self.flops and not self.layouts:
+            object.__setattr__(self, "flops", self._with_spares(self.flops, what))
+        if isinstance(self.layouts, Mapping) and self.layouts:
+            tables = {name: self._with_spares(table, f"{what} as {name}") for name, table in self.layouts.items()}
+            object.__setattr__(self, "layouts", tables)
+            object.__setattr__(self, "flops", {})
+
+    def _with_spares(self, flops: Mapping[int, float], what: str) -> Rates:
+        table = _checked(flops, what)
+        most = max((size for size in table if size <= self.working), default=0)
+        if not most or any(size not in self.spares for size in table if size > self.working):
+            raise PlanError(f"{what}: spares must begin above the largest node count in flops")
+        return Rates({**table, **dict.fromkeys(self.spares, table[most])}, what)
+
+    @property
+    def working(self) -> int:
+        """The most nodes that work; those above are spares."""
+        return next(iter(self.spares)) - 1 if self.spares else 10**9
+
+    def kept(self, nodes: int) -> float:
+        """What the spares among `nodes` nodes save, weighted FLOP/s."""
+        return self.weight * self.spares.get(nodes, 0.0) if self.runs(nodes) else 0.0
 
     def _check_layouts(self, what: str) -> None:
         """`flops` becomes the best of the layouts at each size."""
@@ -179,7 +218,8 @@ class Job:
 
     def disturbed(self, nodes: int, layout: str | None = None) -> bool:
         """The indicator of G: the job lost a worker, or its size or its layout changes."""
-        return self.lost_worker or nodes != self.nodes or (nodes > 0 and self.changes(layout))
+        moved = min(nodes, self.working) != min(self.nodes, self.working)
+        return self.lost_worker or moved or (nodes > 0 and self.changes(layout))
 
     def kind(self, nodes: int, layout: str | None = None) -> str | None:
         """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
@@ -188,9 +228,10 @@ class Job:
             return None
         if self.restart_only or self.nodes == 0 or self.changes(layout):
             return "restart"
-        if nodes > self.nodes:
+        now, then = min(self.nodes, self.working), min(nodes, self.working)
+        if then > now:
             return "grow"
-        return "move" if nodes == self.nodes else "continue"
+        return "move" if then == now else "continue"
 
 
 @dataclass(frozen=True)
@@ -226,6 +267,8 @@ class Scenario:
     def _check_job(self, job: Job) -> None:
         if job.layouts and self.types:
             raise PlanError(f"job {job.name}: layouts can't be planned where the cluster has types of nodes")
+        if job.spares and self.types:
+            raise PlanError(f"job {job.name}: spares can't be planned where the cluster has types of nodes")
         if job.flops_by_type and not self.types:
             raise PlanError(f"job {job.name} has flops_by_type, but the cluster has no types")
         for kind in [*job.flops_by_type, *([job.node_type] if job.node_type else [])]:
@@ -233,7 +276,7 @@ class Scenario:
                 raise PlanError(f"job {job.name}: the cluster has no nodes of type {kind!r}")
         what = f"job {job.name}"
         tables = [_checked(flops, what) for flops in (job.flops, *job.flops_by_type.values()) if flops]
-        rates = [float(table.rates.max()) for table in tables]
+        rates = [float(table.rates.max()) + max(job.spares.values(), default=0.0) for table in tables]
         longest = max(self.d_running, self.transition_seconds, job.transition_seconds or 0.0, *job.transition.values())
         if not math.isfinite(job.weight * max(rates) * longest * 4 * len(self.jobs)):
             raise PlanError(f"job {job.name}: weight x flops x time is too large for a number")
@@ -258,7 +301,7 @@ class Scenario:
 
     def g_in(self, job: Job, nodes: int, layout: str | None) -> float:
         """G(t,x') in one layout; the size can be run."""
-        gain = job.f(nodes, layout) * self.d_running
+        gain = (job.f(nodes, layout) + job.kept(nodes)) * self.d_running
         return gain - job.now * self.d_transition(job, nodes, layout) if job.disturbed(nodes, layout) else gain
 
     def layout(self, job: Job, nodes: int) -> str | None:

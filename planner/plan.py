@@ -68,6 +68,34 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
     """Why the job gets `nodes` nodes, in one sentence."""
     if nodes == 0:
         return _stopped(scenario, job)
+    if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
+        return _other_spares(job, nodes)
+    return _reason(scenario, job, nodes, spares) + _with_spares(job, nodes)
+
+
+def _with_spares(job: Job, nodes: int) -> str:
+    """What the spares among the nodes are for."""
+    waiting = nodes - job.working
+    if waiting <= 0:
+        return ""
+    words = f"{waiting} of them wait{'s' if waiting == 1 else ''} as hot spare{'s' if waiting > 1 else ''}"
+    return f"; {words}, which saves {flops_text(job.kept(nodes))} on average"
+
+
+def _other_spares(job: Job, nodes: int) -> str:
+    """Nothing changes but the number of spares."""
+    before, now = max(0, job.nodes - job.working), max(0, nodes - job.working)
+    count = abs(now - before)
+    worth = flops_text(abs(job.kept(nodes) - job.kept(job.nodes)))
+    spares = f"{count} hot spare{'s' if count > 1 else ''}, worth {worth} on average"
+    if job.lost_worker:
+        return f"lost a node; {nodes_text(min(nodes, job.working))} train, and there is no node for {spares}"
+    if now > before:
+        return f"gets {spares}: no job gains more from {'the nodes' if count > 1 else 'the node'}"
+    return f"gives up {spares}: another job gains more, or the node is kept free; all that train go on"
+
+
+def _reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
     layout = scenario.layout(job, nodes)
     now, then = flops_text(job.now), flops_text(job.f(nodes, layout))
     seconds = f"{scenario.d_transition(job, nodes, layout):g} s"

@@ -18,6 +18,7 @@ transition = { continue = 5.0, move = 40.0, grow = 30.0, restart = 300.0 }     #
 flops = { 2 = 1.0e15, 4 = 1.9e15 }       # T(t,x) by node count
 layouts = { "TP2 PP2" = { 2 = 1.0e15 }, TP2 = { 1 = 0.6e15 } }  # optional, in place of flops: the same by layout
 layout = "TP2 PP2"           # the one it runs in
+spares = { 5 = 1.0e12 }      # optional: sizes above those in flops, with hot spares; what these save, FLOP/s
 ```
 """
 
@@ -48,6 +49,7 @@ JOB_KEYS = (
     "node_type",
     "layouts",
     "layout",
+    "spares",
 )
 
 
@@ -108,6 +110,7 @@ def _job(value: object, position: int) -> Job:
     table["flops_by_type"] = {kind: _flops(flops, f"{what}: flops on {kind}") for kind, flops in by_type.items()}
     layouts = _table(table.get("layouts", {}), f"{what}: layouts")
     table["layouts"] = {name: _flops(flops, f"{what}: flops as {name}") for name, flops in layouts.items()}
+    table["spares"] = _flops(table.get("spares", {}), f"{what}: spares")
     names = table.get("node_names", [])
     if not isinstance(names, (list, tuple)) or not all(isinstance(node, str) for node in names):
         raise PlanError(f"{what}: node_names must be a list of names")
@@ -156,11 +159,11 @@ def _job_dict(job: Job) -> dict[str, Any]:
         "lost_worker": job.lost_worker,
     }
     if job.layouts:
-        out["layouts"] = {
-            name: {str(size): rate for size, rate in flops.items()} for name, flops in job.layouts.items()
-        }
+        out["layouts"] = {name: _listed(job, flops) for name, flops in job.layouts.items()}
     elif job.flops:
-        out["flops"] = {str(size): rate for size, rate in job.flops.items()}
+        out["flops"] = _listed(job, job.flops)
+    if job.spares:
+        out["spares"] = {str(size): saved for size, saved in job.spares.items()}
     if job.flops_by_type:
         out["flops_by_type"] = {
             kind: {str(size): rate for size, rate in flops.items()} for kind, flops in job.flops_by_type.items()
@@ -175,6 +178,11 @@ def _job_dict(job: Job) -> dict[str, Any]:
     if job.node_names:
         out["node_names"] = list(job.node_names)
     return out
+
+
+def _listed(job: Job, flops: Mapping[int, float]) -> dict[str, float]:
+    """Without the sizes that differ by spares only."""
+    return {str(size): rate for size, rate in flops.items() if size not in job.spares}
 
 
 def check_minima(scenario: Scenario) -> None:

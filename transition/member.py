@@ -97,7 +97,7 @@ class Member:
         while True:
             left = self._resting[0] in ("left", "standby")
             try:
-                plan = self.watch.wait_plan(None if left else limit)  # a spare is ended by Slurm or its agent
+                plan = self.watch.wait_plan(None if left or self._spare() else limit)  # Slurm or its agent ends a spare
             except PlanTimeout:
                 if self.inside and not self.half_received:
                     self.rescue("no plan came")
@@ -113,6 +113,10 @@ class Member:
                 return plan
             elif not left:
                 self._leave()
+
+    def _spare(self) -> bool:
+        """It holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
+        return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave(self) -> None:
         """A plan went on without this rank: let go of everything, so that the others do not wait for it. It may come

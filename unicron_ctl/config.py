@@ -148,6 +148,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Hours between two failures of one node, as the planner assumes them."""
     transition_seconds: SecondsOrZero = 5.0
     """For a job to go over to another number of nodes, as the planner assumes it."""
+    replacement_seconds: Seconds = 60.0
+    """For a free node to take a lost one's place and its processes to start: what a hot spare saves, as the planner
+    assumes it."""
+    repair_seconds: LongSeconds = 21600.0
+    """The same where no node is free: until one is repaired."""
     throughput: Literal["measured", "linear"] = "measured"
     """"measured" fits T(t,x) to all sizes at which the job, or an earlier one of its name, has run; "linear" scales one
     size."""

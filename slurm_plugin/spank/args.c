@@ -13,6 +13,7 @@ static int option_unicron(int val, const char *optarg, int remote);
 static int option_weight(int val, const char *optarg, int remote);
 static int option_min_nodes(int val, const char *optarg, int remote);
 static int option_mode(int val, const char *optarg, int remote);
+static int option_spares(int val, const char *optarg, int remote);
 
 static const char *const modes[] = { "auto", "session", "restart" };
 
@@ -43,6 +44,12 @@ static struct spank_option options[] = {
 		"processes start again) or auto (by the text of the script; the default); implies --unicron",
 		1, 0, option_mode
 	},
+	{
+		"unicron-spares", "COUNT",
+		"[unicron] elements of the array that wait ready to replace a lost one: a whole number from 0 (default: 0); "
+		"implies --unicron",
+		1, 0, option_spares
+	},
 	SPANK_OPTIONS_TABLE_END
 };
 
@@ -69,7 +76,8 @@ int args_check_weight(const char *text)
 	return ((*end == '\0' && isfinite(value) && value > 0) ? 0 : -1);
 }
 
-int args_check_min_nodes(const char *text)
+/* A whole number from `least`. */
+static int check_count(const char *text, long least)
 {
 	long value;
 
@@ -77,7 +85,17 @@ int args_check_min_nodes(const char *text)
 		return (-1);
 	errno = 0;
 	value = strtol(text, NULL, 10);
-	return ((errno == 0 && value >= 1 && value <= INT32_MAX) ? 0 : -1);
+	return ((errno == 0 && value >= least && value <= INT32_MAX) ? 0 : -1);
+}
+
+int args_check_min_nodes(const char *text)
+{
+	return (check_count(text, 1));
+}
+
+int args_check_spares(const char *text)
+{
+	return (check_count(text, 0));
 }
 
 const char *args_find_mode(const char *text)
@@ -103,6 +121,17 @@ static int take_min_nodes(char target[UNICRON_NUMBER_MAX], const char *name, con
 {
 	if (text == NULL || args_check_min_nodes(text) < 0) {
 		slurm_error("unicron: couldn't use %s=%s: write a whole number from 1, such as %s=2", name, text ? text : "",
+			    name);
+		return (-1);
+	}
+	strcpy(target, text);
+	return (0);
+}
+
+static int take_spares(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
+{
+	if (text == NULL || args_check_spares(text) < 0) {
+		slurm_error("unicron: couldn't use %s=%s: write a whole number from 0, such as %s=1", name, text ? text : "",
 			    name);
 		return (-1);
 	}
@@ -152,6 +181,12 @@ static int option_mode(int val, const char *optarg, int remote)
 {
 	(void) val;
 	return (take_mode(&said.mode, "--unicron-mode", optarg) < 0 && !remote ? -1 : 0);
+}
+
+static int option_spares(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_spares(said.spares, "--unicron-spares", optarg) < 0 && !remote ? -1 : 0);
 }
 
 /* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
@@ -214,7 +249,7 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		choice->enabled = option;
 	else if (environment >= 0)
 		choice->enabled = environment;
-	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL)
+	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL || said.spares[0] != '\0')
 		choice->enabled = true;
 	else {
 		choice->enabled = by_default;
@@ -241,6 +276,11 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		rv = -1;
 	if (choice->mode == NULL)
 		choice->mode = modes[0];
+
+	strcpy(choice->spares, said.spares);
+	text = job_getenv(sp, "UNICRON_SPARES", buffer, sizeof(buffer));
+	if (choice->spares[0] == '\0' && text != NULL && text[0] != '\0' && take_spares(choice->spares, "UNICRON_SPARES", text) < 0)
+		rv = -1;
 	return (rv);
 }
 

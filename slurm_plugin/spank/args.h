@@ -16,6 +16,7 @@ struct plugin_args {
 	char weight[UNICRON_NUMBER_MAX];       /* empty: not given */
 	char min_nodes[UNICRON_NUMBER_MAX];    /* empty: not given */
 	const char *mode;                      /* NULL: not given */
+	char spares[UNICRON_NUMBER_MAX];       /* empty: not given */
 };
 
 /* The decision, after options, environment and the administrator's default. */
@@ -25,6 +26,7 @@ struct plugin_choice {
 	char weight[UNICRON_NUMBER_MAX];
 	char min_nodes[UNICRON_NUMBER_MAX];
 	const char *mode;                      /* "auto", "session" or "restart" */
+	char spares[UNICRON_NUMBER_MAX];       /* empty: none */
 };
 
 /* Registers the options; to be called from slurm_spank_init in each context in which they may be used. */
@@ -32,8 +34,8 @@ int args_register(spank_t sp);
 
 /*
  * Combines what was said. An option beats its environment variable (UNICRON, UNICRON_WEIGHT, UNICRON_MIN_NODES,
- * UNICRON_MODE), which beats the default. --unicron-weight, --unicron-min-nodes and --unicron-mode mean --unicron as well,
- * unless something said no.
+ * UNICRON_MODE, UNICRON_SPARES), which beats the default. --unicron-weight, --unicron-min-nodes, --unicron-mode and
+ * --unicron-spares mean --unicron as well, unless something said no.
  * A bad environment variable: -1 with one line logged; the choice then holds the default in its place.
  */
 int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice);
@@ -41,6 +43,9 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice);
 /* 0 when the text is a finite number above zero (a whole number of at least one), which fits the field; else -1. */
 int args_check_weight(const char *text);
 int args_check_min_nodes(const char *text);
+
+/* The same for a whole number of at least zero. */
+int args_check_spares(const char *text);
 
 /* The mode of that name, or NULL. */
 const char *args_find_mode(const char *text);

@@ -242,6 +242,21 @@ def test_options_beat_the_environment(
         assert "UNICRON=0\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "environment", "spares"),
+    [
+        (["--unicron-spares=1"], {"UNICRON_SPARES": "2"}, "1"),
+        (["--unicron"], {"UNICRON_SPARES": "2"}, "2"),
+        (["--unicron"], {}, ""),
+    ],
+)
+def test_the_number_of_spares_reaches_the_agent(
+    bench: Bench, options: list[str], environment: dict[str, str], spares: str
+) -> None:
+    done = bench.call("srun", *options, "sh", "-c", "echo spares=$UNICRON_SPARES", **environment)
+    assert done.stdout == f"spares={spares}\n"
+
+
 @pytest.mark.parametrize("command", [["srun", "hostname"], ["sbatch", "--wrap=hostname"], ["salloc", "hostname"]])
 @pytest.mark.parametrize(
     ("option", "environment", "advice"),
@@ -249,6 +264,7 @@ def test_options_beat_the_environment(
         ("--unicron-weight=0", {}, "--unicron-weight=0: write a number above 0"),
         ("--unicron-min-nodes=1.5", {}, "--unicron-min-nodes=1.5: write a whole number from 1"),
         ("--unicron-mode=fast", {}, "--unicron-mode=fast: write auto, session or restart"),
+        ("--unicron-spares=-1", {}, "--unicron-spares=-1: write a whole number from 0"),
         ("--unicron", {"UNICRON_WEIGHT": "nan"}, "UNICRON_WEIGHT=nan: write a number above 0"),
         ("--no-unicron", {"UNICRON": "yes"}, "UNICRON=yes: write UNICRON=1 or UNICRON=0"),
     ],

@@ -49,6 +49,7 @@ class FakeAgent:
         replica: int = 1,
         layouts: tuple[str, ...] = (),
         saved: int = -1,
+        spares: int = 0,
     ):
         self.world, self.job, self.element, self.node = world, job, element, node
         self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
@@ -60,6 +61,7 @@ class FakeAgent:
             min_nodes=min_nodes,
             weight=weight,
             layouts=list(layouts),
+            spares=spares,
         )
         self.slots = [element * ranks + local for local in range(ranks)]
         self.replica = replica

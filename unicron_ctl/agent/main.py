@@ -107,8 +107,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     except UserError as error:  # of the configuration: the job goes on all the same
         return run_unprotected(place, command, str(error))
     if agent.connect(seconds):
-        told = f"{chosen.name} mode: {chosen.reason}"
-        print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)
+        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
+            print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)
         status = agent.run()
         return run_unprotected(place, command, agent.refusal) if status is None else status
     agent.close()

@@ -45,6 +45,18 @@ class Place:
         )
 
     @property
+    def warning(self) -> str:
+        """What its element 0 says, for all, of a number of spares that does not fit; else empty. The job runs all the
+        same: with as many spares as leave enough elements."""
+        settings = self.settings
+        most = max(0, settings.max_nodes - settings.min_nodes)
+        if self.element or settings.spares <= most:
+            return ""
+        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} elements"
+        kept = f"{most or 'none'} will wait; ask for {most} or a larger --array"
+        return f"{asked} leaves fewer than UNICRON_MIN_NODES={settings.min_nodes}: {kept}"
+
+    @property
     def label(self) -> str:
         """JOB_ELEMENT, as Slurm writes it."""
         return f"{self.job}_{self.element}"
@@ -114,6 +126,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             layouts=read_layouts(environment, per_node, most, model),
             model=model,
             copies=int(number(environment, "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
+            spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
         ),
     )
 

@@ -115,6 +115,8 @@ def _notes(job: dict[str, Any]) -> list[str]:
         found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
     if said := replicas(job):
         found.append(said)
+    if said := spares(job):
+        found.append(said)
     if job.get("silent"):
         found.append(f"silent, and not taken for lost: element {', '.join(job['silent'])}")
     if job.get("left_out"):
@@ -142,6 +144,15 @@ def replicas(job: dict[str, Any]) -> str:
     planned = job.get("planned_layout") or job["layout"]
     also = f"; goes on as {planned}" if planned != job["layout"] else f"; or {', '.join(others)}" if others else ""
     return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{more}{also}"
+
+
+def spares(job: dict[str, Any]) -> str:
+    """Who waits to take a lost element's place; empty where nobody asked for that."""
+    if not job.get("spares_wanted") or job["ended"]:
+        return ""
+    waiting = [f"element {one['element']} ({one['node']}): spare, {one['state']}" for one in job["spares"][:8]]
+    more = f" and {len(job['spares']) - 8} more" if len(job["spares"]) > 8 else ""
+    return ", ".join(waiting) + more if waiting else "no spare waits"
 
 
 def _slow(job: dict[str, Any]) -> str:
@@ -182,6 +193,7 @@ def _short(said: str) -> bool:
 def _remarks(node: dict[str, Any]) -> str:
     """Slurm's reason, and by what the node stands out among its peers."""
     odd = [anomaly["reason"] for anomaly in node.get("anomalies", ())]
+    odd += [f"{element}: spare, {how}" for element, how in node.get("spare_of", {}).items()]
     return "; ".join([node["reason"], *odd] if node["reason"] else odd)
 
 
@@ -244,6 +256,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"set aside: {data['set_aside']}")
     if said := replicas(data):
         lines.append(f"replicas: {said}")
+    if said := spares(data):
+        lines.append(f"spares: {said}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
     if data.get("bounds"):

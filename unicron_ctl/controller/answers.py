@@ -16,7 +16,7 @@ from typing import Any
 
 from unicron_ctl.controller import privacy
 from unicron_ctl.controller.core import Core
-from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.job import injection, spares
 from unicron_ctl.controller.log import savings
 from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.log.store import Store
@@ -25,9 +25,9 @@ from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Failure, JobState, Phase
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
-from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.inputs import bounds, inputs, usable_nodes, weight
+from unicron_ctl.controller.plan.inputs import bounds, weight
 from unicron_ctl.controller.plan.placement import OCCUPIES
+from unicron_ctl.controller.scenario import scenario
 from unicron_ctl.controller.sense.timing import Slow
 from unicron_ctl.partitions import DEFAULT
 
@@ -53,6 +53,7 @@ FAILURE_KEYS = (
     "resumed_at",
     "stepped_at",
     "restored_at",
+    "whole_at",
     "iteration",
     "reused_micro_batches",
     "recomputed_micro_batches",
@@ -186,6 +187,7 @@ def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
         "planned_nodes": core.state.assignment.get(state.job),
         "members": sorted(state.members),
         **_replicas(core, state),
+        **_spares(core, state),
         "iteration": state.iteration,
         "train_iterations": state.iterations_wanted,
         "iteration_seconds": seconds,
@@ -222,6 +224,18 @@ def _replicas(core: Core, state: JobState) -> dict[str, Any]:
         "replica": size,
         "replicas": len(state.members) // size if not state.ended else 0,
         "standbys": standbys if not state.ended else [],
+    }
+
+
+def _spares(core: Core, state: JobState) -> dict[str, Any]:
+    """spares: elements that wait to take a lost one's place, each with its node and whether it is ready or starting.
+    spares_wanted: how many were asked for. spares_ready: how many of them could come in now."""
+    view = core.view.job(state)
+    found = spares.standing(view) if not state.over else {}
+    return {
+        "spares": [{"element": e, "node": view.agents[e].node, "state": how} for e, how in found.items()],
+        "spares_wanted": state.settings.spares,
+        "spares_ready": sum(how == "ready" for how in found.values()),
     }
 
 
@@ -266,6 +280,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
     names = seen.by_name if seen else {}
     odd = _anomalies_of_nodes(core) if asker.admin else {}
     mine = privacy.own_jobs(core.view, asker)
+    waiting = _waiting(core)
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
@@ -280,12 +295,23 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
                 "anomalies": odd.get(name, []),
+                "spare_of": waiting.get(name, {}),
                 "metrics": _metrics(core, view.job, view.element) if view and asker.admin else {},
                 "last_event": node_event(known) if asker.admin else None,
                 **(admission.shown(core.view, core.slurm.gate, name) if asker.admin else admission.NOT_SHOWN),
             }
         )
     return [privacy.of_node(core.view, item, asker, mine) for item in listed]
+
+
+def _waiting(core: Core) -> dict[str, dict[str, str]]:
+    """Node -> JOB_ELEMENT of the hot spares on it -> ready or starting."""
+    found: dict[str, dict[str, str]] = {}
+    for state in core.state.jobs.values():
+        view = core.view.job(state)
+        for element, how in (spares.standing(view) if not state.over else {}).items():
+            found.setdefault(view.agents[element].node, {})[f"{state.job}_{element}"] = how
+    return found
 
 
 def node_event(known: NodeState | None) -> dict[str, Any] | None:
@@ -338,6 +364,7 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "state": state.phase.value,
         "generation": state.generation,
         **_replicas(core, state),
+        **_spares(core, state),
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
         "waits": state.waits,
@@ -354,47 +381,6 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
     """The jobs that are planned for together with this one."""
     acts = permission.acts(core.view, state)
     return [job for job in core.state.jobs.values() if not job.over and permission.acts(core.view, job) is acts]
-
-
-def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
-    """The planner's input of this moment, in the structure of a scenario file (planner/scenario.py)."""
-    config, seen = core.config, core.view.slurm.seen
-    running = [state for state in core.state.jobs.values() if not state.over]
-    found = inputs(core.view, running)
-    count = len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in found)
-    rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
-    usual = sum(rates) / len(rates) if rates else planning.UNMEASURED
-    return {
-        "cluster": {
-            "nodes": count,
-            "mtbf_node_hours": config.mtbf_node_hours,
-            "transition_seconds": config.transition_seconds,
-        },
-        "job": [
-            {
-                "name": i.job,
-                "weight": i.weight,
-                "min_nodes": i.min_nodes,
-                "max_nodes": i.max_nodes,
-                "nodes": i.nodes,
-                "lost_worker": i.alive < i.nodes,
-                "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive)
-                if asker.may_order(core.state.jobs[i.job])
-                else [],
-                **_throughputs(i, usual),
-            }
-            for i in found
-            if not privacy.hidden(core.view, core.state.jobs[i.job], asker)
-        ],
-    }
-
-
-def _throughputs(i: planning.JobInput, usual: float) -> dict[str, Any]:
-    """What the job can do by node count, and by layout where it has several."""
-    if not i.layouts:
-        return {"flops": {str(n): rate for n, rate in planning.throughput(i, usual).items()}}
-    tables = {name: {str(n): rate for n, rate in table.items()} for name, table in i.layouts.items()}
-    return {"layouts": tables, "layout": i.layout, "transition": {"restart": i.restart_seconds}}
 
 
 def failure_record(failure: Failure) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def of_node(view: View, fields: dict[str, Any], asker: Asker, mine: Collection[s
     """A node's fields as far as they are for the asker, who has the jobs `mine`."""
     if asker.admin:
         return fields
-    told = blanked(fields, OPEN_NODE_FIELDS) | {"metrics": {}}
+    waiting = {user: how for user, how in fields["spare_of"].items() if user.partition("_")[0] in mine}
+    told = blanked(fields, OPEN_NODE_FIELDS) | {"metrics": {}, "spare_of": waiting}
     if "jobs" in view.slurm.private:
         told["used_by"] = [user for user in told["used_by"] if user.partition("_")[0] in mine]
     return told

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, copies, events, machine, transitions
+from unicron_ctl.controller.job import adoption, copies, events, machine, spares, transitions
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.job.orders import Letter, due, later
@@ -70,6 +70,7 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive(job, view)
+            self._take(spares.say(self._view, view, self._desk(job).waiting))
         if not job.set_aside and (view.live.touched or job.job in self.begun):
             self._send_orders(job)
 

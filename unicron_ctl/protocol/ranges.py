@@ -40,6 +40,7 @@ MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
 Version = Annotated[int, Meta(ge=0, le=1 << 16)]
 Element = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
 Elements = Annotated[int, Meta(ge=1, le=MOST_ELEMENTS)]
+Spares = Annotated[int, Meta(ge=0, le=MOST_ELEMENTS)]
 Slot = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS * MOST_RANKS)]
 RanksPerNode = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]

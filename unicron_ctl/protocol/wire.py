@@ -39,7 +39,8 @@ class Settings(msgspec.Struct, kw_only=True):
     """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
     split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner.
-    copies: in how many other nodes' memory each part of the training state is to be."""
+    copies: in how many other nodes' memory each part of the training state is to be. spares:
+    elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md)."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -52,6 +53,7 @@ class Settings(msgspec.Struct, kw_only=True):
     layouts: ranges.Layouts = []
     model: ranges.Sizes = {}
     copies: ranges.Copies = 1
+    spares: ranges.Spares = 0
 
 
 class Exit(msgspec.Struct, kw_only=True, gc=False):

@@ -199,6 +199,9 @@ static void test_numbers(void)
 	assert(args_check_min_nodes("1") == 0 && args_check_min_nodes("2147483647") == 0);
 	for (size_t i = 0; i < sizeof(bad_nodes) / sizeof(*bad_nodes); ++i)
 		assert(args_check_min_nodes(bad_nodes[i]) < 0);
+	assert(args_check_spares("0") == 0 && args_check_spares("2147483647") == 0);
+	for (size_t i = 0; i < sizeof(bad_nodes) / sizeof(*bad_nodes); ++i)
+		assert(args_check_spares(bad_nodes[i]) < 0 || strcmp(bad_nodes[i], "0") == 0);
 }
 
 static void test_addresses(void)
@@ -326,6 +329,18 @@ static void test_choice(void)
 	setenv("UNICRON_MODE", "fast", 1);
 	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.mode, "auto") == 0);
 	unsetenv("UNICRON_MODE");
+	args_reset();
+
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && choice.spares[0] == '\0');
+	setenv("UNICRON_SPARES", "2", 1);
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.spares, "2") == 0);
+	assert(option("unicron-spares", "1", 0) == 0 && args_choose(NULL, false, &choice) == 0);
+	assert(choice.enabled && strcmp(choice.spares, "1") == 0);
+	assert(option("unicron-spares", "-1", 0) == -1 && option("unicron-spares", "one", 1) == 0);
+	args_reset();
+	setenv("UNICRON_SPARES", "one", 1);
+	assert(args_choose(NULL, false, &choice) == -1 && choice.spares[0] == '\0');
+	unsetenv("UNICRON_SPARES");
 	args_reset();
 }
 

@@ -22,6 +22,7 @@ def _job(pick: Pick, name: str, most: int) -> Job:
     linear = pick((False, True))  # scales linearly: many exact ties
     low = pick(range(5))
     kinds = [pick(KINDS) for _ in range(pick(range(4)))]
+    waiting, saved = pick((0, 0, 1, 2)), pick((0.0, 1e13, 2.5e14))
     return Job(
         name=name,
         flops={size: size * 1e15 if linear else pick(RATES) for size in sizes},
@@ -33,6 +34,7 @@ def _job(pick: Pick, name: str, most: int) -> Job:
         transition_seconds=pick((None, 0.0, 30.0, 1e6)),
         transition={kind: pick((0.0, 7.0, 45.5)) for kind in kinds},
         restart_only=pick((False, True)),
+        spares={max(sizes) + count: saved * count for count in range(1, waiting + 1)},
     )
 
 
@@ -79,8 +81,19 @@ def sizes_of(job: Job, nodes: int) -> list[int]:
 def g(scenario: Scenario, job: Job, nodes: int) -> Fraction:
     """G(t,x'), written again."""
     running = exact(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
-    changed = job.lost_worker or nodes != job.nodes
-    return f(job, nodes) * running - (f(job, job.nodes) * exact(scenario.d_transition(job, nodes)) if changed else 0)
+    gain = (f(job, nodes) + kept(job, nodes)) * running
+    return gain - (f(job, job.nodes) * exact(scenario.d_transition(job, nodes)) if changed(job, nodes) else 0)
+
+
+def kept(job: Job, nodes: int) -> Fraction:
+    """What its hot spares save."""
+    return exact(job.weight) * exact(job.spares.get(nodes, 0.0)) if nodes in sizes_of(job, nodes) else Fraction(0)
+
+
+def changed(job: Job, nodes: int) -> bool:
+    """Whether anybody who trains is disturbed: a spare that comes or goes disturbs nobody."""
+    first = min(job.spares, default=10**6)
+    return job.lost_worker or min(nodes, first - 1) != min(job.nodes, first - 1)
 
 
 def brute_force(scenario: Scenario, barred: tuple[str, int] | None = None) -> tuple[dict[str, int], Fraction]:
@@ -89,7 +102,7 @@ def brute_force(scenario: Scenario, barred: tuple[str, int] | None = None) -> tu
     ordered = sorted(scenario.jobs, key=lambda job: job.name)
     choices = [
         [
-            (k, g(scenario, job, k), -int(job.lost_worker or k != job.nodes), -abs(k - job.nodes))
+            (k, g(scenario, job, k), -int(changed(job, k)), -abs(k - job.nodes))
             for k in sizes_of(job, scenario.nodes)
             if (job.name, k) != barred
         ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from transition import layout
 from unicron_ctl.agreement.resume import newest_state
+from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.job import Identity
 from unicron_ctl.controller.model.live import CAN_ENTER, AgentView, JobView, keeps
 from unicron_ctl.controller.model.view import View
@@ -55,18 +56,20 @@ def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
-    """All ranks that can form the job. Where a rank is a replica, an element comes as a whole: those are `whole`."""
+    """All ranks that can form the job and are not to be spares. Where a rank is a replica, an element comes as a whole:
+    those are `whole`."""
     if job.replica == 1:
-        return [slot for element in whole for slot in job.agents[element].slots]
+        return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
     agents = (job.agents[element] for element in sorted(job.live.ready) if may_work(view, job, element))
-    return [slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)]
+    return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
 
 
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
-    """Slots that can come in now, replica-major, of elements of which nothing has changed for `delay` seconds: those
-    of an element that is inside already, or has a standby, by themselves, else all of it together."""
+    """Slots that can come in now, replica-major, of elements whose processes have been ready for `delay` seconds: those
+    of an element that is inside already, or has a standby, by themselves, else all of it together. Who is one too many
+    waits as a spare."""
     state = job.state
-    found: list[int] = []
+    found: dict[int, list[int]] = {}
     for element in sorted(job.live.ready):
         agent = job.agents[element]
         if element in state.leaving or not may_work(view, job, element):
@@ -77,9 +80,11 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
             outside = [slot for slot in outside if able(job, agent, slot)]
         elif not _whole(job, agent) or len(outside) < len(agent.slots):
             continue
-        if outside and view.now - max(agent.progress.get(slot, 0.0) for slot in outside) >= delay:
-            found += outside
-    return layout.arranged(layout.compose(found, job.replica)[0])
+        if outside and view.now - max(agent.came.get(slot, 0.0) for slot in outside) >= delay:
+            found[element] = outside
+    taken = spares.admitted(view, job, found) if found else ()
+    chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
+    return layout.arranged(layout.compose(chosen, job.replica)[0])
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:

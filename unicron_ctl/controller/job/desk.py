@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.copies import Cuts
 from unicron_ctl.controller.job.ledger import JobLedger
 from unicron_ctl.controller.job.modes import Told
@@ -39,6 +40,7 @@ class JobDesk:
     watch: IterationWatch = field(default_factory=IterationWatch)
     peers: JobPeers = field(default_factory=JobPeers)
     told: Told = field(default_factory=Told)
+    waiting: spares.Told = field(default_factory=spares.Told)
     letter: Letter | None = None
     """What all agents were told last."""
     disturbed_until: int = -1

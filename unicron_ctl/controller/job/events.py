@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.adoption import may_come_back
 from unicron_ctl.controller.job.candidates import (
     formed,
@@ -125,10 +126,13 @@ def _ready(view: View, job: JobView) -> Happening | None:
     if len(whole) < mode.least(state) and job.replica == 1:
         return None
     none_else = expected is not None and inside.issuperset(expected) and not coming
-    if len(whole) >= state.settings.max_nodes or none_else:
-        return Happening(Event.READY, f"all {len(whole)} nodes that are to be had are ready", tuple(slots))
+    if len(whole) >= job.wanted or none_else:
+        count = len(state.elements(slots))
+        return Happening(Event.READY, f"all {count} nodes that are to be had are ready", tuple(slots))
     arrival = max(job.agents[state.element(slot)].progress.get(slot, 0.0) for slot in slots)
     since = mode.settle_from(view, job, coming, arrival)
+    if state.settings.spares:  # a spare has been ready for long: the others have their time all the same
+        since = max(since, state.since + max((job.agents[e].longest_start for e in coming), default=0.0))
     settle, count = config.forming_settle_seconds, len(state.elements(slots))
     if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
         said = f"{count} nodes are ready and no other came for {settle:g} s"
@@ -168,6 +172,8 @@ def _change(view: View, job: JobView) -> Happening | None:
         return None
     if not state.leaving and not _look_now(view, job, len(job.live.ready)):
         return None
+    if job.room <= 0 and not state.leaving and job.complete:
+        return None  # whoever waits is a spare
     mode = mode_of(state)
     joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
     if not (joiners or gone) or len(job.live.unfinished) < len(state.members):
@@ -177,6 +183,7 @@ def _change(view: View, job: JobView) -> Happening | None:
         for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )
+    words = "; ".join([words, *(swap.text for swap in spares.swaps(view, job, joiners))])
     return mode.change(view, job, words, joiners, sorted(gone))
 
 

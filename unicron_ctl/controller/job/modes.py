@@ -132,7 +132,7 @@ class Restart:
         if age >= STEADY_SECONDS and state.steady != generation:
             reason = f"the world of {len(state.plan.members)} ranks has run for {STEADY_SECONDS:.0f} s"
             out.record(state, records.Steady(reason=reason), generation)
-        if not waiting:
+        if not waiting or job.room <= 0:  # then they are spares
             return out
         inside = set(state.elements(state.members))
         newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from transition import layout
 from unicron_ctl.agreement import resume
-from unicron_ctl.controller.job import copies
+from unicron_ctl.controller.job import copies, spares
 from unicron_ctl.controller.job.candidates import formed, left_behind, remaining, without_match
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Action, Event
@@ -59,6 +59,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
         state=found.state,
     )
     out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
+    spares.note(job.state, spares.swaps(view, job, found.members), out)
     return out
 
 
@@ -160,6 +161,7 @@ def offer(view: View, job: JobView, happening: Happening) -> Outcome:
         reason=happening.reason,
     )
     out.record(state, record, number)
+    spares.note(state, spares.swaps(view, job, joiners), out)
     return out
 
 

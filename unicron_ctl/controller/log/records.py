@@ -480,6 +480,13 @@ class AnomalyOver(Record, frozen=True, tag="anomaly_over"):
     seconds: float
 
 
+class Spares(Record, frozen=True, tag="spares"):
+    """The elements that wait as hot spares, ready or about to be."""
+
+    ready: list[int]
+    starting: list[int] = []
+
+
 class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):
     elements: list[int]
 

@@ -24,7 +24,7 @@ OF_THE_ENDED: tuple[type[Record], ...] = (
     *(records.Break, records.PlanMade, records.Adopted, records.NumberUsed, records.Offer, records.OfferWithdrawn),
     *(records.LayoutWanted, records.LayoutChosen),
     *(records.Entered, records.Reform, records.Reinstated, records.StateAwaited, records.LastCopy),
-    *(records.Parted, records.Rejoined, records.Allotted, records.NewcomersWait, records.Silence),
+    *(records.Parted, records.Rejoined, records.Allotted, records.NewcomersWait, records.Spares, records.Silence),
     *(Step, records.Steady, records.LedgerViolation, records.Injected, records.InjectRefused),
     *(records.Degraded, records.DegradedOver, records.Overdue, records.Hang, records.Stacks),
     *(records.Anomaly, records.AnomalyOver, records.JobSetAside),

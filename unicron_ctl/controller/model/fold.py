@@ -170,5 +170,6 @@ _DECISIONS = frozenset(
         records.LedgerViolation,
         records.Observed,
         records.NewcomersWait,
+        records.Spares,
     }
 )

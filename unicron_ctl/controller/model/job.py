@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -122,6 +123,8 @@ class Failure:
     resumed_at: float | None = None
     stepped_at: float | None = None
     restored_at: float | None = None
+    whole_at: float | None = None
+    """When as many elements trained again as are wanted, whoever they were."""
     reused_micro_batches: int = 0
     recomputed_micro_batches: int = 0
     redistributed_micro_batches: int = 0
@@ -257,6 +260,22 @@ class JobState:
     def replica(self) -> int:
         """Ranks of a replica, as planned."""
         return self.plan.replica if self.plan is not None else 1
+
+    def unit(self, replica: int) -> int:
+        """The fewest elements that hold whole replicas of so many ranks."""
+        per_node = max(1, self.settings.ranks_per_node)
+        return math.lcm(replica, per_node) // per_node
+
+    def wanted(self, replica: int) -> int:
+        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks. All
+        of them where that would leave fewer than the job needs: a wrong number of spares ends no job."""
+        settings, unit = self.settings, self.unit(replica)
+        if not settings.spares:
+            return settings.max_nodes
+        least = max(settings.min_nodes, unit)
+        count = max(settings.max_nodes - settings.spares, min(least, settings.max_nodes))
+        whole = count - count % unit
+        return whole if whole >= least else settings.max_nodes
 
     @property
     def owner(self) -> str:

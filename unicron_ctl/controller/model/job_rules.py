@@ -264,12 +264,22 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
         _restored(job, event, joined)
     elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
         _restored(job, event, set(job.members))
+    _whole(job, event)
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
     job.tries, job.former, job.saving_until = 0, [], 0.0
     for failure in job.failures:
         if failure.planned_at is not None and failure.resumed_at is None:
             failure.resumed_at = event.time
     _phase(job, event, Phase.RUNNING)
+
+
+def _whole(job: JobState, event: Event) -> None:
+    """Failures after which as many train again as are wanted, whoever they are, or those that were lost."""
+    all_here = len(job.members) >= job.wanted(job.replica) * max(1, job.settings.ranks_per_node)
+    for failure in job.failures:
+        if failure.broken_at is not None and failure.whole_at is None:
+            if all_here or all(slot in job.members for slot in failure.slots):
+                failure.whole_at = event.time
 
 
 def _restored(job: JobState, event: Event, came: set[int]) -> None:

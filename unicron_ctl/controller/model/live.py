@@ -52,6 +52,14 @@ class AgentView:
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     progress: dict[int, float] = field(default_factory=dict)
     """slot -> when its status last changed."""
+    came: dict[int, float] = field(default_factory=dict)
+    """slot -> since when its process can enter a generation."""
+    began: dict[int, float] = field(default_factory=dict)
+    """slot -> when its process was first heard of, until it can enter one."""
+    start_seconds: float = 0.0
+    """From a process's start to when it could enter one, of the last that was started again here; 0 before."""
+    longest_start: float = 0.0
+    """The longest of all, the first start included."""
     expired: bool = False
     """Its lease ran out."""
     left: str = ""
@@ -116,12 +124,24 @@ class AgentView:
                 newest = max(newest, rank.generation, rank.entering)
                 fresh = fresh or announced.get(slot) != rank.incarnation
                 if old is not None and old.incarnation != rank.incarnation:
-                    self.before[slot] = old
+                    self.before[slot], self.began[slot] = old, now
+                elif old is None and rank.state == "starting":
+                    self.began[slot] = now
+                if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
+                    self._came(slot, rank.incarnation, now)
             if rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank)):
                 waits = True
             known[slot] = rank
         self.waits, self.fresh, self.newest = waits, fresh, newest
         return changed
+
+    def _came(self, slot: int, incarnation: int, now: float) -> None:
+        """The slot's process can enter a generation from now on."""
+        self.came[slot] = now
+        began = self.began.pop(slot, None)
+        if began is not None:
+            self.longest_start = max(self.longest_start, now - began)
+            self.start_seconds = now - began if incarnation else self.start_seconds
 
 
 @dataclass
@@ -229,6 +249,7 @@ class JobView:
     live: LiveJob
     per_node: int = 1
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
+    counted: tuple[dict[int, Identity], frozenset[int]] = field(default_factory=lambda: ({}, frozenset()))
 
     def __post_init__(self) -> None:
         self.per_node = max(1, self.state.settings.ranks_per_node)
@@ -274,6 +295,30 @@ class JobView:
         if self.state.plan is not None:
             return self.state.plan.replica
         return stated(self.state.layout).layout.size if self.state.layout else self.live.replica
+
+    @property
+    def inside_elements(self) -> frozenset[int]:
+        """Elements with a member; counted once per membership."""
+        members = self.state.members
+        if self.counted[0] is not members:
+            self.counted = members, frozenset(slot // self.per_node for slot in members)
+        return self.counted[1]
+
+    @property
+    def wanted(self) -> int:
+        """Elements that are to train when all are there."""
+        return self.state.wanted(self.replica)
+
+    @property
+    def room(self) -> int:
+        """How many more of them there may be. Without spares whoever comes is wanted."""
+        settings = self.state.settings
+        return self.wanted - len(self.inside_elements) if settings.spares else settings.max_nodes
+
+    @property
+    def complete(self) -> bool:
+        """Every element with a member has all of its ranks inside."""
+        return len(self.state.members) == len(self.inside_elements) * self.per_node
 
     def reports(self) -> dict[int, RankStatus]:
         """The statuses of survivors that have stopped, by slot."""
@@ -544,3 +589,5 @@ class Live:
             if view.suspect_since is not None:
                 view.suspect_since += seconds
             view.progress = {slot: at + seconds for slot, at in view.progress.items()}
+            view.came = {slot: at + seconds for slot, at in view.came.items()}
+            view.began = {slot: at + seconds for slot, at in view.began.items()}

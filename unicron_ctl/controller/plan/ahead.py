@@ -112,13 +112,7 @@ def event_between(
         return None
     for name, job in now.items():
         known = base[name]
-        if len(job.layouts) > 1 or (job.nodes, job.min_nodes, job.max_nodes, job.weight, job.unit) != (
-            known.nodes,
-            known.min_nodes,
-            known.max_nodes,
-            known.weight,
-            known.unit,
-        ):
+        if len(job.layouts) > 1 or _fixed(job) != _fixed(known):
             return None
     lost = [name for name, job in now.items() for _ in range(job.nodes - job.alive)]
     if gone:
@@ -126,3 +120,8 @@ def event_between(
     if lost:
         return ("lost", *sorted(lost)) if len(lost) <= 2 and nodes == base_nodes - len(lost) else None
     return {-1: ("spare",), 1: ("join",)}.get(nodes - base_nodes)
+
+
+def _fixed(job: JobInput) -> tuple[float, ...]:
+    """What no event changes."""
+    return job.nodes, job.min_nodes, job.max_nodes, job.working, job.wait_seconds, job.weight, job.unit

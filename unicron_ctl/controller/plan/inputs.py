@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.gpus import BEST
 from planner.plan import flops_text
@@ -60,7 +59,7 @@ def key_of(found: Sequence[Pool]) -> str:
     return "; ".join(
         f"{pool.count} nodes: "
         + ", ".join(
-            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_part(i, pool)}{_by(i)}{_as(i)}"
+            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_spares(i)}{_part(i, pool)}{_by(i)}{_as(i)}"
             f"{' measured' if i.rate else ''}"
             for i in pool.jobs
         )
@@ -70,6 +69,11 @@ def key_of(found: Sequence[Pool]) -> str:
 
 def _part(job: JobInput, pool: Pool) -> str:
     return f" of {len(job.reach)}" if len(job.reach) < len(pool.nodes) else ""
+
+
+def _spares(job: JobInput) -> str:
+    """How many train at most, and how long a place stays empty without a spare."""
+    return f" of which {job.trains} train, else {job.wait_seconds:g} s" if job.spares else ""
 
 
 def _by(job: JobInput) -> str:
@@ -83,8 +87,7 @@ def _as(job: JobInput) -> str:
 
 def unit_of(view: View, job: JobState) -> int:
     """The fewest nodes that hold whole replicas."""
-    per_node = max(1, job.settings.ranks_per_node)
-    return math.lcm(view.job(job).replica, per_node) // per_node
+    return job.unit(view.job(job).replica)
 
 
 def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, bool]:
@@ -163,6 +166,7 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
     found = JobInput(
         job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit_of(view, job)
     )
+    found = replace(found, working=view.job(job).wanted, wait_seconds=view.config.replacement_seconds)
     return layouts.with_layouts(view, job, found, "", float("inf"))
 
 
@@ -228,8 +232,18 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         within.nodes,
         permission.of_job(view, job.job).spare_nodes,
         unit_of(view, job),
+        working=min(most, view.job(job).wanted),
+        wait_seconds=_wait(view, listing, within) if job.settings.spares else 0.0,
     )
     return layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
+
+
+def _wait(view: View, listing: Listing, within: Reach) -> float:
+    """Seconds that a lost node's place stays empty without a hot spare: until processes have started on a free node, or
+    where there is none until a node is repaired."""
+    config = view.config
+    taken = {e.node for e in listing.elements if e.state in OCCUPIES}
+    return config.repair_seconds if within.nodes <= taken else config.replacement_seconds
 
 
 def _gres(listing: Listing, within: Reach) -> str:

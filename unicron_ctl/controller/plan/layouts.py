@@ -34,10 +34,10 @@ def with_layouts(view: View, job: JobState, found: JobInput, gres: str, peak: fl
         return found
     live, every = view.job(job), tables(view, job.settings, job.settings.max_nodes, gres, job)
     capped = {
-        name: {count: min(rate, count * peak) for count, rate in table.items() if count <= found.max_nodes}
+        name: {count: min(rate, count * peak) for count, rate in table.items() if count <= found.trains}
         for name, table in possible(live, every).items()
     }
-    capped.setdefault(job.layout, dict.fromkeys(range(1, found.max_nodes + 1), 0.0))
+    capped.setdefault(job.layout, dict.fromkeys(range(1, found.trains + 1), 0.0))
     least = min(planner.smallest(split, live.per_node) for split in splits(job.settings) if split.name in capped)
     return replace(
         found,

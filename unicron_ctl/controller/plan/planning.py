@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.model import Job, Scenario
 from planner.solve import Plan, solve
+from planner.spares import worth
 from planner.throughput import Throughput
 
 UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
@@ -19,7 +20,8 @@ class JobInput:
     for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
     free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
     run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
-    restart_seconds: what it costs to start it in another one.
+    restart_seconds: what it costs to start it in another one. working: how many of max_nodes train at most, 0 for all;
+    those above are hot spares, and without one a lost node's place stays empty for wait_seconds.
     """
 
     job: str
@@ -37,6 +39,18 @@ class JobInput:
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layout: str = ""
     restart_seconds: float = 0.0
+    working: int = 0
+    wait_seconds: float = 0.0
+
+    @property
+    def trains(self) -> int:
+        """The most nodes that train."""
+        return self.working or self.max_nodes
+
+    @property
+    def spares(self) -> int:
+        """The most that wait."""
+        return self.max_nodes - self.trains
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
@@ -50,7 +64,7 @@ def throughput(job: JobInput, per_node: float) -> dict[int, float]:
 
 def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
     """The same where any number of nodes can train."""
-    sizes = range(1, job.max_nodes + 1)
+    sizes = range(1, job.trains + 1)
     if len(job.rates) >= 2:
         fitted = Throughput(flops_per_iteration=1.0)
         for count, rate in job.rates.items():
@@ -61,6 +75,15 @@ def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
     if job.rate > 0 and job.measured_nodes > 0:
         per_node = job.rate / job.measured_nodes
     return {count: per_node * count for count in sizes}
+
+
+def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, float]:
+    """What its hot spares save, FLOP/s, by the number of nodes that it has with them."""
+    if not job.spares:
+        return {}
+    flops = job.layouts[job.layout] if job.layouts else throughput(job, per_node)
+    least = min(job.min_nodes, job.trains)
+    return worth(flops, job.trains, job.spares, least, mtbf_node_hours, job.wait_seconds)
 
 
 def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Scenario:
@@ -81,6 +104,7 @@ def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, trans
                 max_nodes=job.max_nodes,
                 nodes=min(job.nodes, job.max_nodes),
                 lost_worker=job.alive < job.nodes,
+                spares=spares(job, usual, mtbf_node_hours),
             )
             for job in jobs
         ),

@@ -28,7 +28,7 @@ class Pool:
     def count(self) -> int:
         """How many nodes the plan may give out: the spare ones stay free, but for what the jobs had before."""
         spare = max((job.spare_nodes for job in self.jobs), default=0)
-        had = sum(job.nodes for job in self.jobs)
+        had = sum(min(job.nodes, job.trains) for job in self.jobs)
         return max(len(self.nodes) - spare, min(len(self.nodes), had))
 
 
@@ -48,16 +48,38 @@ def pools(jobs: Sequence[JobInput]) -> list[Pool]:
 
 
 def plan(pool: Pool, solve: Solve) -> Plan:
-    """The assignment for one pool; every job's nodes can be found among those in its reach."""
+    """The assignment for one pool; every job's nodes can be found among those in its reach. Hot spares are among the
+    nodes that the partition keeps free, as far as these suffice."""
+    return _with_kept(pool, _shared(pool, solve))
+
+
+def _with_kept(pool: Pool, found: Plan) -> Plan:
+    """Jobs whose spares the plan has no nodes for get them from those that are kept free."""
+    given, reasons = dict(found.assignment), dict(found.reasons)
+    for job in pool.jobs:
+        while job.trains <= given[job.job] < job.max_nodes and sum(given.values()) < len(pool.nodes):
+            more = {**given, job.job: given[job.job] + 1}
+            if crowd(pool, more):
+                break
+            given = more
+        if given[job.job] > found.assignment[job.job]:
+            count = given[job.job] - found.assignment[job.job]
+            waits = f"wait{'s' if count == 1 else ''}"
+            reasons[job.job] += f"; {count} of the nodes that are kept free {waits} ready as its hot spare"
+    spares = max(0, len(pool.nodes) - sum(given.values()))
+    return replace(found, assignment=given, reasons=reasons, spares=spares)
+
+
+def _shared(pool: Pool, solve: Solve) -> Plan:
     found = solve(pool.jobs, pool.count)
     crowded = crowd(pool, found.assignment)
     if not crowded or len(crowded) == len(pool.jobs):
         return found
     inner = [job for job in pool.jobs if job.job in crowded]
     nodes = frozenset().union(*(job.reach for job in inner))
-    parts = [plan(replace(part, nodes=part.nodes), solve) for part in pools(inner)]
+    parts = [_shared(part, solve) for part in pools(inner)]
     rest = [replace(job, reach=job.reach - nodes) for job in pool.jobs if job.job not in crowded]
-    parts += [plan(part, solve) for part in pools(rest)]
+    parts += [_shared(part, solve) for part in pools(rest)]
     return joined(parts, len(pool.nodes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unicron_ctl.agent.place import read_place
+from unicron_ctl.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
 
@@ -12,3 +13,25 @@ SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME
 @pytest.mark.parametrize(("first", "step"), [("0", 3), ("3", 0), ("2", 1), ("9", 0)])
 def test_steps_that_a_restart_only_uses_up_are_not_counted(first, step):
     assert read_place(SLURM | {"UNICRON_FIRST_STEP": first}, "tcp://127.0.0.1:7451").step == step
+
+
+ARRAY = SLURM | {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "0"}
+
+
+@pytest.mark.parametrize(("said", "spares"), [({}, 0), ({"UNICRON_SPARES": "0"}, 0), ({"UNICRON_SPARES": "1"}, 1)])
+def test_the_number_of_spares_is_read(said, spares):
+    place = read_place(ARRAY | said, "tcp://127.0.0.1:7451")
+    assert place.settings.spares == spares and place.warning == ""
+
+
+@pytest.mark.parametrize("said", ["one", "-1", "1.5", "", "99999999999999999999"])
+def test_a_number_of_spares_that_makes_no_sense_is_refused_in_one_line(said):
+    with pytest.raises(UserError, match=r"UNICRON_SPARES=.*unset it or give a value like 0$"):
+        read_place(ARRAY | {"UNICRON_SPARES": said}, "tcp://127.0.0.1:7451")
+
+
+def test_too_many_spares_are_a_warning_of_one_element():
+    said = {"UNICRON_SPARES": "3", "UNICRON_MIN_NODES": "2"}
+    place = read_place(ARRAY | said, "tcp://127.0.0.1:7451")
+    assert place.settings.spares == 3 and "2 will wait; ask for 2 or a larger --array" in place.warning
+    assert read_place(ARRAY | said | {"SLURM_ARRAY_TASK_ID": "1"}, "tcp://127.0.0.1:7451").warning == ""

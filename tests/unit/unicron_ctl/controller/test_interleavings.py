@@ -94,7 +94,7 @@ def stories(draw: st.DrawFn) -> list[tuple[str, str, int, Any]]:
 
 
 class Stage:
-    """Two jobs in a cluster, and whatever is done to them."""
+    """Two jobs in a cluster, the second with a hot spare, and whatever is done to them."""
 
     def __init__(self, observe: bool) -> None:
         self.slurm = FakeSlurm(7)
@@ -107,7 +107,8 @@ class Stage:
         self.world.run(0.3)
 
     def _start(self, job: str, element: int, node: str) -> None:
-        agent = self.agents[job, element] = FakeAgent(self.world, job, element, node, nodes=ELEMENTS)
+        settings = {"nodes": ELEMENTS, "spares": int(job == JOBS[1])}
+        agent = self.agents[job, element] = FakeAgent(self.world, job, element, node, **settings)
         agent.register()
         agent.ready()
 

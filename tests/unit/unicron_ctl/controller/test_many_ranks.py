@@ -7,7 +7,7 @@ import pytest
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.job import events as job_events
-from unicron_ctl.controller.job import orders
+from unicron_ctl.controller.job import orders, spares
 from unicron_ctl.controller.judge import failures
 from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
 from unicron_ctl.controller.model.finding import What
@@ -73,6 +73,18 @@ def test_an_agent_that_comes_while_a_plan_is_out_may_change_who_leads() -> None:
     assert letter.holds(job, 1.0) and not letter.holds(job, 2.0)
     job.lost[1] = job.members[1]
     assert not letter.holds(job, 1.0), "the Break would name another one"
+
+
+def test_spares_that_wait_are_not_looked_through_at_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, said = Counted(monkeypatch, job_events, "newcomers"), Counted(monkeypatch, spares, "standing")
+    world = World()
+    agents = world.start_job(nodes=64, ranks=8, spares=16)
+    assert len(world.job().members) == 48 * 8
+    looks.calls = said.calls = 0
+    world.run(2.0)
+    for _ in range(50):
+        agents[0].status()
+    assert looks.calls == 0 and said.calls <= 3
 
 
 def test_a_large_job_that_forms_is_not_looked_through_at_each_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlur
     return world, slurm
 
 
-def follow(world: World, job: str, count: int, weight: float = 1.0) -> list[FakeAgent]:
-    """Agents start where Slurm runs elements and end where it does not."""
+def follow(world: World, job: str, count: int, weight: float = 1.0, **settings) -> list[FakeAgent]:
+    """Agents start where Slurm runs elements and end where it does not. settings: of a FakeAgent."""
     fresh = []
     for agent in world.agents:
         entry = world.slurm.queue[agent.job, agent.element]
@@ -38,7 +38,7 @@ def follow(world: World, job: str, count: int, weight: float = 1.0) -> list[Fake
             if a.job == job and a.element == element and a.node == entry["node"] and not a.silent
         ]
         if owner == job and entry["state"] == "RUNNING" and not here and entry["node"] not in world.dead_nodes:
-            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
+            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight, **settings)
             agent.register()
             fresh.append(agent)
     return fresh
