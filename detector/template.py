@@ -55,7 +55,8 @@ class Cold(Exception):
 # ---------------------------------------------------------------- what is imported
 def leading_imports(source: str, name: str) -> list[ast.stmt]:
     """The import statements at the top of a script, in their order: up to the first statement that is neither one, nor
-    a docstring, nor the assignment of a constant. Raises SyntaxError."""
+    a docstring, nor the assignment of a constant. The constant UNICRON_PRELOAD, a tuple of names, stands for the import
+    of these modules. Raises SyntaxError."""
     found: list[ast.stmt] = []
     for statement in ast.parse(source, name).body:
         match statement:
@@ -65,6 +66,9 @@ def leading_imports(source: str, name: str) -> list[ast.stmt]:
                 found.append(statement)
             case ast.Expr(value=ast.Constant()):
                 pass
+            case ast.Assign(targets=[ast.Name(id="UNICRON_PRELOAD")], value=ast.Tuple() as value) if constant(value):
+                names = ast.parse(f"import {', '.join(map(str, ast.literal_eval(value)))}", name).body
+                found += [ast.increment_lineno(each, statement.lineno - 1) for each in names]
             case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) if constant(value):
                 pass
             case _:
