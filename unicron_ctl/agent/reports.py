@@ -15,6 +15,8 @@ from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.protocol import wire
 
+COLD_TEXT = 400  # characters of a reason
+
 
 class Reports:
     """identity: the agent's id. send: to the controller, if there is one.
@@ -76,6 +78,7 @@ class Reports:
                 agreed=agreement.agreed,
                 over=agreement.over,
                 ranks=statuses,
+                cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
             )
         )
 

@@ -203,6 +203,9 @@ class Status(Message, tag="status"):
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
+    cold: Annotated[
+        dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)
+    ] = {}  # why they did not start warm
 
 
 # What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
