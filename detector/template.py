@@ -30,7 +30,6 @@ import re
 import runpy
 import signal
 import socket
-import stat
 import threading
 import time
 import types
@@ -40,6 +39,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
+LARGE_SEED = 1 << 32  # torch draws 64 bits; what people choose is smaller
 TRIAL_SECONDS = 10.0  # for a forked process to compute something
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
@@ -103,15 +103,12 @@ class Reads(os._Environ):
     written: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
-        try:
-            value: str | None = super().__getitem__(name)
-        except KeyError:
-            value = None
-            raise
-        finally:
-            if name not in Reads.written:
-                Reads.seen.setdefault(name, value)
-        return value  # type: ignore[return-value]
+        if name not in Reads.written:
+            try:
+                Reads.seen.setdefault(name, super().__getitem__(name))
+            except KeyError:
+                Reads.seen.setdefault(name, None)
+        return super().__getitem__(name)
 
     def __setitem__(self, name: str, value: str) -> None:
         super().__setitem__(name, value)
@@ -178,25 +175,25 @@ def blas_threads() -> int:
     return count
 
 
+def descriptors() -> dict[int, str]:
+    """Those that are open, and what they are of."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
 def opened(known: set[int]) -> str | None:
     """What the imports have opened and processes must not share: devices, sockets, pipes, polls."""
-    for number in sorted(int(name) for name in os.listdir("/proc/self/fd")):
-        try:
-            target, mode = os.readlink(f"/proc/self/fd/{number}"), os.fstat(number).st_mode
-        except OSError:
-            continue  # that of the folder
+    for number, target in sorted(descriptors().items()):
         if number in known:
             continue
-        if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or target.startswith("anon_inode:"):
-            return f"its imports open {'a socket' if stat.S_ISSOCK(mode) else target}"
+        if target.startswith(("socket:", "pipe:", "anon_inode:")):
+            return f"its imports open a {target.partition(':')[0]}"
         if target.startswith("/dev/") and not target.startswith(HARMLESS_DEVICES):
             return f"its imports open {target}"
     return None
-
-
-def descriptors() -> set[int]:
-    """That are open now."""
-    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 def trial() -> str | None:
@@ -269,7 +266,7 @@ class Template:
     def load(self, preload: list[str], told: list[str]) -> None:
         """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
         and `told`, which the agent has. Raises Cold."""
-        before = descriptors()
+        before = set(descriptors())
         if not sys.flags.safe_path:
             sys.path.insert(0, first_path(self._words))
         with watched():
@@ -427,13 +424,14 @@ def wait_for_leave(descriptor: int) -> None:
 
 
 def reseed() -> None:
-    """What a new process draws from the system. (Python's own generator does so after a fork; torch's begins with the
-    same seed in every process.)"""
-    numpy = sys.modules.get("numpy")
+    """What a new process draws from the system, unless an import has chosen a seed. (Python's own generator does so
+    after each fork.)"""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and "numpy.random" in sys.modules:
-        generator = numpy.random.mtrand._rand._bit_generator
-        if getattr(generator, "_seed_seq", None) is not None:  # no import has given it a seed of its own
+        if getattr(numpy.random.mtrand._rand._bit_generator, "_seed_seq", None) is not None:
             numpy.random.seed()
+    if torch is not None and torch.default_generator.initial_seed() >= LARGE_SEED:
+        torch.default_generator.seed()
 
 
 # ---------------------------------------------------------------- the rank

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from detector.supervise import Child, adopt_orphans
@@ -24,38 +24,62 @@ LIMIT = 90.0
 
 
 class Warm:
-    """A template that is there at once: :meth:`ask` waits for what it asks for."""
+    """A template for a command, and its processes at once: :meth:`ask` waits for what it asks for.
 
-    def __init__(self) -> None:
-        self._environment = outside_slurm() | {"OMP_NUM_THREADS": "1"}
+    words: the command after the interpreter; told: what is imported beside its leading imports; settings: environment.
+    """
+
+    def __init__(self, words: Sequence[str], *told: str, preload: Sequence[str] = (), **settings: str) -> None:
+        self.environment = outside_slurm() | {"OMP_NUM_THREADS": "1"} | settings
         self._watched: dict[int, Callable[[], object]] = {}
-        python, words = [sys.executable, "-W", "ignore"], [str(SCRIPT)]
-        told = ["transition.session"]
-        self._template = Template(
-            python, words, self._environment, [], told, self._watched.__setitem__, lambda d: self._watched.pop(d, None)
+        self.template = Template(
+            [sys.executable, "-W", "ignore"],
+            words,
+            self.environment,
+            preload,
+            told,
+            self._watched.__setitem__,
+            lambda descriptor: self._watched.pop(descriptor, None),
         )
-        self.why = ""
-        self._template.begin()
-        atexit.register(self._template.close)
+        self.template.begin()
+
+    @property
+    def why(self) -> str:
+        """As of :class:`Template`."""
+        return self.template.why
 
     def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
-        """As :meth:`Template.ask`; settled. What a process reads at its very start is the template's."""
-        own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
-        early = {name: value for name, value in self._environment.items() if READ_IN_C.fullmatch(name)}
+        """As :meth:`Template.ask`; settled."""
         adopt_orphans()
         try:
-            coming = self._template.ask({**own, **early}, words, stdout)
-            deadline = time.monotonic() + LIMIT
-            while coming is not None and not coming.settled:
-                assert time.monotonic() < deadline, "the template does not answer"
-                for descriptor in select.select(list(self._watched), [], [], 0.1)[0]:
-                    if descriptor in self._watched:
-                        self._watched[descriptor]()
-                self._template.turn(time.monotonic())
+            coming = self.template.ask(environment, words, stdout)
+            self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)
-        self.why = self._template.why
         return coming
+
+    def serve(self, done: Callable[[], bool]) -> None:
+        """Its part of an agent's loop, until then."""
+        deadline = time.monotonic() + LIMIT
+        while not done():
+            assert time.monotonic() < deadline, f"the template does not answer: {self.why}"
+            for descriptor in select.select(list(self._watched), [], [], 0.02)[0]:
+                if descriptor in self._watched:
+                    self._watched[descriptor]()
+            self.template.turn(time.monotonic())
+
+    def close(self) -> None:
+        """It ends."""
+        self.template.close()
+
+
+class OfAll(Warm):
+    """Which any script of the tests may run from: what a process reads at its very start is the template's own."""
+
+    def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
+        own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
+        early = {name: value for name, value in self.environment.items() if READ_IN_C.fullmatch(name)}
+        return super().ask({**own, **early}, words, stdout)
 
 
 _warm: Warm | None = None
@@ -65,7 +89,8 @@ def warm() -> Warm:
     """The one of this process."""
     global _warm
     if _warm is None:
-        _warm = Warm()
+        _warm = OfAll([str(SCRIPT)], "transition.session")
+        atexit.register(_warm.close)
     return _warm
 
 

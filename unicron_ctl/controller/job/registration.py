@@ -23,8 +23,8 @@ from unicron_ctl.protocol.encryption import is_key
 from unicron_ctl.slurm.client import ElementInfo
 
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
-COLD_REASONS = 20  # on record, of one job
 OF_A_USER = 20, 4096
+COLD_REASONS = 20  # on record, of one job
 OF_ALL = 400, 20_000
 
 
