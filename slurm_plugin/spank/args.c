@@ -13,6 +13,7 @@ static int option_unicron(int val, const char *optarg, int remote);
 static int option_weight(int val, const char *optarg, int remote);
 static int option_min_nodes(int val, const char *optarg, int remote);
 static int option_mode(int val, const char *optarg, int remote);
+static int option_preload(int val, const char *optarg, int remote);
 
 static const char *const modes[] = { "auto", "session", "restart" };
 
@@ -42,6 +43,12 @@ static struct spank_option options[] = {
 		"[unicron] how failures are healed: session (the script uses transition.Session), restart (any program, all "
 		"processes start again) or auto (by the text of the script; the default); implies --unicron",
 		1, 0, option_mode
+	},
+	{
+		"unicron-preload", "MODULES",
+		"[unicron] Python modules that ranks find imported when they start, with commas between (default: those that "
+		"the script imports at its top); implies --unicron",
+		1, 0, option_preload
 	},
 	SPANK_OPTIONS_TABLE_END
 };
@@ -122,6 +129,19 @@ static int take_mode(const char **target, const char *name, const char *text)
 	return (0);
 }
 
+static int take_preload(char target[UNICRON_PRELOAD_MAX], const char *name, const char *text)
+{
+	static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,";
+
+	if (text == NULL || text[0] == '\0' || strlen(text) >= UNICRON_PRELOAD_MAX || text[strspn(text, allowed)] != '\0') {
+		slurm_error("unicron: couldn't use %s=%.80s: write names of modules with commas between, such as "
+			    "%s=torch,megatron.core", name, text ? text : "", name);
+		return (-1);
+	}
+	strcpy(target, text);
+	return (0);
+}
+
 static int option_unicron(int val, const char *optarg, int remote)
 {
 	(void) optarg;
@@ -152,6 +172,12 @@ static int option_mode(int val, const char *optarg, int remote)
 {
 	(void) val;
 	return (take_mode(&said.mode, "--unicron-mode", optarg) < 0 && !remote ? -1 : 0);
+}
+
+static int option_preload(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_preload(said.preload, "--unicron-preload", optarg) < 0 && !remote ? -1 : 0);
 }
 
 /* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
@@ -214,7 +240,7 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		choice->enabled = option;
 	else if (environment >= 0)
 		choice->enabled = environment;
-	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL)
+	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL || said.preload[0] != '\0')
 		choice->enabled = true;
 	else {
 		choice->enabled = by_default;
@@ -241,6 +267,8 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		rv = -1;
 	if (choice->mode == NULL)
 		choice->mode = modes[0];
+
+	strcpy(choice->preload, said.preload);
 	return (rv);
 }
 

@@ -86,13 +86,14 @@ FACTS = """
         facts = {
             "argv": sys.argv, "orig": sys.orig_argv, "path": sys.path, "flags": str(sys.flags), "name": __name__,
             "file": __file__, "globals": sorted(globals()), "main": sys.modules["__main__"].__dict__ is globals(),
-            "environment": sorted(os.environ.items()), "folder": os.getcwd(), "umask": os.umask(0o22),
+            "environment": sorted((name, os.environ[name]) for name in os.environ if name != "PWD"),
+            "folder": os.getcwd(), "umask": os.umask(0o22),
             "limits": [resource.getrlimit(n) for n in range(16)],
             "signals": {n: str(signal.getsignal(n)) for n in range(1, 32)},
             "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "group": os.getpgrp() == os.getpid(),
             "threads": threading.active_count(), "session": os.getsid(0), "tasks": len(os.listdir("/proc/self/task")),
             "descriptors": sorted(os.listdir("/proc/self/fd")), "nice": os.nice(0),
-            "input": os.readlink("/proc/self/fd/0"), "spec": str(__spec__), "package": __package__,
+            "input": os.readlink("/proc/self/fd/0"), "spec": __spec__ and __spec__.name, "package": __package__,
             "doc": __doc__, "cached": __cached__, "loader": type(__loader__).__name__,
         }
         print(json.dumps(facts, indent=1, default=str))
@@ -116,9 +117,7 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(script, begin, tmp_path, m
         cold = out.read().decode()
     code, said, errors = run_warm(warm, tmp_path, **settings)
     assert (code, errors) == (0, "")
-    assert [line for line in said.splitlines() if "descriptors" not in line] == [
-        line for line in cold.splitlines() if "descriptors" not in line
-    ]
+    assert said == cold
 
 
 ENDS = {

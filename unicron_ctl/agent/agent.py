@@ -32,7 +32,7 @@ from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_envir
 from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
-from unicron_ctl.agent.sockets import bind_ranks, for_rank, socket_folder
+from unicron_ctl.agent.sockets import bind_again, bind_ranks, for_rank, socket_folder
 from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
@@ -240,6 +240,8 @@ class Agent:
         return self._environment(first, 0, 0), self._environment(first + 1, 1, 1)
 
     def _start(self, rank: Rank, incarnation: int) -> None:
+        if bind_again(self._channel, self._endpoint):
+            self._complain(f"{self._folder} is gone, and is made again: a cleaner of old files must leave it alone")
         rank.start(incarnation)
         self._attend(rank)
 
