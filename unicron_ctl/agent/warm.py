@@ -10,7 +10,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 
 WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
 _PYTHON = re.compile(r"python[\d.]*t?")
-_ALONE = re.compile(r"-[bBdEIOPqsSuvx]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
+_ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
 _WITH_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 

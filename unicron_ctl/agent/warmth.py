@@ -70,7 +70,8 @@ class Warmth:
         if self._template is not None:
             self._template.turn(now)
             self.settle()
-        if now - self._looked >= ORPHANS_SECONDS:
+        coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
+        if now - self._looked >= ORPHANS_SECONDS and not coming:
             self._looked = now
             known = [rank.child.pid for rank in self._ranks.values() if rank.child is not None]
             template = self._template.pid if self._template is not None else None

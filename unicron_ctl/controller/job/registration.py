@@ -211,7 +211,7 @@ def started_cold(job: JobState, agent: AgentView, known: set[str]) -> Outcome:
     for slot, reason in agent.cold.items():
         if reason not in known and len(known) < COLD_REASONS:
             known.add(reason)
-            said = f"slot {slot} on {agent.node} started cold: {reason}"
+            said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
             out.record(job, records.StartedCold(element=agent.element, reason=said), 0)
     return out
 

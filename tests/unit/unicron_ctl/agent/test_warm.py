@@ -36,6 +36,7 @@ def test_the_interpreters_words_are_told_from_the_scripts(command, python, words
         "python folder",
         "python-of-the-user train.py",
         "python --version",
+        "python -x train.py",
         "torchrun train.py",
     ],
 )
