@@ -30,7 +30,6 @@ import re
 import runpy
 import signal
 import socket
-import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -40,16 +39,27 @@ PR_SET_PDEATHSIG = 1
 ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
 LARGE_SEED = 1 << 32  # torch draws 64 bits; what people choose is smaller
-TRIAL_SECONDS = 10.0  # for a forked process to compute something
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
-HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm/", "/dev/pts/")
 FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # Slurm sends them to every process of a step
 LAUNCHER = "transition.megatron_lm"  # runs the script that is its first argument
 
 
 class Cold(Exception):
     """Ranks have to start cold; the text says why."""
+
+
+def beside(name: str) -> Any:
+    """A module of this folder, which is not on sys.path."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_unicron_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+forkable = beside("forkable")
 
 
 # ---------------------------------------------------------------- what is imported
@@ -60,12 +70,10 @@ def leading_imports(source: str, name: str) -> list[ast.stmt]:
     found: list[ast.stmt] = []
     for statement in ast.parse(source, name).body:
         match statement:
-            case ast.ImportFrom(module="__future__"):
+            case ast.ImportFrom(module="__future__") | ast.Expr(value=ast.Constant()):
                 pass
             case ast.Import() | ast.ImportFrom():
                 found.append(statement)
-            case ast.Expr(value=ast.Constant()):
-                pass
             case ast.Assign(targets=[ast.Name(id="UNICRON_PRELOAD")], value=ast.Tuple() as value) if constant(value):
                 names = ast.parse(f"import {', '.join(map(str, ast.literal_eval(value)))}", name).body
                 found += [ast.increment_lineno(each, statement.lineno - 1) for each in names]
@@ -85,14 +93,16 @@ def constant(value: ast.expr) -> bool:
     return True
 
 
-def script_folder(script: str) -> str:
-    """What the interpreter puts first into sys.path for a script."""
-    return os.path.dirname(os.path.realpath(script))
-
-
-def first_path(words: list[str]) -> str:
-    """sys.path[0] for a command `SCRIPT ...` or `-m MODULE ...`."""
-    return os.getcwd() if words[0] == "-m" else script_folder(words[0])
+def lead_path(words: list[str], before: str = "") -> str:
+    """Put into sys.path what the interpreter has in front of it for a command `SCRIPT ...` or `-m MODULE ...`, in the
+    place of what was there `before`; returns it."""
+    first = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+    if not sys.flags.safe_path:
+        if before in sys.path:  # imports may have put something in front of it
+            sys.path[sys.path.index(before)] = first
+        else:
+            sys.path.insert(0, first)
+    return first
 
 
 class Reads(os._Environ):
@@ -144,77 +154,6 @@ def different(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Ma
     return next((name for name in sorted(before) if before[name] != ranks.get(name)), None)
 
 
-# ---------------------------------------------------------------- what would not survive a fork
-def unsafe() -> str | None:
-    """Why a fork of this process is not as good as a new one."""
-    if (threads := threading.active_count()) > 1:
-        return f"its imports start threads ({', '.join(t.name for t in threading.enumerate()[1:])}; {threads - 1})"
-    native = len(os.listdir("/proc/self/task")) - 1 - blas_threads()
-    if native > 0:
-        return f"its imports start {native} native thread{'s' if native > 1 else ''}"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "its imports open CUDA"
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return "its imports leave a child process behind"
-
-
-def blas_threads() -> int:
-    """OpenBLAS's own, which it ends before a fork and starts again when they are needed (pthread_atfork(3))."""
-    with open("/proc/self/maps") as maps:
-        libraries = {line.split()[-1] for line in maps if "openblas" in line and line.split()[-1].startswith("/")}
-    count = 0
-    for path in libraries:
-        library = ctypes.CDLL(path)
-        names = ("scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads", "openblas_get_num_threads")
-        asked = next((getattr(library, name) for name in (*names, names[2] + "64_") if hasattr(library, name)), None)
-        count += max(0, asked() - 1) if asked is not None else 0
-    return count
-
-
-def descriptors() -> dict[int, str]:
-    """Those that are open, and what they are of."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the folder itself
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
-
-
-def opened(known: set[int]) -> str | None:
-    """What the imports have opened and processes must not share: devices, sockets, pipes, polls."""
-    for number, target in sorted(descriptors().items()):
-        if number in known:
-            continue
-        if target.startswith(("socket:", "pipe:", "anon_inode:")):
-            return f"its imports open a {target.partition(':')[0]}"
-        if target.startswith("/dev/") and not target.startswith(HARMLESS_DEVICES):
-            return f"its imports open {target}"
-    return None
-
-
-def trial() -> str | None:
-    """Whether a forked process can compute; what it says otherwise."""
-    pid = os.fork()
-    if pid == 0:
-        signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)  # SIGALRM ends it
-        sound = len(os.listdir("/proc/self/task")) == 1
-        try:
-            for name in ("numpy", "torch"):
-                if sound and name in sys.modules:
-                    ones = sys.modules[name].ones((256, 256))
-                    sound = float((ones @ ones).sum()) == 256.0**3
-        except BaseException:
-            sound = False
-        os._exit(int(not sound))
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return f"a trial fork of it ended with {code}" if code else None
-
-
 # ---------------------------------------------------------------- files
 Stamp = tuple[int, int, int]
 
@@ -231,16 +170,20 @@ def stamp(path: str) -> Stamp | None:
 class Files:
     """The script and the files of the modules that it needs, as they were when they were read."""
 
-    def __init__(self, script: str | None) -> None:
+    def __init__(self) -> None:
         self._began = self._loaded = time.time_ns()
-        self._stamps = {script: stamp(script)} if script else {}
+        self._stamps: dict[str, Stamp | None] = {}
+
+    def add(self, path: str) -> None:
+        """One that is about to be read."""
+        self._stamps.setdefault(os.path.abspath(path), stamp(path))
 
     def loaded(self) -> None:
         """All has been read: the modules that there are now."""
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if isinstance(path, str) and os.path.isabs(path):
-                self._stamps.setdefault(path, stamp(path))
+                self.add(path)
         self._loaded = time.time_ns()
 
     def changed(self) -> str | None:
@@ -253,34 +196,29 @@ class Files:
 
 # ---------------------------------------------------------------- the template
 class Template:
-    """What serves requests: `line` to the agent, whose pid is `agent`, for the command `words`."""
+    """What serves requests on `line`, for the command `words`. first: what leads sys.path for it."""
 
     def __init__(self, line: socket.socket, words: list[str]):
         self._line, self._words = line, words
         self._agent = os.getppid()
-        self._mine = given()
+        self._mine, self.first = given(), ""
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
         self._written: dict[str, str | None] = {}
-        self._files = Files(None if words[0] == "-m" else os.path.abspath(words[0]))
+        self._files = Files()
 
     def load(self, preload: list[str], told: list[str]) -> None:
         """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
         and `told`, which the agent has. Raises Cold."""
-        before = set(descriptors())
-        if not sys.flags.safe_path:
-            sys.path.insert(0, first_path(self._words))
+        before = set(forkable.descriptors())
+        self.first = lead_path(self._words)
         with watched():
-            for name in preload:
-                self._import(name)
+            self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
-            for name in told:
-                self._import(name)
-        if not sys.flags.safe_path:
-            del sys.path[0]
+            self._import_all(told)
         self._files.loaded()
         self._written = {name: os.environ.get(name) for name in Reads.written}
-        if reason := unsafe() or opened(before | {self._line.fileno()}) or trial():
+        if reason := forkable.unsafe() or forkable.opened(before | {self._line.fileno()}) or forkable.trial():
             raise Cold(reason)
         gc.collect()
         gc.freeze()  # a collection in a fork must not write to all that it shares
@@ -300,12 +238,12 @@ class Template:
             raise Cold(f"module {self._words[1]} is no Python file")
         yield spec.origin, spec.parent
         if self._words[1] == LAUNCHER and len(self._words) > 2:
-            if not sys.flags.safe_path:
-                sys.path[0] = script_folder(self._words[2])
+            self.first = lead_path(self._words[2:], self.first)
             yield self._words[2], None
 
     def _lead(self, path: str, package: str | None) -> None:
         """The leading imports of one file, in a namespace that is thrown away."""
+        self._files.add(path)
         try:
             with open(path, "rb") as file:
                 statements = leading_imports(importlib.util.decode_source(file.read()), path)
@@ -313,17 +251,22 @@ class Template:
             raise Cold(f"{path}: {error}") from None
         space = {"__name__": "__template__", "__package__": package, "__file__": path}
         for statement in statements:
-            code = compile(ast.Module([statement], []), path, "exec", dont_inherit=True)
-            try:
-                exec(code, space)
-            except BaseException as error:  # SystemExit, too
-                raise Cold(f"line {statement.lineno} of {path}: {type(error).__name__}: {error}") from None
+            self._import(statement, space, f"line {statement.lineno} of {path}")
 
-    def _import(self, name: str) -> None:
+    def _import_all(self, names: list[str]) -> None:
+        for name in names:
+            self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
+
+    def _import(self, statement: ast.stmt, space: dict[str, Any], where: str) -> None:
         try:
-            importlib.import_module(name)
-        except BaseException as error:
-            raise Cold(f"import {name}: {type(error).__name__}: {error}") from None
+            exec(compile(ast.Module([statement], []), "<template>", "exec", dont_inherit=True), space)
+        except BaseException as error:  # SystemExit, too
+            raise Cold(f"{where}: {type(error).__name__}: {error}") from None
+
+    def tell(self, **message: Any) -> None:
+        """To the agent, which may be gone."""
+        with contextlib.suppress(OSError):
+            self._line.send(json.dumps(message).encode())
 
     def serve(self) -> list[str]:
         """Answer requests until the agent's end of the line closes; returns in each rank, with its command."""
@@ -340,10 +283,10 @@ class Template:
                 pid = self._fork(request["environment"], files[1:])
                 if pid == 0:
                     return request["words"]
-                answer = {"pid": pid}
+                answer = {"pid": pid} if pid > 0 else {"cold": "the template could not fork it"}
             for descriptor in files[1:]:
                 os.close(descriptor)
-            tell(self._line, {"number": number, **answer})
+            self.tell(number=number, **answer)
 
     def _refusal(self, environment: Mapping[str, str]) -> dict[str, Any] | None:
         if path := self._files.changed():
@@ -359,7 +302,10 @@ class Template:
         if middle == 0:
             os.close(read)
             between = os.getpid()
-            rank = os.fork()
+            try:
+                rank = os.fork()
+            except OSError:
+                os._exit(1)
             if rank != 0:
                 with contextlib.suppress(OSError):
                     os.setpgid(rank, rank)  # a signal to the group finds it from the first moment
@@ -372,7 +318,7 @@ class Template:
         os.waitpid(middle, 0)
         text = os.read(read, 32)
         os.close(read)
-        return int(text)
+        return int(text or -1)
 
     def _become(self, between: int, environment: Mapping[str, str], streams: list[int]) -> None:
         """In the rank: what a new process of the agent's would be."""
@@ -386,7 +332,9 @@ class Template:
         for number in FOR_RANKS:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-        wait_for_leave(streams[2])
+        if not os.read(streams[2], 1):
+            os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
+        os.close(streams[2])
         restore(os.environ, environment, self._written)
         reseed()
 
@@ -415,14 +363,6 @@ def adopt(agent: int, between: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def wait_for_leave(descriptor: int) -> None:
-    """The agent has this process, or has given up waiting for it: then it ends."""
-    go = os.read(descriptor, 1)
-    os.close(descriptor)
-    if not go:
-        os._exit(128 + signal.SIGKILL)
-
-
 def reseed() -> None:
     """What a new process draws from the system, unless an import has chosen a seed. (Python's own generator does so
     after each fork.)"""
@@ -435,14 +375,13 @@ def reseed() -> None:
 
 
 # ---------------------------------------------------------------- the rank
-def run(words: list[str]) -> None:
-    """The command as `__main__`, as the interpreter itself would run it. Raises what it raises."""
+def run(words: list[str], first: str) -> None:
+    """The command as `__main__`, as the interpreter would run it; raises what it does. first: see :class:`Template`."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
     sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index(os.path.abspath(__file__))], *words]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, first_path(words))
+    lead_path(words, first)
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
@@ -455,10 +394,10 @@ def run(words: list[str]) -> None:
     exec(code, vars(main))
 
 
-def end_of(words: list[str]) -> int:
+def end_of(words: list[str], first: str) -> int:
     """Run the command; its exit status, as the interpreter gives it."""
     try:
-        run(words)
+        run(words, first)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -485,12 +424,6 @@ def leave(code: int) -> NoReturn:
     sys.exit(128 - code)
 
 
-def tell(line: socket.socket, message: dict[str, Any]) -> None:
-    """To the agent, which may be gone."""
-    with contextlib.suppress(OSError):
-        line.send(json.dumps(message).encode()[:ANSWER_BYTES])
-
-
 def main() -> NoReturn:
     """The template, and in each fork the rank."""
     line = socket.socket(fileno=int(sys.argv[1]))
@@ -503,12 +436,12 @@ def main() -> NoReturn:
     try:
         template.load(task["preload"], task["told"])
     except Cold as reason:
-        tell(line, {"off": " ".join(str(reason).split())[:1000]})
+        template.tell(off=" ".join(str(reason).split())[:1000])
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
-    tell(line, {"ready": True})
-    leave(end_of(template.serve()))
+    template.tell(ready=True)
+    leave(end_of(template.serve(), template.first))
 
 
 if __name__ == "__main__":

@@ -222,6 +222,13 @@ def test_only_imports_at_the_top_are_made_before_and_the_script_itself_is_not(sc
     assert run_warm(begin(path), tmp_path) == (0, "runs\nlate\n", "")
 
 
+def test_what_imports_do_to_the_search_path_stays_as_they_did_it(script, begin, tmp_path):
+    script("import sys\nsys.path.insert(0, '/of the import')\nsys.path.append('/last')\n", "changes.py")
+    path = script("import changes, sys\nprint(sys.path)\n")
+    warm = begin(path)
+    assert run_warm(warm, tmp_path) == run_cold(warm, path)
+
+
 def test_what_a_site_relies_on_is_there(script, begin, tmp_path):
     script("import builtins\nbuiltins.of_the_site = 'here'\n", "sitecustomize.py")
     library = next(Path("/").glob("lib*/**/libanl.so.1"))

@@ -76,7 +76,8 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     script = tmp_path / "script.py"
     script.write_text("one")
     os.utime(script, (1, 1))
-    files = Files(str(script))
+    files = Files()
+    files.add(str(script))
     files.loaded()
     assert files.changed() is None
     script.write_text("two")
@@ -88,8 +89,8 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     assert files.changed() == str(script)
     script.unlink()
     assert files.changed() == str(script)
-    late = Files(None)
+    late = Files()
     (tmp_path / "late.py").write_text("x")
-    late._stamps[str(tmp_path / "late.py")] = template.stamp(str(tmp_path / "late.py"))
+    late.add(str(tmp_path / "late.py"))
     late.loaded()
     assert late.changed() == str(tmp_path / "late.py")
