@@ -106,6 +106,7 @@ class Ranks:
             "TINY_OUT": str(out),
             "TINY_FAULT": json.dumps(faults),
             "UNICRON_PLAN_TIMEOUT": "60",
+            **({"TINY_QUICK": "1"} if fork else {}),
             **settings,
         }
         kind = ForkedRank if fork else Rank

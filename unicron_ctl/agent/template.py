@@ -234,10 +234,10 @@ class Template:
         """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
         due = [self._again] if self._again is not None else []
         for coming in self._asked.values():
-            if coming.asked is None:
-                due.append(self._began + LOAD_SECONDS)
-            else:
+            if coming.asked is not None:
                 due.append(coming.asked + (HUNG_SECONDS if coming.settled else ANSWER_SECONDS))
+            elif not coming.settled:
+                due.append(self._began + LOAD_SECONDS)
         return max(0.0, min(due) - now) if due else float("inf")
 
     # ------------------------------------------------------------ the process
