@@ -329,3 +329,15 @@ def test_fifty_processes_in_a_row_leave_nothing_behind(script, begin, tmp_path):
     assert warm.template.pid == pid and after[:2] == before[:2]
     assert after[2] - before[2] < 64, "pages"
     assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "nobody waits to be reaped"
+
+
+def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, monkeypatch):
+    monkeypatch.setattr("unicron_ctl.agent.template.LOAD_SECONDS", 0.3)
+    gate = tmp_path / "gate"
+    script(f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n", "slow.py")
+    warm = begin(script("import slow\nprint('here')\n"))
+    assert "not imported everything within 0.3 s" in refused(warm)
+    assert warm.template.wait(time.monotonic()) > 60, "nothing is due by time until it is ready"
+    gate.touch()
+    warm.serve(lambda: warm.template.ready)
+    assert run_warm(warm, tmp_path) == (0, "here\n", "")
