@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 TAIL_LINES = 60
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,24 +35,67 @@ def shell_status(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def adopt_orphans(on: bool = True) -> None:
+    """Whether this process becomes the parent of its descendants whose own parents have ended (prctl(2))."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Reap the adopted children that have ended: those that are neither `known` nor in this process's own group. For
+    these somebody waits."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in known or os.getpgid(ended.si_pid) == os.getpgrp():
+                return  # it hides the others until somebody has waited for it
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+class Forked:
+    """A process that another one has forked, and that is this one's child now: what :class:`Child` needs of a Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+
 class Child:
     """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept."""
+    kept. keep: descriptors that it inherits."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
-        self.started = time.monotonic()  # how long it lives does not change with the time of day
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int] = ()):
         parent = os.getpid()
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=dict(environment),
             stderr=subprocess.PIPE,
             process_group=0,
             preexec_fn=lambda: _die_with_parent(parent),
+            pass_fds=keep,
         )
-        assert self._process.stderr is not None
-        self.stderr = self._process.stderr.fileno()
+        assert process.stderr is not None
+        self._take(process, os.dup(process.stderr.fileno()))
+        process.stderr.close()
+
+    @classmethod
+    def forked(cls, pid: int, stderr: int) -> Child:
+        """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
+        end of its standard error."""
+        child = cls.__new__(cls)
+        child._take(Forked(pid), stderr)
+        return child
+
+    def _take(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
+        self.started = time.monotonic()  # how long it lives does not change with the time of day
+        self._process, self.stderr = process, stderr
         os.set_blocking(self.stderr, False)
-        self.pid = self._process.pid
+        self.pid = process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self._partial = b""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -105,8 +149,7 @@ class Child:
     def close(self) -> None:
         """Release the descriptors of an ended process."""
         os.close(self.pidfd)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        os.close(self.stderr)
 
 
 def _readable(descriptor: int, seconds: float) -> bool:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# What the ranks' template imports beside the lines above (docs/user-guide.md): the options are read without torch.
+UNICRON_PRELOAD = ("gpt_imports",)
 # Where virtual nodes share a machine's cores, a rank that is still starting goes before those that train already: the
 # sooner it is there the sooner it takes its share. One with --micro-batch-seconds leaves it the cores anyway.
 TRAINING_NICENESS = 15

@@ -169,6 +169,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "LIMIT_SECONDS", 60.0, "at most, for that"),
     Limit("agent", "FORGOTTEN_SECONDS", 900.0, "after which training state in memory that no agent holds is removed"),
     Limit("agent", "TOUCH_SECONDS", 60.0, "between two signs of an agent that its folder of shared memory is in use"),
+    Limit("agent", "LOAD_SECONDS", 120.0, "for the imports of the ranks' template; then ranks start cold"),
+    Limit("agent", "ANSWER_SECONDS", 2.0, "for the template to fork a rank; then the rank starts cold"),
+    Limit("agent", "HUNG_SECONDS", 10.0, "for the same; then another template is started"),
+    Limit("agent", "REST_SECONDS", 1.0, "before a template that died is started again; then twice as long each time"),
+    Limit("agent", "STEADY_SECONDS", 600.0, "of a template's life after which earlier deaths are forgiven"),
+    Limit("agent", "ORPHANS_SECONDS", 1.0, "between two looks for what ended ranks have left behind"),
     Limit(
         "rank",
         "PLAN_TIMEOUT",
@@ -202,6 +208,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("detector", "CLAIM_SECONDS", 60.0, "for a process to end after the OOM killer chose it"),
     Limit("detector", "REPORT_SECONDS", 3.0, "until an OOM kill that explains no rank's end is reported by itself"),
     Limit("detector", "BURST_SECONDS", 10.0, "within which the same fault of the kernel log is one burst"),
+    Limit("detector", "ADOPTED_SECONDS", 2.0, "for the agent to become the parent of a rank that was forked"),
+    Limit("detector", "TRIAL_SECONDS", 10.0, "for a process that is forked from a new template to compute something"),
     Limit("detector", "CONNECT_SECONDS", 20.0, "for the two nodes of a pair test to meet"),
     Limit("node", "BUDGET_SECONDS", 8.0, "for the admission checks of a node together"),
     Limit("node", "REPORT_SECONDS", 2.0, "for the controller to take their report"),
@@ -294,6 +302,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "agent.OWN_END_SECONDS + agent.STOP_SECONDS", "agent.PLANNED_SECONDS", "a loss is answered quicker than a plan"
     ),
+    Rule("agent.ANSWER_SECONDS", "agent.HUNG_SECONDS", "a slow fork is not a dead template"),
     Rule("agreement.TELL_SECONDS", "agreement.AWAY_SECONDS", "all ask the controller before they agree"),
     Rule("controller.STALL_SECONDS", "agreement.AWAY_SECONDS", "a controller knows that it was away"),
     Rule("agreement.RESEND_SECONDS", "agreement.BALLOT_SECONDS", "a lost message is repeated first"),

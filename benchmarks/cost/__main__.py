@@ -25,7 +25,7 @@ from typing import IO, Any
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
-from tests.support.zygote import Script
+from tests.support.warm import Script
 
 SIZE = 4  # ranks of each set
 WARM_UP = 2

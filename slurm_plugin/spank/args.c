@@ -14,6 +14,7 @@ static int option_weight(int val, const char *optarg, int remote);
 static int option_min_nodes(int val, const char *optarg, int remote);
 static int option_mode(int val, const char *optarg, int remote);
 static int option_spares(int val, const char *optarg, int remote);
+static int option_preload(int val, const char *optarg, int remote);
 
 static const char *const modes[] = { "auto", "session", "restart" };
 
@@ -49,6 +50,12 @@ static struct spank_option options[] = {
 		"[unicron] elements of the array that wait ready to replace a lost one: a whole number from 0 (default: 0); "
 		"implies --unicron",
 		1, 0, option_spares
+	},
+	{
+		"unicron-preload", "MODULES",
+		"[unicron] Python modules that ranks find imported when they start, with commas between (default: those that "
+		"the script imports at its top); implies --unicron",
+		1, 0, option_preload
 	},
 	SPANK_OPTIONS_TABLE_END
 };
@@ -151,6 +158,19 @@ static int take_mode(const char **target, const char *name, const char *text)
 	return (0);
 }
 
+static int take_preload(char target[UNICRON_PRELOAD_MAX], const char *name, const char *text)
+{
+	static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,";
+
+	if (text == NULL || text[0] == '\0' || strlen(text) >= UNICRON_PRELOAD_MAX || text[strspn(text, allowed)] != '\0') {
+		slurm_error("unicron: couldn't use %s=%.80s: write names of modules with commas between, such as "
+			    "%s=torch,megatron.core", name, text ? text : "", name);
+		return (-1);
+	}
+	strcpy(target, text);
+	return (0);
+}
+
 static int option_unicron(int val, const char *optarg, int remote)
 {
 	(void) optarg;
@@ -187,6 +207,12 @@ static int option_spares(int val, const char *optarg, int remote)
 {
 	(void) val;
 	return (take_spares(said.spares, "--unicron-spares", optarg) < 0 && !remote ? -1 : 0);
+}
+
+static int option_preload(int val, const char *optarg, int remote)
+{
+	(void) val;
+	return (take_preload(said.preload, "--unicron-preload", optarg) < 0 && !remote ? -1 : 0);
 }
 
 /* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
@@ -249,7 +275,8 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		choice->enabled = option;
 	else if (environment >= 0)
 		choice->enabled = environment;
-	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL || said.spares[0] != '\0')
+	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL || said.spares[0] != '\0' ||
+		 said.preload[0] != '\0')
 		choice->enabled = true;
 	else {
 		choice->enabled = by_default;
@@ -281,6 +308,7 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 	text = job_getenv(sp, "UNICRON_SPARES", buffer, sizeof(buffer));
 	if (choice->spares[0] == '\0' && text != NULL && text[0] != '\0' && take_spares(choice->spares, "UNICRON_SPARES", text) < 0)
 		rv = -1;
+	strcpy(choice->preload, said.preload);
 	return (rv);
 }
 

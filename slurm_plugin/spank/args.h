@@ -7,6 +7,7 @@
 #include "unicron.h"
 
 #define UNICRON_NUMBER_MAX 32
+#define UNICRON_PRELOAD_MAX 1024
 
 /* What the job asked for. Numbers stay text, as the user wrote them: they are only checked here and handed on. */
 struct plugin_args {
@@ -17,6 +18,7 @@ struct plugin_args {
 	char min_nodes[UNICRON_NUMBER_MAX];    /* empty: not given */
 	const char *mode;                      /* NULL: not given */
 	char spares[UNICRON_NUMBER_MAX];       /* empty: not given */
+	char preload[UNICRON_PRELOAD_MAX];     /* empty: not given */
 };
 
 /* The decision, after options, environment and the administrator's default. */
@@ -27,6 +29,7 @@ struct plugin_choice {
 	char min_nodes[UNICRON_NUMBER_MAX];
 	const char *mode;                      /* "auto", "session" or "restart" */
 	char spares[UNICRON_NUMBER_MAX];       /* empty: none */
+	char preload[UNICRON_PRELOAD_MAX];     /* modules; empty: the option was not given, the environment counts */
 };
 
 /* Registers the options; to be called from slurm_spank_init in each context in which they may be used. */
@@ -36,6 +39,7 @@ int args_register(spank_t sp);
  * Combines what was said. An option beats its environment variable (UNICRON, UNICRON_WEIGHT, UNICRON_MIN_NODES,
  * UNICRON_MODE, UNICRON_SPARES), which beats the default. --unicron-weight, --unicron-min-nodes, --unicron-mode and
  * --unicron-spares mean --unicron as well, unless something said no.
+ * --unicron-preload means --unicron, too; its variable, UNICRON_PRELOAD, is the agent's to check.
  * A bad environment variable: -1 with one line logged; the choice then holds the default in its place.
  */
 int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice);

@@ -56,6 +56,8 @@ static void hand_on(void)
 		setenv("UNICRON_MODE", choice.mode, 1);
 		if (choice.spares[0] != '\0')
 			setenv("UNICRON_SPARES", choice.spares, 1);
+		if (choice.preload[0] != '\0')
+			setenv("UNICRON_PRELOAD", choice.preload, 1);
 	}
 }
 
@@ -102,6 +104,8 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	spank_setenv(sp, "UNICRON_MODE", choice.mode, 1);
 	if (choice.spares[0] != '\0')
 		spank_setenv(sp, "UNICRON_SPARES", choice.spares, 1);
+	if (choice.preload[0] != '\0')
+		spank_setenv(sp, "UNICRON_PRELOAD", choice.preload, 1);
 	if (config.controller[0] != '\0')
 		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
 	if (config.file[0] != '\0')

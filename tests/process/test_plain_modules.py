@@ -16,7 +16,7 @@ from tests.support import proof
 from tests.support.moments import fault, moments
 from tests.support.processes import ROOT, call, of_a_world, outside_slurm
 from tests.support.rank_harness import Ranks
-from tests.support.zygote import Script
+from tests.support.warm import Script
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.processes import ROOT, outside_slurm
 from tests.support.sharded_states import merged
-from tests.support.zygote import Script
+from tests.support.warm import Script
 from transition.shards import TRIES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

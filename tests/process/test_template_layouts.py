@@ -11,7 +11,7 @@ import pytest
 
 from sbatch_templates import gpt_options
 from tests.support.processes import call, of_a_world
-from tests.support.zygote import Script
+from tests.support.warm import Script
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
 SESSION = Path(gpt_options.__file__).with_name("train_gpt.py")

@@ -14,7 +14,7 @@ import pytest
 from sbatch_templates import build_dataset, train_gpt
 from sbatch_templates.training_metrics import read_metrics
 from tests.support.processes import call, of_a_world, outside_slurm
-from tests.support.zygote import Script
+from tests.support.warm import Script
 
 SCRIPT = Path(train_gpt.__file__)
 ITERATIONS = 8
@@ -43,7 +43,7 @@ def train(ranks: int, *arguments: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(dataset, tmp_path_factory):
-    """In an interpreter of its own, as a user starts it; the other runs are forks (`tests.support.zygote`)."""
+    """In an interpreter of its own, as a user starts it; the other runs are forks (`tests.support.warm`)."""
     prefix = tmp_path_factory.mktemp("reference") / "metrics"
     done = call(sys.executable, SCRIPT, "--data-path", dataset, "--metrics", prefix, *SMALL)
     assert done.returncode == 0, done

@@ -257,6 +257,13 @@ def test_the_number_of_spares_reaches_the_agent(
     assert done.stdout == f"spares={spares}\n"
 
 
+def test_modules_to_import_are_handed_on(bench: Bench) -> None:
+    for option, environment in (("--unicron-preload=torch,a.b", {"UNICRON_PRELOAD": "other"}), ("--unicron", {})):
+        done = bench.call("srun", option, "sh", "-c", SHOW, **environment)
+        assert done.returncode == 0
+        assert ("UNICRON_PRELOAD=torch,a.b\n" in done.stdout) is (option != "--unicron")
+
+
 @pytest.mark.parametrize("command", [["srun", "hostname"], ["sbatch", "--wrap=hostname"], ["salloc", "hostname"]])
 @pytest.mark.parametrize(
     ("option", "environment", "advice"),
@@ -265,6 +272,7 @@ def test_the_number_of_spares_reaches_the_agent(
         ("--unicron-min-nodes=1.5", {}, "--unicron-min-nodes=1.5: write a whole number from 1"),
         ("--unicron-mode=fast", {}, "--unicron-mode=fast: write auto, session or restart"),
         ("--unicron-spares=-1", {}, "--unicron-spares=-1: write a whole number from 0"),
+        ("--unicron-preload=a;b", {}, "--unicron-preload=a;b: write names of modules"),
         ("--unicron", {"UNICRON_WEIGHT": "nan"}, "UNICRON_WEIGHT=nan: write a number above 0"),
         ("--no-unicron", {"UNICRON": "yes"}, "UNICRON=yes: write UNICRON=1 or UNICRON=0"),
     ],

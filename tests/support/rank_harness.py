@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from tests.support.processes import state_of
-from tests.support.zygote import ForkedChild
+from tests.support.warm import warm
 from transition import layout
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
@@ -53,13 +53,13 @@ def store_address(environment: dict[str, str]) -> str:
 
 
 class ForkedRank(Rank):
-    """A rank whose process is forked from one that has imported everything."""
+    """A rank whose process is a fork of the template, from the first one on."""
 
     def start(self, incarnation: int) -> None:
-        self.child = ForkedChild(self._environment(self.slot, self.local, incarnation))
-        self.status = wire.RankStatus(
-            state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
-        )
+        self.starter = warm()
+        super().start(incarnation)
+        if self.coming is not None:
+            self.arrive()
 
 
 class Ranks:
@@ -107,6 +107,7 @@ class Ranks:
             "TINY_OUT": str(out),
             "TINY_FAULT": json.dumps(faults),
             "UNICRON_PLAN_TIMEOUT": "60",
+            **({"TINY_QUICK": "1"} if fork else {}),
             **settings,
         }
         kind = ForkedRank if fork else Rank

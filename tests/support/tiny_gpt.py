@@ -20,12 +20,13 @@ import sys
 import warnings
 from pathlib import Path
 
+UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from transition import layout
+from transition import layout  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.support.fault_points import (
+from tests.support.fault_points import (  # noqa: E402
     CHECKPOINTS,
     EVERY,
     INCARNATION,

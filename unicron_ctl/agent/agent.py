@@ -15,14 +15,15 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
 import msgspec
 import zmq
 
-from detector.supervise import shell_status
+from detector.supervise import Child, adopt_orphans, shell_status
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
@@ -33,10 +34,11 @@ from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_envir
 from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
-from unicron_ctl.agent.sockets import bind_ranks, for_rank, socket_folder
+from unicron_ctl.agent.sockets import bind_again, bind_ranks, for_rank, socket_folder
 from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
+from unicron_ctl.agent.warmth import Warmth
 from unicron_ctl.agent.witness import Witness
 from unicron_ctl.errors import UserError, one_line
 from unicron_ctl.protocol import wire
@@ -71,7 +73,7 @@ class Agent:
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
         self._layout = ""  # in which the ranks are started, as the controller wants it
-        environment = rank_environment(place, self._endpoint, dict(os.environ), self._told)
+        environment = self._environment = rank_environment(place, self._endpoint, dict(os.environ), self._told)
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
@@ -111,12 +113,13 @@ class Agent:
         self._poller = zmq.Poller()
         for socket in (self._controller, self._channel, self._line.events, *self._stand_in.sockets):
             self._poller.register(socket, zmq.POLLIN)
-        self._watched: dict[int, tuple[str, int]] = {}  # descriptor -> (what, slot)
+        self._watched: dict[int, Callable[[], object]] = {}  # descriptor -> what to do when it can be read
         self._signals = SignalPipe()
-        self._watch(self._signals.fileno(), "signal", 0)
-        self._watch(self._witness.answers.fileno(), "witness", 0)
-        self._watch(self._line.results.fileno(), "line", 0)
-        self._watch(self._copies.results.fileno(), "copies", 0)
+        self._watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
+        self._watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
+        self._watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
+        self._watch(self._copies.results.fileno(), self._copies_news)
+        self._warmth = Warmth(self.ranks, self.command, self._watch, self._unwatch, self._attend, self._complain)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -146,7 +149,9 @@ class Agent:
         """Start the ranks and serve until the element is over; None when it was released before it had a world."""
         try:
             self._reports.node = node_watch.start(self._complain, os.environ)
-            self._watch(self._reports.node.fileno(), "node", 0)
+            self._watch(self._reports.node.fileno(), self._reports.node_events)
+            adopt_orphans()
+            self._warmth.begin(*self._environments(), os.environ)
             self._start_store()
             for rank in self.ranks.values():
                 if not rank.alive:
@@ -158,8 +163,10 @@ class Agent:
         return self.exit_code
 
     def close(self) -> None:
-        """End the ranks and the store, leave no socket behind."""
+        """End the ranks, their template and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
+        self._warmth.close()
+        adopt_orphans(False)
         self._store.close()
         self._reports.sampling.close()
         self._line.close()
@@ -181,12 +188,14 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         wait = min(self._status_period() - (now - self._reports.sent_at), self._reports.wait(now))
-        self._serve(min(wait, self._stand_in.agreement.wait(now), self._dumps.wait, self._copies.wait(now)))
+        waits = self._stand_in.agreement.wait(now), self._dumps.wait, self._warmth.wait(now), self._copies.wait(now)
+        self._serve(min(wait, *waits))
         self._dumps.finish()
         now = time.monotonic()
         self._reports.turn(now)
         self._memory.turn(now)
         self._copies.turn(now)
+        self._warmth.turn(now)
         self._witness.door.answer()
         urgent = self._stand_in.turn(now) or self._trials.due()
         if urgent or now - self._reports.sent_at >= self._status_period():
@@ -209,8 +218,9 @@ class Agent:
                 self._line.notice()
             elif descriptor in self._stand_in.sockets:
                 self._stand_in.serve(time.monotonic())
-            else:
-                self._from_descriptor(descriptor)
+            elif descriptor in self._watched:
+                self._watched[descriptor]()
+        self._warmth.settle()
 
     def _end_if_over(self, now: float) -> None:
         """All ranks finished and ended, or some died and the controller has been silent for too long."""
@@ -238,51 +248,41 @@ class Agent:
         self._send_status(leaving=reason)
 
     # ------------------------------------------------------------ processes
+    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Of two ranks that differ in all that may be different."""
+        first = self.place.slots[0]
+        return self._environment(first, 0, 0), self._environment(first + 1, 1, 1)
+
     def _start(self, rank: Rank, incarnation: int) -> None:
+        if bind_again(self._channel, self._endpoint):
+            self._complain(f"{self._folder} is gone, and is made again: a cleaner of old files must leave it alone")
         rank.start(incarnation)
         self._attend(rank)
 
     def _attend(self, rank: Rank) -> None:
         """Listen to its new process, and tell the controller of it."""
         if rank.child is not None:
-            self._watch(rank.child.pidfd, "exit", rank.slot)
-            self._watch(rank.child.stderr, "stderr", rank.slot)
+            self._watch(rank.child.pidfd, partial(self._collect, rank))
+            self._watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
         elif rank.status.exit is not None:
             self._complain(rank.status.exit.last_line)
         self._send_status()
 
-    def _watch(self, descriptor: int, what: str, slot: int) -> None:
-        self._watched[descriptor] = (what, slot)
+    def _watch(self, descriptor: int, call: Callable[[], object]) -> None:
+        self._watched[descriptor] = call
         self._poller.register(descriptor, zmq.POLLIN)
 
     def _unwatch(self, descriptor: int) -> None:
         if self._watched.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
-    def _from_descriptor(self, descriptor: int) -> None:
-        what, slot = self._watched.get(descriptor, ("", 0))
-        if what == "exit":
-            self._collect(self.ranks[slot])
-        elif what == "stderr":
-            child = self.ranks[slot].child
-            if child is None or not child.pass_stderr():
-                self._unwatch(descriptor)
-        elif what == "store":
-            self._read_store(descriptor)
-        elif what == "signal":
-            self._on_signal(self._signals.read())
-        elif what == "node":
-            self._reports.node_events()
-        elif what == "witness":
-            self._reports.testimony(self._witness.answers.take())
-        elif what == "answers":
-            self._line.learn(self._register)
-        elif what == "copies":
-            if self._copies.finish(time.monotonic()):
-                self._send_status()
-        elif what == "line":
-            for result in self._line.results.take():
-                result()
+    def _pass_stderr(self, child: Child) -> None:
+        if not child.pass_stderr():
+            self._unwatch(child.stderr)
+
+    def _copies_news(self) -> None:
+        if self._copies.finish(time.monotonic()):
+            self._send_status()
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
@@ -301,7 +301,7 @@ class Agent:
     def _start_store(self) -> None:
         descriptor = self._store.start()
         if descriptor is not None:
-            self._watch(descriptor, "store", 0)
+            self._watch(descriptor, partial(self._read_store, descriptor))
 
     def _read_store(self, descriptor: int) -> None:
         if not self._store.read(descriptor):
@@ -365,7 +365,7 @@ class Agent:
         """Find the controller, and register until it welcomes this agent."""
         self._line.turn()
         if self._line.answers >= 0 and self._line.answers not in self._watched:
-            self._watch(self._line.answers, "answers", 0)
+            self._watch(self._line.answers, partial(self._line.learn, self._register))
         due = time.monotonic() - self._last_register >= REGISTER_SECONDS
         if due and not self._welcomed and not self._unprotected and self._line.key is not None:
             self._register()
@@ -439,6 +439,7 @@ class Agent:
                     self._tell(message.slot, message)
                 else:
                     rank.kill()
+                    self._reports.dirty = True
             case wire.Cut():
                 self._copies.obey(message)
             case wire.Fetch():

@@ -12,6 +12,7 @@ import click
 
 from unicron_ctl import cli as programs
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
+from unicron_ctl.agent.warm import wanted
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol.wire import SESSION
 
@@ -90,6 +91,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     if place.settings.layouts and chosen.launched:
         said = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
         raise UserError(f"{said}: unset it", WRONG_USE)
+    wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     from unicron_ctl.agent.unprotected import run_unprotected
 

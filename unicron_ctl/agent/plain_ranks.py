@@ -19,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from detector.supervise import Child
 from unicron_ctl.agent.agent import Agent
 from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, Rank, package_path
+from unicron_ctl.agent.ranks import COLD, STOP_SECONDS, Rank, package_path
 from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World, outside_the_step
+from unicron_ctl.agent.template import Starter
 from unicron_ctl.protocol import wire
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
@@ -37,8 +37,8 @@ NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNI
 class PlainRank(Rank):
     """One slot. Its process exists only within a generation."""
 
-    def __init__(self, slot: int, local: int, command: Sequence[str]):
-        super().__init__(slot, local, command, lambda *_: {})
+    def __init__(self, slot: int, local: int, command: Sequence[str], starter: Starter = COLD):
+        super().__init__(slot, local, command, lambda *_: {}, starter)
         self.breaking: int | None = None  # the generation for whose Break its process has to end
         self.told = False  # ... and was sent SIGTERM
 
@@ -48,17 +48,9 @@ class PlainRank(Rank):
 
     def enter(self, generation: int, environment: Mapping[str, str]) -> None:
         """Its process of this generation. One that cannot be started counts as exited."""
-        now = time.time()
         self.breaking, self.told = None, False
-        try:
-            self.child = Child(self._command, environment)
-        except OSError as error:
-            text = f"couldn't start {self._command[0]}: {error.strerror}"
-            self.status.exit = wire.Exit(code=CANNOT_START, at=now, lived=0.0, last_line=text)
-            self.status.state, self.status.changed = "exited", now
-            return
-        self.status.state, self.status.generation = "running", generation
-        self.status.pid, self.status.changed = self.child.pid, now
+        self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
+        self._begin(environment)
 
     def break_(self, generation: int) -> bool:
         """The generations up to this one are over; True when a process has to be ended for it."""
@@ -67,6 +59,9 @@ class PlainRank(Rank):
         if self.child is not None:
             fresh, self.breaking = self.breaking is None, generation
             return fresh
+        if self.coming is not None:
+            self.give_up()
+            self._rest(generation)
         if self.status.state in ("waiting", "finished"):
             self._rest(generation)
         return False
@@ -80,7 +75,7 @@ class PlainRank(Rank):
 
     def kill(self) -> None:
         """End the process at once; a slot that waits without one is out, too."""
-        if self.child is None and self.status.state == "waiting":
+        if not self.alive and self.status.state == "waiting":
             self.status.state, self.status.changed = "exited", time.time()
         super().kill()
 
@@ -144,6 +139,11 @@ class RestartAgent(Agent):
         }
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
+
+    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
+        per_node = self.place.settings.ranks_per_node
+        one, other = World(0, 1, per_node, "a", 1, self.place.job), World(1, 3, per_node, "b", 2, self.place.job, 1)
+        return one.environment(0, self._base), other.environment(1, self._base)
 
     # ------------------------------------------------------------ orders
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import transition
 from detector.supervise import Child
 from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.template import AlwaysCold, Coming, Starter
 from unicron_ctl.protocol import wire
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
@@ -28,34 +29,74 @@ _EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|E
 _rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
 
 
+COLD = AlwaysCold("there is no template")
+
+
 class Rank:
-    """One slot: its present process and the status that follows from it."""
+    """One slot: its present process and the status that follows from it.
+
+    starter: from which its processes come; coming: the one that is being forked; cold: why its last process was started
+    cold, empty for a warm one.
+    """
 
     def __init__(
-        self, slot: int, local: int, command: Sequence[str], environment: Callable[[int, int, int], dict[str, str]]
+        self,
+        slot: int,
+        local: int,
+        command: Sequence[str],
+        environment: Callable[[int, int, int], dict[str, str]],
+        starter: Starter = COLD,
     ):
         self.slot, self.local = slot, local
-        self._command, self._environment = command, environment
+        self._command, self._environment, self.starter = command, environment, starter
         self.child: Child | None = None
+        self.coming: Coming | None = None
+        self.cold = ""
         self.status = wire.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
         """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        self.status = wire.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
+        self._begin(self._environment(self.slot, self.local, incarnation))
+
+    def _begin(self, environment: Mapping[str, str]) -> None:
+        """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
+        self.cold = ""
+        self.coming = self.starter.ask(environment)
+        if self.coming is None:
+            self._begin_cold(environment, self.starter.why)
+
+    def arrive(self) -> None:
+        """The process that is coming has settled: it begins, or is started cold."""
+        assert self.coming is not None
+        coming, self.coming = self.coming, None
+        child = coming.child()
+        if child is None:
+            self._begin_cold(coming.environment, coming.cold or "it ended before it began")
+        else:
+            self._has(child)
+
+    def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
+        self.cold = why
         try:
-            self.child = Child(self._command, self._environment(self.slot, self.local, incarnation))
+            self._has(Child(self._command, environment))
         except OSError as error:
-            now, text = time.time(), f"couldn't start {self._command[0]}: {error.strerror}"
-            end = wire.Exit(code=CANNOT_START, at=now, lived=0.0, last_line=text)
-            self.status = wire.RankStatus(state="exited", incarnation=incarnation, exit=end, changed=now)
-            return
-        self.status = wire.RankStatus(
-            state="starting", incarnation=incarnation, pid=self.child.pid, changed=time.time()
-        )
+            self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {error.strerror}")
+
+    def _has(self, child: Child) -> None:
+        self.child = child
+        self.status.pid, self.status.changed = child.pid, time.time()
+
+    def _ends(self, code: int, why: str) -> None:
+        """Without a process of its own."""
+        now = time.time()
+        self.status.state, self.status.changed = "exited", now
+        self.status.exit = wire.Exit(code=code, at=now, lived=0.0, last_line=why)
 
     @property
     def alive(self) -> bool:
-        """Its process runs."""
-        return self.child is not None
+        """Its process runs, or is coming."""
+        return self.child is not None or self.coming is not None
 
     @property
     def running(self) -> bool:
@@ -112,6 +153,15 @@ class Rank:
         """End the process at once."""
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
+        elif self.coming is not None:
+            self.give_up()
+            self._ends(-signal.SIGKILL, "")
+
+    def give_up(self) -> None:
+        """The process that is coming is not wanted any more."""
+        if self.coming is not None:
+            self.coming.drop()
+            self.coming = None
 
 
 def last_words(tail: str) -> str:
@@ -122,6 +172,8 @@ def last_words(tail: str) -> str:
 
 def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
     """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Returns when they are reaped."""
+    for rank in ranks:
+        rank.give_up()
     running = [(rank, rank.child) for rank in ranks if rank.child is not None]
     stop_children([child for _, child in running], seconds)
     for rank, _ in running:

@@ -16,6 +16,8 @@ from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.protocol import wire
 
+COLD_TEXT = 400  # characters of a reason
+
 
 class Reports:
     """identity: the agent's id. send: to the controller, if there is one.
@@ -80,6 +82,7 @@ class Reports:
                 cut=self._copies.cut.iteration,
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                 ranks=statuses,
+                cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
             )
         )
 

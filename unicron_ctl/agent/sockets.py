@@ -26,6 +26,18 @@ def bind_ranks(context: zmq.Context[zmq.Socket[bytes]], folder: str) -> tuple[zm
     return socket, endpoint
 
 
+def bind_again(socket: zmq.Socket[bytes], endpoint: str) -> bool:
+    """Where something has removed the socket from its folder, as cleaners of /tmp do: make it once more. True when that
+    was needed. ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound beside it."""
+    path = endpoint.removeprefix("ipc://")
+    if os.path.exists(path):
+        return False
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    socket.bind(f"{endpoint}.new")
+    os.rename(f"{path}.new", path)
+    return True
+
+
 def for_rank(message: wire.Message) -> bytes:
     """The message as ranks understand it: a map with the version of their protocol (:mod:`detector.rank_channel`)."""
     fields: dict[str, Any] = msgspec.to_builtins(message, str_keys=False)

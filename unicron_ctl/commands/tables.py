@@ -123,6 +123,9 @@ def _notes(job: dict[str, Any]) -> list[str]:
         found.append(f"left out, for it and others do not reach each other: element {', '.join(job['left_out'])}")
     if job.get("mode") == "restart":
         found.append("restart mode")
+    starts = [rank["start"] for element in job.get("elements", ()) for rank in element["ranks"]]
+    if not job["ended"] and (cold := sum(start.startswith("cold") for start in starts)):
+        found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job['job']}`")
     if not job["ended"] and (slow := _slow(job)):
         found.append(slow.removeprefix(", "))
     if job["last_failure"]:
@@ -138,12 +141,17 @@ def replicas(job: dict[str, Any]) -> str:
         return ""
     count, standbys = job["replicas"], job["standbys"]
     named = f"{job['layout']}: " if job["layout"] else ""
-    waiting = f", standbys: slots {' '.join(map(str, standbys[:8]))}" if standbys else ""
-    more = f" and {len(standbys) - 8} more" if len(standbys) > 8 else ""
+    waiting = f", standbys: slots {_few(standbys)}" if standbys else ""
     size = f"{job['replica']} rank{'s' if job['replica'] != 1 else ''}"
     planned = job.get("planned_layout") or job["layout"]
     also = f"; goes on as {planned}" if planned != job["layout"] else f"; or {', '.join(others)}" if others else ""
-    return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{more}{also}"
+    return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{also}"
+
+
+def _few(slots: list[int]) -> str:
+    """The first of them, and how many more."""
+    more = f" and {len(slots) - 8} more" if len(slots) > 8 else ""
+    return f"{' '.join(map(str, slots[:8]))}{more}"
 
 
 def spares(job: dict[str, Any]) -> str:
@@ -260,6 +268,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"spares: {said}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
+    for reason, slots in (data.get("cold") or {}).items():
+        lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     if data.get("bounds"):
         lines.append(f"bounds: {data['bounds']}")
     if data["plan_reason"]:

@@ -27,6 +27,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
             "gpt_model.py",
             "build_dataset.py",
             "training_metrics.py",
+            "gpt_imports.py",
             "cpu_adapter.py",
         ),
         "a GPT with Megatron-core that is healed within the iteration: session mode",

@@ -258,9 +258,10 @@ def _elements(core: Core, state: JobState) -> list[dict[str, Any]]:
                     "iteration": s.iteration,
                     "phase": s.phase,
                     "pid": s.pid,
+                    "start": view.agents[element].start(slot),
                 }
                 for slot in record.slots
-                if (s := view.status(slot)) is not None
+                if element in view.agents and (s := view.status(slot)) is not None
             ],
         }
         for element, record in sorted(state.agents.items())
@@ -368,6 +369,7 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "ended": dataclasses.asdict(state.ended) if state.ended else None,
         "set_aside": state.set_aside,
         "waits": state.waits,
+        "cold": core.view.job(state).cold() if not state.ended else {},
         "planned_nodes": core.state.assignment.get(state.job),
         "plan_reason": report.reasons.get(state.job, "") if report else "",
         "plan_trigger": report.trigger if report else "",

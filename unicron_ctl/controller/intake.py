@@ -305,6 +305,8 @@ class Intake:
             self._take(adoption.reinstate(view, agent))
             agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
             changed = list(agent.slots)
+        if agent.cold:
+            self._take(registration.started_cold(job, agent, self._desk(job).cold))
         if message.leaving:
             self._view.live.silenced(agent)
             changed = list(agent.slots)

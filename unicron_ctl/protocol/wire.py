@@ -234,6 +234,9 @@ class Status(Message, tag="status"):
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
+    cold: Annotated[
+        dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)
+    ] = {}  # why they did not start warm
 
 
 # What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's

@@ -342,6 +342,12 @@ static void test_choice(void)
 	assert(args_choose(NULL, false, &choice) == -1 && choice.spares[0] == '\0');
 	unsetenv("UNICRON_SPARES");
 	args_reset();
+
+	assert(option("unicron-preload", "torch,megatron.core", 0) == 0 && args_choose(NULL, false, &choice) == 0);
+	assert(choice.enabled && strcmp(choice.preload, "torch,megatron.core") == 0);
+	assert(option("unicron-preload", "torch; rm", 0) == -1 && option("unicron-preload", "", 0) == -1);
+	assert(option("unicron-preload", NULL, 1) == 0);
+	args_reset();
 }
 
 /* The life of a step, callback by callback, with the datagram received on a real socket. */

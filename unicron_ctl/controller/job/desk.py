@@ -52,6 +52,8 @@ class JobDesk:
     """The generation of which it was said that its state is awaited."""
     injected: set[int] = field(default_factory=set)
     """Slots that a fault was sent to and whose agent has not refused it."""
+    cold: set[str] = field(default_factory=set)
+    """Reasons for cold starts that are on record."""
     violations: Throttle = field(default_factory=lambda: Throttle(*VIOLATIONS))
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())

@@ -24,6 +24,7 @@ from unicron_ctl.slurm.client import ElementInfo
 
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
 OF_A_USER = 20, 4096
+COLD_REASONS = 20  # on record, of one job
 OF_ALL = 400, 20_000
 
 
@@ -201,6 +202,17 @@ def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
             found[slot] = rank.incarnation
     if found:
         out.record(job, records.RanksReady(agent=agent.agent, incarnations=found), 0)
+    return out
+
+
+def started_cold(job: JobState, agent: AgentView, known: set[str]) -> Outcome:
+    """Reasons for which ranks of the agent did not start warm, and that are not `known` to be on record."""
+    out = Outcome()
+    for slot, reason in agent.cold.items():
+        if reason not in known and len(known) < COLD_REASONS:
+            known.add(reason)
+            said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
+            out.record(job, records.StartedCold(element=agent.element, reason=said), 0)
     return out
 
 

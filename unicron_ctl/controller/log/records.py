@@ -182,6 +182,12 @@ class RankStart(Record, frozen=True, tag="rank_start"):
     not_before: float
 
 
+class StartedCold(Record, frozen=True, tag="started_cold"):
+    """Ranks of the job were not forked from their node's template. Once for each reason."""
+
+    element: int
+
+
 class ExitNoted(Record, frozen=True, tag="exit_noted"):
     """An end that is no failure: it was wanted, or the script ended well."""
 

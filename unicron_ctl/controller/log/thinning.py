@@ -19,7 +19,7 @@ RECENT_STEPS = 9  # of one job: its speed is the median of these
 ENDED_SECONDS = 14 * 86400.0
 OF_THE_ENDED: tuple[type[Record], ...] = (
     *(records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack),
-    *(records.RanksReady, records.RankStart, records.ExitNoted, records.Timing),
+    *(records.RanksReady, records.RankStart, records.StartedCold, records.ExitNoted, records.Timing),
     *(records.FailureDetected, records.FailureVerdict, records.FailureAction, records.LeaveOut),
     *(records.Break, records.PlanMade, records.Adopted, records.NumberUsed, records.Offer, records.OfferWithdrawn),
     *(records.LayoutWanted, records.LayoutChosen),

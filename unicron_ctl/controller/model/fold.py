@@ -165,6 +165,7 @@ _DECISIONS = frozenset(
         records.Avoided,
         records.TakeWithheld,
         records.RankStart,
+        records.StartedCold,
         records.JobEnded,
         records.JobSetAside,
         records.LedgerViolation,

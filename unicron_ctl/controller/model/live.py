@@ -94,10 +94,18 @@ class AgentView:
     """The last cut that it has heard of."""
     images: list[Image] = field(default_factory=list)
     """What lies in its node's memory."""
+    cold: dict[int, str] = field(default_factory=dict)
+    """slot -> why its process was started cold; others that have a process were started warm."""
 
     @property
     def alive(self) -> bool:
         return not self.expired and not self.left
+
+    def start(self, slot: int) -> str:
+        """How the slot's process was started: warm, or cold and why; empty while there is none."""
+        if not self.ranks[slot].pid:
+            return ""
+        return f"cold: {self.cold[slot]}" if slot in self.cold else "warm"
 
     def take(self, status: Status, now: float) -> list[int]:
         """A status of this agent; slots that are not its own are ignored. Returns those whose state has changed, none
@@ -109,7 +117,7 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
-        self.pinged, self.agreed, self.over = status.pinged, status.agreed, status.over
+        self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
         self.cut, self.images = status.cut, status.images
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
@@ -277,6 +285,14 @@ class JobView:
         view = self.agent(slot)
         status = view.ranks.get(slot) if view else None
         return Identity(view.agent, status.incarnation) if view and status else None
+
+    def cold(self) -> dict[str, list[int]]:
+        """reason -> slots whose processes were not started warm for it."""
+        found: dict[str, list[int]] = {}
+        for _, agent in sorted(self.agents.items()):
+            for slot, reason in sorted(agent.cold.items()):
+                found.setdefault(reason, []).append(slot)
+        return found
 
     def all_ranks(self) -> Iterator[tuple[AgentView, int, RankStatus]]:
         for element in sorted(self.agents):

@@ -1,0 +1,1 @@
+"""Warm processes against cold ones (docs/design/warm-processes.md)."""

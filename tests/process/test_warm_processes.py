@@ -1,0 +1,343 @@
+"""Processes that are forked from a template are what processes of their own would be; where not, it is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from detector.supervise import Child, reap_orphans
+from tests.support.processes import is_alive, state_of, wait_for
+from tests.support.warm import Warm
+from unicron_ctl.agent.template import TRIES, Template
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes the script; returns its path."""
+
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        old = time.time() - 60  # it was there before the template began
+        os.utime(path, (old, old))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def begin():
+    """Begins templates, which end with the test."""
+    begun: list[Warm] = []
+
+    def one(*words: object, **settings) -> Warm:
+        begun.append(Warm([str(word) for word in words], **settings))
+        return begun[-1]
+
+    yield one
+    for warm in begun:
+        warm.close()
+    reap_orphans([])
+
+
+def run_warm(warm: Warm, tmp_path: Path, **settings: str) -> tuple[int | None, str, str]:
+    """(exit code, standard output, standard error) of a forked process."""
+    with (tmp_path / "out").open("w+b") as out:
+        coming = warm.ask(warm.environment | settings, stdout=out.fileno())
+        child = coming.child() if coming is not None else None
+        assert child is not None, coming.cold if coming is not None else warm.why
+        code = child.reap(60.0)
+        text = child.tail()
+        child.close()
+        out.seek(0)
+        return code, out.read().decode(), text
+
+
+def run_cold(warm: Warm, *words: object, **settings: str) -> tuple[int, str, str]:
+    """The same of a process of its own."""
+    command = [sys.executable, "-W", "ignore", *map(str, words)]
+    done = subprocess.run(command, env=warm.environment | settings, capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return done.returncode, done.stdout, "\n".join(lines)
+
+
+def refused(warm: Warm, **settings: str) -> str:
+    """Why a process with this environment has to start cold."""
+    coming = warm.ask(warm.environment | settings)
+    if coming is None:
+        return warm.why
+    assert coming.child() is None
+    return coming.cold
+
+
+FACTS = """
+    import json, os, random, resource, signal, sys, threading
+
+    def main():
+        facts = {
+            "argv": sys.argv, "orig": sys.orig_argv, "path": sys.path, "flags": str(sys.flags), "name": __name__,
+            "file": __file__, "globals": sorted(globals()), "main": sys.modules["__main__"].__dict__ is globals(),
+            "environment": sorted((name, os.environ[name]) for name in os.environ if name != "PWD"),
+            "folder": os.getcwd(), "umask": os.umask(0o22),
+            "limits": [resource.getrlimit(n) for n in range(16)],
+            "signals": {n: str(signal.getsignal(n)) for n in range(1, 32)},
+            "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "group": os.getpgrp() == os.getpid(),
+            "threads": threading.active_count(), "session": os.getsid(0), "tasks": len(os.listdir("/proc/self/task")),
+            "descriptors": sorted(os.listdir("/proc/self/fd")), "nice": os.nice(0),
+            "input": os.readlink("/proc/self/fd/0"), "spec": __spec__ and __spec__.name, "package": __package__,
+            "doc": __doc__, "cached": __cached__, "loader": type(__loader__).__name__,
+        }
+        print(json.dumps(facts, indent=1, default=str))
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_fork_finds_what_a_process_of_its_own_finds(script, begin, tmp_path, monkeypatch, as_module):
+    monkeypatch.chdir(tmp_path)
+    script(FACTS, "facts.py")
+    words = ["-m", "facts", "one", "two words"] if as_module else ["facts.py", "one", "two words"]
+    warm = begin(*words)
+    settings = {"OF_THE_RANK": "ä b\n"}
+    with (tmp_path / "cold").open("w+b") as out:
+        command = ["sh", "-c", f'exec "$@" >{tmp_path}/cold', "sh", sys.executable, "-W", "ignore", *words]
+        child = Child(command, warm.environment | settings)
+        assert child.reap(60.0) == 0, child.tail()
+        child.close()
+        cold = out.read().decode()
+    code, said, errors = run_warm(warm, tmp_path, **settings)
+    assert (code, errors) == (0, "")
+    assert said == cold
+
+
+ENDS = {
+    "nothing": "print('to the end')",
+    "status": "import sys; sys.exit(7)",
+    "a large status": "raise SystemExit(300)",
+    "negative": "raise SystemExit(-1)",
+    "text": "raise SystemExit('it cannot be')",
+    "none": "raise SystemExit(None)",
+    "exception": "def f():\n    raise ValueError('no')\nf()",
+    "cause": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e",
+    "syntax": "print('never'\n",
+    "at once": "import os; os._exit(3)",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "abort": "import os; os.abort()",
+    "interrupt": "raise KeyboardInterrupt",
+    "atexit": "import atexit, sys; atexit.register(print, 'last'); file = open('left-open', 'w'); file.write('kept'); "
+    "sys.stdout.write('no newline')",
+    "thread": "import threading, time\ndef f():\n    time.sleep(0.3)\n    print('a thread')\n"
+    "threading.Thread(target=f).start()",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, a[1])\nraise OSError('x')",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_fork_ends_as_a_process_of_its_own_does(script, begin, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    path = script(ENDS[name])
+    warm = begin(path) if name != "syntax" else begin(script("import os\n"))
+    if name == "syntax":  # its imports cannot even be read: it is another that the template was made for
+        warm.template._words = [str(path)]
+    found = run_warm(warm, tmp_path)
+    left = (tmp_path / "left-open").read_text() if name == "atexit" else ""
+    assert found == run_cold(warm, path)
+    assert left == ("kept" if name == "atexit" else "")
+
+
+UNSAFE = {
+    "a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        "threads",
+    ),
+    "a socket": ("import socket\nopen_one = socket.socket()", "a socket"),
+    "a device": ("opened = open('/dev/ptmx', 'rb')", "/dev/ptmx"),
+    "a pipe": ("import os\npipe = os.pipe()", "a pipe"),
+    "a process": ("import subprocess\nprocess = subprocess.Popen(['sleep', '9'])", "child process"),
+    "an end": ("import sys\nsys.exit(4)", "SystemExit: 4"),
+    "an error": ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_imports_whose_doings_a_fork_would_share_keep_the_ranks_cold(script, begin, name):
+    code, says = UNSAFE[name]
+    script(code, "doing.py")
+    warm = begin(script("import os\nimport doing\n"))
+    assert says in refused(warm) and warm.template.pid is None
+    assert says in refused(warm), "and so it stays"
+
+
+def test_what_imports_read_of_the_environment_must_be_the_ranks(script, begin, tmp_path):
+    script(
+        "import os\nRANK, HOME = os.environ.get('RANK'), os.environ['HOME']\nos.environ['SET'] = 'by it'\n", "reads.py"
+    )
+    warm = begin(
+        script("import os\nimport reads\nprint(reads.RANK, os.environ['SET'], os.environ['OTHER'])\n"), RANK="0"
+    )
+    assert run_warm(warm, tmp_path, OTHER="mine") == (0, "0 by it mine\n", "")
+    assert "RANK" in refused(warm, RANK="1") and "OMP_NUM_THREADS" in refused(warm, OMP_NUM_THREADS="2")
+    assert run_warm(warm, tmp_path, OTHER="again")[0] == 0, "others are not kept from it"
+
+
+@pytest.mark.parametrize("edited", ["script.py", "module.py"])
+def test_code_that_was_edited_is_run_as_it_is_now(script, begin, tmp_path, edited):
+    """By the rank itself, started cold, and by the next from a new template."""
+    script("WORD = 'old'\n", "module.py")
+    path = script("import module\nprint(module.WORD, 'old')\n")
+    warm = begin(path)
+    assert run_warm(warm, tmp_path) == (0, "old old\n", "")
+    before = warm.template.pid
+    text = (tmp_path / edited).read_text()
+    (tmp_path / edited).write_text(text.replace("'old'", "'new!'"))
+    assert refused(warm) == f"{tmp_path / edited} has changed since it was read"
+    assert warm.template.pid != before and not is_alive(before)
+    assert run_warm(warm, tmp_path) == (0, "new! old\n" if edited == "module.py" else "old new!\n", "")
+
+
+def test_only_imports_at_the_top_are_made_before_and_the_script_itself_is_not(script, begin, tmp_path):
+    for name in ("early", "named", "wanted", "late"):
+        script(f"print('{name}')\n", f"{name}.py")
+    path = script(
+        "'''A script.'''\nimport early\nSIZE = 3\nUNICRON_PRELOAD = ('named',)\nprint('runs')\nimport late, early\n"
+    )
+    out = tmp_path / "of the template"
+    command = f"import sys; sys.path[:0] = {sys.path!r}\nfrom tests.support.warm import Warm\n"
+    command += (
+        f"warm = Warm([{str(path)!r}], preload=['wanted']); warm.serve(lambda: warm.template.ready); warm.close()"
+    )
+    with out.open("wb") as file:
+        subprocess.run([sys.executable, "-c", command], stdout=file, check=True, timeout=60)
+    assert out.read_text().split() == ["wanted", "early", "named"]
+    assert run_warm(begin(path), tmp_path) == (0, "runs\nlate\n", "")
+
+
+def test_what_imports_do_to_the_search_path_stays_as_they_did_it(script, begin, tmp_path):
+    script("import sys\nsys.path.insert(0, '/of the import')\nsys.path.append('/last')\n", "changes.py")
+    path = script("import changes, sys\nprint(sys.path)\n")
+    warm = begin(path)
+    assert run_warm(warm, tmp_path) == run_cold(warm, path)
+
+
+def test_what_a_site_relies_on_is_there(script, begin, tmp_path):
+    script("import builtins\nbuiltins.of_the_site = 'here'\n", "sitecustomize.py")
+    library = next(Path("/").glob("lib*/**/libanl.so.1"))
+    path = script("print(of_the_site, any('libanl' in line for line in open('/proc/self/maps')))\n")
+    warm = begin(path, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", LD_PRELOAD=str(library))
+    assert run_warm(warm, tmp_path) == (0, "here True\n", "")
+
+
+def test_random_numbers_are_each_processes_own_unless_an_import_chose_them(script, begin, tmp_path):
+    draws = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
+    warm = begin(script(draws))
+    one, two = (run_warm(warm, tmp_path)[1].split() for _ in range(2))
+    assert one[0] != two[0] and one[1] != two[1]
+    assert one[2] != two[2]
+    script("import numpy, torch\nnumpy.random.seed(1)\ntorch.manual_seed(1)\n", "seeds.py")
+    chosen = begin(script(f"import seeds\n{draws}", "chosen.py"))
+    said = [run_warm(chosen, tmp_path)[1], run_warm(chosen, tmp_path)[1], run_cold(chosen, tmp_path / "chosen.py")[1]]
+    assert len({tuple(line.split()[1:]) for line in said}) == 1
+
+
+# ---------------------------------------------------------------- a template that fails
+SLEEPS = "import os, time\nprint('up', flush=True)\ntime.sleep(600)\n"
+
+
+def test_a_template_that_is_killed_costs_its_lead_only(script, begin, tmp_path):
+    warm = begin(script(SLEEPS))
+    template: Template = warm.template
+    warm.serve(lambda: template.ready)
+    dead = template.pid
+    os.kill(dead, signal.SIGKILL)
+    coming = template.ask(warm.environment)  # it is not known yet
+    assert coming is not None
+    warm.serve(lambda: coming.settled)
+    assert coming.child() is None and "ended with -9" in coming.cold
+    assert template.ask(warm.environment) is None, "it rests first"
+    warm.serve(lambda: template.ready)
+    assert template.pid != dead
+
+
+def test_a_template_that_dies_in_the_middle_of_a_fork(script, begin, tmp_path):
+    warm = begin(script(SLEEPS))
+    template = warm.template
+    warm.serve(lambda: template.ready)
+    os.kill(template.pid, signal.SIGSTOP)
+    wait_for(lambda: state_of(template.pid) == "T", "it has stopped")
+    coming = template.ask(warm.environment)
+    os.kill(template.pid, signal.SIGKILL)
+    warm.serve(lambda: coming.settled)
+    assert coming.child() is None and "ended with -9" in coming.cold
+
+
+def test_a_template_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
+    warm = begin(script(SLEEPS))
+    template = warm.template
+    warm.serve(lambda: template.ready)
+    hangs = template.pid
+    os.kill(hangs, signal.SIGSTOP)
+    coming = template.ask(warm.environment)
+    warm.serve(lambda: coming.settled)
+    assert coming.child() is None and "not answered within" in coming.cold
+    assert template.ask(warm.environment) is None and template.why == "the template does not answer"
+    warm.serve(lambda: template.pid not in (hangs, None) and template.ready)
+
+
+def test_a_fork_that_is_not_wanted_any_more_never_begins(script, begin, tmp_path):
+    note = tmp_path / "begun"
+    warm = begin(script(f"open({str(note)!r}, 'w')\n"))
+    coming = warm.ask(warm.environment)
+    pid = coming.pid
+    assert is_alive(pid)
+    coming.drop()
+    wait_for(lambda: not is_alive(pid), "its end")
+    os.waitpid(pid, 0)
+    assert not note.exists()
+
+
+def test_a_template_that_dies_again_and_again_is_given_up(script, begin, monkeypatch):
+    monkeypatch.setattr("unicron_ctl.agent.template.REST_SECONDS", 0.01)
+    script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "dies.py")
+    warm = begin(script("import dies\n"))
+    warm.serve(lambda: warm.template._tries == TRIES)
+    assert warm.template._again is None and "ended with -9" in refused(warm)
+
+
+def test_fifty_processes_in_a_row_leave_nothing_behind(script, begin, tmp_path):
+    warm = begin(script("import json\nprint(len(json.__name__))\n"))
+
+    def held() -> tuple[int, int, int]:
+        pages = int(Path(f"/proc/{warm.template.pid}/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{warm.template.pid}/fd")), pages
+
+    for _ in range(5):
+        assert run_warm(warm, tmp_path)[0] == 0
+    before, pid = held(), warm.template.pid
+    for _ in range(50):
+        assert run_warm(warm, tmp_path) == (0, "4\n", "")
+    after = held()
+    assert warm.template.pid == pid and after[:2] == before[:2]
+    assert after[2] - before[2] < 64, "pages"
+    assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "nobody waits to be reaped"
+
+
+def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, monkeypatch):
+    monkeypatch.setattr("unicron_ctl.agent.template.LOAD_SECONDS", 0.3)
+    gate = tmp_path / "gate"
+    script(f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n", "slow.py")
+    warm = begin(script("import slow\nprint('here')\n"))
+    assert "not imported everything within 0.3 s" in refused(warm)
+    assert warm.template.wait(time.monotonic()) > 60, "nothing is due by time until it is ready"
+    gate.touch()
+    warm.serve(lambda: warm.template.ready)
+    assert run_warm(warm, tmp_path) == (0, "here\n", "")

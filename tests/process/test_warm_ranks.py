@@ -1,0 +1,205 @@
+"""Ranks of real agents are forked from their node's template; what is in the way of that is said, and costs no rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.controller import Controller
+from tests.support.jobs import FOREVER, PLAIN, Job, World
+from tests.support.processes import is_alive, unicronctl, wait_for
+from tests.support.scripted import FakeController
+from unicron_ctl.protocol import wire
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+WAITS = "import os, sys, time\nprint('rank', os.environ['UNICRON_INCARNATION'], file=sys.stderr)\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def fake():
+    started = FakeController()
+    yield started
+    started.close()
+
+
+def children(pid: int) -> set[int]:
+    """Processes whose parent it is."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.add(int(path.parent.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def template_of(agent: int) -> int:
+    """The agent's template."""
+
+    def found() -> list[int]:
+        mine = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent)]
+        return [pid for pid, path in mine if path.is_file() and b"detector/template.py" in path.read_bytes()]
+
+    return wait_for(lambda: [pid for pid in found() if Path(f"/proc/{pid}/exe").exists()], "its template")[0]
+
+
+def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
+    """Three deaths: by a signal, by an exception, with the template itself."""
+    wrong = [{"slot": 1, "incarnation": 1, "iteration": "any", "at": "fetch", "kind": "raise", "file": "now"}]
+    settings = {"TINY_ITERATIONS": FOREVER, "TINY_FAULT": json.dumps(wrong)}
+    with World(tmp_path, 2, **settings) as world:
+        world.trains_on([0, 1])
+        assert [world.rank(slot, "7")["start"] for slot in (0, 1)] == ["warm", "warm"]
+        agent = world.agents[1].process.pid
+        pid = world.rank(1, "7")["pid"]
+        assert pid in children(agent) and os.getpgid(pid) == pid
+        os.kill(pid, signal.SIGKILL)
+        world.wait(lambda: world.rank(1, "7")["incarnation"] == 1 and world.trains([0, 1]), "it is back")
+        assert world.rank(1, "7")["start"] == "warm"
+        assert next(f for f in world.failures() if f["slot"] == 1)["cause"] == "killed"
+        world.trains_on([0, 1])
+        (tmp_path / "now").touch()
+        world.wait(lambda: world.rank(1, "7")["incarnation"] == 2 and world.trains([0, 1]), "it is back again")
+        assert world.rank(1, "7")["start"] == "warm" and len(world.failures()) == 2
+        dead = template_of(agent)
+        os.kill(dead, signal.SIGKILL)
+        os.kill(world.rank(1, "7")["pid"], signal.SIGKILL)
+        world.wait(lambda: world.rank(1, "7")["incarnation"] == 3 and world.trains([0, 1]), "without it, too")
+        ranks = world.rank(0, "7")["pid"], world.rank(1, "7")["pid"]
+        world.agents[1].kill()
+        wait_for(lambda: not is_alive(ranks[1]), "the rank ends with its agent")
+        wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its template")
+
+
+def test_why_a_rank_starts_cold_is_on_record_and_explained(tmp_path):
+    (tmp_path / "of_the_rank.py").write_text("import os\nSLOT = os.environ.get('UNICRON_SLOT')\n")
+    script = tmp_path / "train.py"
+    script.write_text(f"import of_the_rank, transition\n{WAITS}")
+    controller = Controller(tmp_path)
+    job = Job(tmp_path, controller.address, "71", 1, [sys.executable, str(script)])
+    try:
+        reason = "its imports depend on UNICRON_SLOT, which this rank has otherwise"
+        controller.wait(lambda: (controller.job("71") or {}).get("elements"), "the job")
+        controller.wait(lambda: controller.rank(0, "71").get("start"), "its rank")
+        assert controller.rank(0, "71")["start"] == f"cold: {reason}"
+        assert job.agents[0].log.count(f"start cold: {reason}") == 1
+        said = unicronctl("explain", "71", UNICRON_CONTROLLER=controller.address).stdout
+        assert f"started cold: slot 0: {reason}" in " ".join(said.split())
+        assert [event["reason"] for event in controller.events("started_cold", job="71")] == [
+            f"slot 0 on n0 started cold: {reason}"
+        ]
+    finally:
+        job.close()
+        controller.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"UNICRON_WARM": "0"}, "UNICRON_WARM=0"),
+        ({"UNICRON_PRELOAD": "os, no module"}, "UNICRON_PRELOAD: 'no module' is no module"),
+        ({"UNICRON_PRELOAD": "no_such_module"}, "import no_such_module: ModuleNotFoundError"),
+    ],
+)
+def test_what_a_user_may_say_about_it(fake, tmp_path, settings, says):
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    job = Job(tmp_path, fake.address, "72", 1, [sys.executable, str(script)], UNICRON_MODE="session", **settings)
+    try:
+        fake.welcome()
+        status = fake.status(lambda status: status.ranks[0].pid > 0, "its process")
+        assert says in status.cold[0]
+        if "UNICRON_WARM" not in settings:  # who has turned it off is not told of it
+            wait_for(lambda: says in job.agents[0].log, lambda: job.agents[0].log)
+    finally:
+        job.close()
+
+
+def test_a_value_that_says_neither_is_one_clear_line(fake, tmp_path):
+    job = Job(tmp_path, fake.address, "73", 1, [sys.executable, "train.py"], UNICRON_WARM="yes", UNICRON_MODE="session")
+    assert job.agents[0].wait() == 2
+    assert job.agents[0].log == "unicron-agent: UNICRON_WARM='yes': write 0 to start every rank cold, or unset it\n"
+
+
+def test_fifty_restarts_in_a_row_leak_nothing(fake, tmp_path):
+    """Neither descriptors nor processes nor memory, of the agent and of the template."""
+    script = tmp_path / "train.py"
+    leaves = 'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
+    script.write_text(f"import subprocess\n{WAITS.replace('time.sleep', leaves + 'time.sleep')}")
+    job = Job(tmp_path, fake.address, "74", 1, [sys.executable, str(script)], UNICRON_MODE="session")
+    try:
+        fake.welcome()
+        agent = job.agents[0].process.pid
+        counted = []
+        for incarnation in range(56):
+            rank = fake.rank(lambda rank, n=incarnation: (rank.incarnation, rank.pid > 0) == (n, True), "a process")
+            if incarnation in (5, 55):
+                template = template_of(agent)
+                fake.status(what="one more turn")
+                wait_for(lambda: len(children(agent)) <= 4, lambda: f"{children(agent)}")
+                memory = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (agent, template)]
+                held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in (agent, template)]
+                counted.append((template, held, len(children(agent)), memory))
+            wait_for(lambda n=incarnation: f"rank {n}\n" in job.agents[0].log, "it runs")
+            fake.send(wire.StopRank(slot=0, incarnation=incarnation, reason="test"))
+            end = fake.rank(lambda rank: rank.state == "exited", "its end")
+            assert end.exit.code == -signal.SIGKILL and not is_alive(rank.pid)
+            fake.send(wire.StartRank(slot=0, incarnation=incarnation + 1, reason="test"))
+        (template, held, count, memory), last = counted
+        assert last[:3] == (template, held, count)
+        assert all(after - before < 256 for before, after in zip(memory, last[3], strict=True)), "pages"
+    finally:
+        job.close()
+
+
+def test_programs_of_restart_mode_are_forked_too(tmp_path):
+    controller = Controller(tmp_path, "forming_settle_seconds = 2\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    job = Job(tmp_path, controller.address, "75", 2, [sys.executable, str(PLAIN)], PLAIN_OUT=str(out))
+    try:
+
+        def steps(element: int) -> int:
+            path = out / f"steps.{element}"
+            return path.read_text().count("\n") if path.is_file() else 0
+
+        wait_for(lambda: steps(0) > 3, lambda: f"a world\n{job.logs}")
+        before = controller.rank(1, "75")
+        assert (before["start"], controller.rank(0, "75")["start"]) == ("warm", "warm")
+        os.kill(before["pid"], signal.SIGKILL)
+        controller.wait(lambda: controller.rank(1, "75")["pid"] not in (0, before["pid"]), "a process")
+        assert controller.rank(1, "75")["start"] == "warm"
+        done = steps(0)
+        wait_for(lambda: steps(0) > done + 3, lambda: f"it goes on\n{job.logs}")
+        (out / "stop").touch()
+        assert job.wait() == [0, 0], job.logs
+    finally:
+        job.close()
+        controller.close()
+
+
+def test_a_socket_folder_that_a_cleaner_has_removed_is_made_again(fake, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, time, transition\ntransition.init_process_group('gloo')\ntime.sleep(600)\n")
+    job = Job(tmp_path, fake.address, "76", 1, [sys.executable, str(script)])
+    try:
+        fake.welcome()
+        fake.rank(lambda rank: rank.pid > 0, "its process")
+        agent = job.agents[0]
+        folder = agent.socket.parent
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        fake.send(wire.StopRank(slot=0, incarnation=0, reason="test"))
+        fake.rank(lambda rank: rank.state == "exited", "its end")
+        fake.send(wire.StartRank(slot=0, incarnation=1, reason="test"))
+        fake.rank(lambda rank: rank.incarnation == 1 and rank.pid > 0, "a process")
+        assert agent.socket.exists() and agent.log.count("is gone, and is made again") == 1
+    finally:
+        job.close()

@@ -1,0 +1,96 @@
+"""What a template imports, and when a rank's environment does not fit what it has read."""
+
+from __future__ import annotations
+
+import ast
+import os
+
+import pytest
+
+from detector import template
+from detector.template import Files, different, leading_imports, restore, watched
+
+
+def imports(source: str) -> list[str]:
+    return [ast.unparse(statement) for statement in leading_imports(source, "script.py")]
+
+
+def test_imports_are_taken_in_their_order_up_to_the_first_statement_that_does_something():
+    source = '''"""A script."""
+from __future__ import annotations
+
+import os, sys
+SIZE: int = 3
+from a.b import (c, d as e)
+NAMES = {"x": [1, -2.5, None]}
+from . import sibling
+print("now")
+import late
+'''
+    assert imports(source) == ["import os, sys", "from a.b import c, d as e", "from . import sibling"]
+
+
+@pytest.mark.parametrize(
+    "first", ["x = f()", "if True:\n    pass", "x: int", "try:\n    import a\nfinally:\n    pass", "f()"]
+)
+def test_anything_else_ends_it(first):
+    assert imports(f"import one\n{first}\nimport two\n") == ["import one"]
+
+
+def test_a_constant_names_modules_that_the_script_imports_late():
+    assert imports('import a\nUNICRON_PRELOAD = ("b.c", "d")\nimport e\n') == ["import a", "import b.c, d", "import e"]
+    assert imports('UNICRON_PRELOAD = "b"\nimport e\n') == ["import e"], "a text is no tuple of names"
+    with pytest.raises(SyntaxError):
+        imports('UNICRON_PRELOAD = ("no name",)\n')
+
+
+def test_what_was_read_must_be_what_the_rank_has():
+    mine = {"HOME": "/h", "OMP_NUM_THREADS": "1"}
+    assert different({"HOME": "/h", "RANK": None}, mine, mine | {"OTHER": "x"}) is None
+    assert different({"RANK": None}, mine, mine | {"RANK": "0"}) == "RANK"
+    assert different({"HOME": "/h"}, mine, {"OMP_NUM_THREADS": "1"}) == "HOME"
+    assert different({}, mine, mine | {"OMP_NUM_THREADS": "2"}) == "OMP_NUM_THREADS", "C code has read it"
+    assert different({}, mine, mine | {"LD_PRELOAD": "x.so"}) == "LD_PRELOAD"
+
+
+def test_reads_and_writes_are_told_apart(monkeypatch):
+    monkeypatch.setattr(template.Reads, "seen", {})
+    monkeypatch.setattr(template.Reads, "written", set())
+    monkeypatch.setenv("GIVEN", "1")
+    with watched():
+        os.environ.get("MISSING")
+        os.environ["OWN"] = "mine"
+        assert os.environ["OWN"] == "mine" and os.getenv("GIVEN") == "1" and "MISSING" not in os.environ
+        del os.environ["OWN"]
+    os.environ.get("LATER")
+    assert template.Reads.seen == {"MISSING": None, "GIVEN": "1"} and template.Reads.written == {"OWN"}
+
+
+def test_a_rank_gets_its_environment_and_what_the_imports_wrote():
+    mine = {"KEPT": "1", "CHANGED": "old", "GONE": "x"}
+    restore(mine, {"KEPT": "1", "CHANGED": "new", "RANKS": "r", "TAKEN": "t"}, {"SET": "by it", "TAKEN": None})
+    assert mine == {"KEPT": "1", "CHANGED": "new", "RANKS": "r", "SET": "by it"}
+
+
+def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_read(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("one")
+    os.utime(script, (1, 1))
+    files = Files()
+    files.add(str(script))
+    files.loaded()
+    assert files.changed() is None
+    script.write_text("two")
+    os.utime(script, (1, 1))
+    assert files.changed() is None or files.changed() == str(
+        script
+    )  # size and times are the same: only the inode tells
+    script.write_text("three")
+    assert files.changed() == str(script)
+    script.unlink()
+    assert files.changed() == str(script)
+    late = Files()
+    (tmp_path / "late.py").write_text("x")
+    late.add(str(tmp_path / "late.py"))
+    late.loaded()
+    assert late.changed() == str(tmp_path / "late.py")

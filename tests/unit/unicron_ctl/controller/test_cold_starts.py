@@ -1,0 +1,68 @@
+"""Ranks that did not start warm: why is on record once, and told to who asks."""
+
+from __future__ import annotations
+
+from tests.support.training import events
+from tests.support.world import FakeAgent, World
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.job.registration import COLD_REASONS
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.protocol import wire
+
+WHY = "its imports start threads (queue; 1)"
+
+
+def says(world: World, agent: FakeAgent, **cold: str) -> None:
+    """The agent's next status."""
+    agent.number += 1
+    world.to_core(
+        agent,
+        wire.Status(
+            job=agent.job,
+            element=agent.element,
+            agent=agent.agent,
+            sent=world.now,
+            number=agent.number,
+            ranks=dict(agent.ranks),
+            cold={int(slot.removeprefix("slot")): reason for slot, reason in cold.items()},
+        ),
+    )
+
+
+def test_each_reason_is_recorded_once_for_a_job():
+    world = World()
+    one, two = world.start_job("1", 2)
+    for _ in range(3):
+        says(world, one, slot0=WHY)
+        says(world, two, slot1=WHY)
+    says(world, two, slot1="its template has died")
+    said = [(event.record.element, event.record.reason) for event in events(world, "started_cold")]
+    assert said == [
+        (0, f"slot 0 on {one.node} started cold: {WHY}"),
+        (1, f"slot 1 on {two.node} started cold: its template has died"),
+    ]
+
+
+def test_an_agent_cannot_fill_the_log_with_reasons():
+    world = World()
+    (one,) = world.start_job("1", 1)
+    for number in range(3 * COLD_REASONS):
+        says(world, one, slot0=f"{number} {'x' * 5000}")
+    found = events(world, "started_cold")
+    assert len(found) == COLD_REASONS and all(len(event.record.reason) < 500 for event in found)
+
+
+def test_who_asks_is_told_which_ranks_and_why():
+    world = World()
+    one, two = world.start_job("1", 2)
+    one.ranks[0].pid = two.ranks[1].pid = 77
+    says(world, one, slot0=WHY)
+    says(world, two)
+    data = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
+    assert data["cold"] == {WHY: [0]}
+    assert f"started cold: slot 0: {WHY}" in tables.explanation(data)[0].plain
+    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)  # type: ignore[arg-type]
+    assert [rank["start"] for element in job["elements"] for rank in element["ranks"]] == [f"cold: {WHY}", "warm"]
+    says(world, one)
+    assert answers.explain(world.core, None, {"job": "1"}, EVERYBODY)["cold"] == {}  # type: ignore[arg-type]
