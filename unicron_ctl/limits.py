@@ -127,6 +127,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
     Limit("controller", "PRIVATE_SECONDS", 60.0, "between two looks at Slurm's PrivateData"),
     Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
+    Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),
+    Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),
+    Limit("controller", "AHEAD_SECONDS", 1.0, "before such an iteration, for the word to reach all ranks"),
+    Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "for its copies to be made; then another one is tried"),
+    Limit("controller", "FETCH_SECONDS", 60.0, "for copies to be got; then the job goes on from what its ranks have"),
+    Limit("controller", "FETCH_AGAIN_SECONDS", 1.0, "between two orders to get one"),
     Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
     Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),
     Limit("controller", "KICK_SECONDS", 3.0, "until a pinned element that still waits is told to start again"),
@@ -168,6 +174,11 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "SETTLE_SECONDS", 3.0, "without change in Slurm before a world without the controller starts"),
     Limit("agent", "LIMIT_SECONDS", 60.0, "at most, for that"),
     Limit("agent", "FORGOTTEN_SECONDS", 900.0, "after which training state in memory that no agent holds is removed"),
+    Limit(
+        "agent", "SILENT_SECONDS", 10.0, "without a byte; then a copy of training state is given up, and tried again"
+    ),
+    Limit("agent", "AGAIN_SECONDS", 2.0, "before it is tried again"),
+    Limit("agent", "CUT_LOOK_SECONDS", 0.2, "between two looks whether there is state to be copied to other nodes"),
     Limit("agent", "TOUCH_SECONDS", 60.0, "between two signs of an agent that its folder of shared memory is in use"),
     Limit("agent", "LOAD_SECONDS", 120.0, "for the imports of the ranks' template; then ranks start cold"),
     Limit("agent", "ANSWER_SECONDS", 2.0, "for the template to fork a rank; then the rank starts cold"),
@@ -269,6 +280,8 @@ RULES: tuple[Rule, ...] = (
         slurm=True,
     ),
     # ---- against what is fixed in agents and ranks
+    Rule("agent.SILENT_SECONDS + agent.AGAIN_SECONDS", "controller.FETCH_SECONDS", "what failed is tried again"),
+    Rule("controller.CUT_SECONDS", "controller.CUT_LIMIT_SECONDS", "copies take their time"),
     Rule("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
     Rule("agent.PLANNED_SECONDS", "report_timeout", "a restart-mode script may take so long to save its state"),
     Rule("restart_grace", "agent.ORPHAN_SECONDS", "agents must still be there when the controller is back"),

@@ -23,7 +23,7 @@ from unicron_ctl.protocol import wire
 
 RATE = "UNICRON_MEMORY_RATE"
 RATE_MB = "1000"  # a second; 0 for no limit
-LOOK_SECONDS = 0.2  # between two looks whether a cut is there
+CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
 CUT_PREFIX = "cut-"  # names of the ranks' own
 
@@ -97,7 +97,7 @@ class Copies:
         """Give away what is there of the cut."""
         if not self.cut.targets or now < self._look_at:
             return
-        self._look_at = now + LOOK_SECONDS
+        self._look_at = now + CUT_LOOK_SECONDS
         for found in self._own():
             for holder in self.cut.targets:
                 if found.key.iteration == self.cut.iteration and (found.key, holder.element) not in self._sent:
