@@ -62,7 +62,7 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         os.kill(pid, signal.SIGKILL)
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 1 and world.trains([0, 1]), "it is back")
         assert world.rank(1, "7")["start"] == "warm"
-        assert next(f for f in world.failures() if f["slot"] == 1)["cause"] == "killed"
+        assert next(f for f in world.failures() if f["slot"] == 1)["cause"] == "killed_from_outside"
         world.trains_on([0, 1])
         (tmp_path / "now").touch()
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 2 and world.trains([0, 1]), "it is back again")

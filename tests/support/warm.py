@@ -30,7 +30,8 @@ class Warm:
     """
 
     def __init__(self, words: Sequence[str], *told: str, preload: Sequence[str] = (), **settings: str) -> None:
-        self.environment = outside_slurm() | {"OMP_NUM_THREADS": "1"} | settings
+        known = {name: value for name, value in outside_slurm().items() if not name.startswith("PYTEST")}
+        self.environment = known | {"OMP_NUM_THREADS": "1"} | settings
         self._watched: dict[int, Callable[[], object]] = {}
         self.template = Template(
             [sys.executable, "-W", "ignore"],

@@ -251,7 +251,7 @@ class Agent:
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
         """Of two ranks that differ in all that may be different."""
         first = self.place.slots[0]
-        return self._environment(first, 0, 0), self._environment(first + 1, 1, 1)
+        return self._environment(first, 0, 0), self._environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
 
     def _start(self, rank: Rank, incarnation: int) -> None:
         if bind_again(self._channel, self._endpoint):
