@@ -1,1 +1,1 @@
-"""What it costs to keep the training state in memory that outlives the ranks."""
+"""What it costs to keep the training state in memory, and what it brings."""

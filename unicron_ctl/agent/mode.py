@@ -14,10 +14,12 @@ from unicron_ctl.protocol.wire import RESTART, SESSION
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
 MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
-# `import transition`, `import os, transition.session as s`, `from transition import Session`
+# `import transition`, `import os, transition.session as s`, `from transition import Session`; but not `transition.memory`
+# alone, which is for restart mode
 _IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+transition(?:\.\w+)*[ \t]+import\b|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*"
-    r"transition\b)",
+    r"^[ \t]*(?:from[ \t]+transition(?!\.memory\b)(?:\.\w+)*[ \t]+import\b"
+    r"(?![ \t]+memory[ \t]*(?:as[ \t]+\w+[ \t]*)?\r?(?:#|$))"
+    r"|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*transition\b(?!\.memory\b))",
     re.MULTILINE,
 )
 # `from megatron.training import pretrain`: a program of Megatron-LM's, or made like one

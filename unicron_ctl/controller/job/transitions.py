@@ -116,7 +116,7 @@ def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
 def reform(view: View, job: JobView, happening: Happening) -> Outcome:
     """Nobody knows the training state any more: wait for fresh ranks."""
     out = Outcome()
-    reason = f"{happening.reason}: formed anew from what the script starts with"
+    reason = f"{happening.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
     out.record(job.state, records.Reform(reason=reason))
     return out
 

@@ -29,6 +29,13 @@ from unicron_ctl.protocol import wire
         ("import transitions\nfrom transition_models import x\n", "restart"),
         ("from . import transition\n", "restart"),
         ("print('import transition')\n", "restart"),
+        ("import os, transition.memory\n", "restart"),
+        ("from transition import memory\n", "restart"),
+        ("from transition import memory as kept  # across restarts\r\n", "restart"),
+        ("from transition.memory import load, save\n", "restart"),
+        ("from transition import memory, Session\n", "session"),
+        ("import transition.memory\nimport transition\n", "session"),
+        ("from transition import memory_of_mine\n", "session"),
         ("", "restart"),
     ],
 )

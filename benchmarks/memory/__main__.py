@@ -1,0 +1,188 @@
+"""What it costs to keep the training state in memory, and what it brings.
+
+    python -m benchmarks.memory [--megabytes 800] [--pairs 8] [--deaths 3]
+
+Side by side in one run: copies against memcpy and against torch.save to a file; iterations with copies against those of
+the same ranks without, block by block; the death of all ranks, from the kill to the next step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from tests.support.jobs import World, json_lines
+from tests.support.rank_harness import Ranks
+from transition.checkpoint import Checkpoints, Writer
+from transition.memory import contents
+from transition.memory.contents import Gatherer
+from transition.memory.images import Image
+from transition.memory.keeper import Keeper
+from transition.migrate import TrainingState
+
+SHM = "/dev/shm"
+ROUNDS = 5
+MODEL = {
+    "TINY_HIDDEN": "256",
+    "TINY_LAYERS": "4",
+    "TINY_SEQUENCE": "128",
+    "TINY_SIZE": "4",
+    "TINY_MICRO_BATCHES": "32",
+}
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}  # as benchmarks.cost
+RANKS = 2
+
+
+def asked(what: str, value: float, unit: str, mark: str, good: bool) -> None:
+    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
+    print(f"{what:<66}{value:>10.4f} {unit:<8}   asked: {mark}{'' if good else '   MISSED'}", flush=True)
+
+
+# ------------------------------------------------------------ copies
+def state_of(megabytes: int) -> TrainingState:
+    """Adam's state of a model of layers, after a step: 12 bytes a parameter."""
+    width = 1024
+    layers = max(1, megabytes * 10**6 // (12 * width * width))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return TrainingState([SimpleNamespace(module=model)], optimizer, None)
+
+
+def copies(megabytes: int) -> None:
+    state = state_of(megabytes)
+    gathered, _ = contents.gathered(state)
+    gigabytes, seconds = gathered.size / 1e9, lambda began: time.perf_counter() - began
+    with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as disk:
+        image = Image(Path(shared, "x.image"), 1 << 20, gathered.size)
+        into, source = contents.raw(image.data[: gathered.size]), torch.ones(gathered.size, dtype=torch.uint8)
+        contents.fill(gathered.tensors, gathered.offsets, into)
+        took: dict[str, list[float]] = {name: [] for name in ("copy", "memcpy", "sum", "keep", "save", "ours")}
+        keeper, gatherer, files = Keeper(Path(shared), 0, 1), Gatherer(state), Checkpoints(disk, interval=1)
+        for number in range(ROUNDS + 2):
+            began = time.perf_counter()
+            contents.fill(gathered.tensors, gathered.offsets, into)
+            took["copy"].append(seconds(began))
+            began = time.perf_counter()
+            ctypes.memmove(into.data_ptr(), source.data_ptr(), gathered.size)
+            took["memcpy"].append(seconds(began))
+            began = time.perf_counter()
+            contents.sums(into)
+            took["sum"].append(seconds(began))
+            began = time.perf_counter()
+            keeper.copy(gatherer, number, 1, Writer())
+            took["keep"].append(seconds(began))
+            keeper._done.wait()
+            began = time.perf_counter()
+            held = {"model": state.model[0].module.state_dict(), "optimizer": state.optimizer.state_dict()}
+            torch.save(held, Path(disk, "plain.pt"))
+            took["save"].append(seconds(began))
+            began = time.perf_counter()
+            files.save(state, number)
+            took["ours"].append(seconds(began))
+            files.wait()
+        keeper.close()
+    found = {name: statistics.median(values[2:]) for name, values in took.items()}
+    print(f"a state of {gigabytes:.2f} GB, medians of {ROUNDS}:")
+    for name, what in (
+        ("memcpy", "memcpy into shared memory"),
+        ("copy", "copy of the state into an image"),
+        ("sum", "checksum of it"),
+    ):
+        print(f"  {what:<60}{gigabytes / found[name]:>8.1f} GB/s")
+    print(f"  {'back in the loop after torch.save to a file':<60}{1e3 * found['save']:>8.1f} ms")
+    print(f"  {'back in the loop after Checkpoints.save':<60}{1e3 * found['ours']:>8.1f} ms")
+    print(f"  {'back in the loop after a copy to memory was begun':<60}{1e3 * found['keep']:>8.1f} ms")
+    speed = found["memcpy"] / found["copy"]
+    asked("copy speed over memcpy", speed, "", ">= 0.7", speed >= 0.7)
+    sooner = found["save"] / found["keep"]
+    asked("back in the loop, torch.save to a file / copy begun", sooner, "", ">= 20", sooner >= 20)
+    behind = found["save"] / (found["copy"] + found["sum"])
+    print(f"  a whole image is there {behind:.1f} times as soon as torch.save returns")
+
+
+# ------------------------------------------------------------ iterations
+def iterations(pairs: int) -> None:
+    os.environ.update(MEMORY)
+    with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as name:
+        out = Path(name, "times")
+        settings = MODEL | {"MEMORY_OUT": str(out), "MEMORY_BLOCKS": str(2 * pairs), "MEMORY_EACH": "2"}
+        settings |= {"UNICRON_MEMORY": shared, "TINY_SAVE": "0", "TINY_ITERATIONS": "1000000"}
+        script = str(Path(__file__).with_name("ranks.py"))
+        Ranks(Path(name), RANKS, [], fork=True, TINY_SCRIPT=script, **settings).drive()
+        told = json.loads(out.read_text())
+    blocks = told["blocks"]
+    ratios = []
+    for one, other in zip(blocks[::2], blocks[1::2], strict=True):
+        assert one[0] != other[0]
+        kept, not_kept = (one, other) if one[0] else (other, one)
+        ratios.append(kept[1] / not_kept[1])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    usual = statistics.median(seconds for kept, seconds in blocks if not kept)
+    print(
+        f"iterations of {usual:.2f} s, {told['size'] / 1e6:.0f} MB copied in each, {RANKS} ranks; {low:.4f}..{high:.4f}"
+    )
+    asked("iteration with copies to memory / without", middle, "", "<= 1.01", middle <= 1.01)
+
+
+# ------------------------------------------------------------ deaths
+def deaths(count: int) -> None:
+    times, lost = [], 0
+    for _ in range(count):
+        with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM) as shared:
+            folder = Path(name)
+            settings = {"TINY_ITERATIONS": "1000000", "TINY_SLOW": "0.02", "UNICRON_MEMORY": shared}
+            with World(folder, nodes=RANKS, **settings) as job:
+                slots = list(range(RANKS))
+                job.wait(lambda job=job, slots=slots: job.trains(slots, 5), "6 iterations")
+                for slot in slots:
+                    os.kill(job.rank(slot)["pid"], signal.SIGKILL)
+                killed = time.time()
+                before = json_lines(folder / "losses.0")[-1]["iteration"]
+                generation = json_lines(folder / "losses.0")[-1]["generation"]
+
+                def again(folder=folder, generation=generation):
+                    return [one for one in json_lines(folder / "losses.0") if one["generation"] > generation]
+
+                job.wait(again, "the next step")
+                times.append(again()[0]["time"] - killed)
+                lost = max(lost, before + 1 - again()[0]["iteration"])
+    said = ", ".join(f"{each:.2f}" for each in times)
+    print(f"all {RANKS} ranks killed at once, agents alive; to the end of the next step, from memory: {said} s")
+    middle = statistics.median(times)
+    asked("all ranks killed to the next step", middle, "s", "<= 3 s", middle <= 3)
+    asked("iterations lost by it", lost, "", "<= 0", lost <= 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=800, help="of the state that is copied")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks of iterations")
+    parser.add_argument("--deaths", type=int, default=3, help="times that all ranks are killed")
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    torch.set_num_threads(1)
+    if options.megabytes:
+        copies(options.megabytes)
+    if options.pairs:
+        iterations(options.pairs)
+    if options.deaths:
+        deaths(options.deaths)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
