@@ -36,6 +36,7 @@ class Handover:
     ):
         self._member, self._state, self._exchange, self._kept = member, state, exchange, kept
         self._checkpoints, self._start, self._unread = checkpoints, start, unread
+        self._trained = False  # this rank has been in a generation
         self._transferred = 0  # bytes of the transfer at hand
         self._told = 0.0
 
@@ -57,15 +58,15 @@ class Handover:
             if plan.joiners:
                 iteration = self._migrate(plan, plan.source, newcomer, iteration)
         if kept is not None and not plan.boundary:
-            iteration = self._take_shards(kept, plan, iteration, newcomer)
-        self._unread = False
+            iteration = self._take_shards(kept, plan, iteration)
+        self._unread, self._trained = False, True
         return iteration
 
-    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int, newcomer: bool) -> int:
+    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int) -> int:
         """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
         parameters."""
         if plan.state is not None:
-            kept.adopt(*plan.state, lacking=newcomer)
+            kept.adopt(*plan.state, lacking=not self._trained)
             return plan.state[1]
         if self._checkpoints is not None and iteration > self._start:
             self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now

@@ -81,9 +81,7 @@ class Rooms:
     def take(self, count: int, elements: int, head_bytes: int) -> Iterator[list[Room]]:
         """So many rooms of `elements`, torn; those of another size are let go of. What is raised inside costs the
         rooms: a message that is late may still be written there."""
-        for room in [room for room in self._spare if room.flat.numel() != elements]:
-            self._spare.remove(room)
-            self.discard(room)
+        self.trim(elements)
         rooms: list[Room] = []
         try:
             while len(rooms) < count:
@@ -93,6 +91,12 @@ class Rooms:
             for room in rooms:
                 self.discard(room)
             raise
+
+    def trim(self, elements: int) -> None:
+        """Rooms of another size that wait to be used again are let go of."""
+        for room in [room for room in self._spare if room.flat.numel() != elements]:
+            self._spare.remove(room)
+            self.discard(room)
 
     def _one(self, elements: int, head_bytes: int) -> Room:
         while self._spare:

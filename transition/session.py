@@ -457,9 +457,6 @@ class Session:
         if member.came_new:
             self._next_assignment = member.assigned(plan)
             raise _Rejoined
-        if plan.state is not None and plan.iteration not in (self._ledger.iteration, self._ledger.iteration + 1):
-            self._begin_anew(plan)  # the newest state of which all shards are left is an older one
-            raise _Rejoined
         if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)
@@ -490,11 +487,8 @@ class Session:
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
         """What a replica has in its gradients stays there if all of its ranks have the same; else it is not one's."""
         if self.layout.size == 1:
-            dealt_again = not set(self._ledger.done) <= set(assigned)  # the job was formed anew, with whoever waited
-            if dealt_again or not self._gradients.intact:
+            if not self._gradients.intact:
                 self._gradients.drop()
-            if dealt_again:
-                self._ledger.drop()
             return
         mine = Ledger.signature(self._ledger.done if self._gradients.intact else None)
         most, least = self._exchange.inside([mine, -mine])
@@ -513,13 +507,9 @@ class Session:
             self._remembered.begun()
         self._gradients.seed = self._state.seed
         if self._member.came_new:
-            self._begin_anew(plan)
-
-    def _begin_anew(self, plan: Plan) -> None:
-        """With an iteration that is not the one that this rank was in."""
-        self._stopping = False
-        self._next_assignment = self._member.assigned(plan)
-        self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
+            self._stopping = False
+            self._next_assignment = self._member.assigned(plan)
+            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""

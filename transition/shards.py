@@ -88,6 +88,7 @@ class Shards:
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
+        self._before: tuple[int, int] | None = None  # what the next one is made from
 
     @property
     def group(self) -> Any:
@@ -162,9 +163,13 @@ class Shards:
             self._add(version, shard, room)
 
     def confirm(self, version: int) -> None:
-        """All members have their copies of `version`: older sets are not needed any more. They stay until the next
-        one takes their room, for a rank that dies now may leave an image of `version` that is not whole yet."""
-        self._confirmed = (self.base, version)
+        """All members have their copies of `version`: older sets are not needed any more. That from which it was made
+        stays until the next one takes its room, for a rank that dies now may leave an image of `version` that is not
+        whole yet."""
+        now = self.base, version
+        self._keep_only({now, self._before})
+        self.rooms.trim(self._elements)
+        self._confirmed = self._before = now
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
         """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
@@ -183,6 +188,7 @@ class Shards:
         members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
         """
         self._keep_only({(base, version), self._confirmed})
+        self._before = base, version
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
         count, step, held = self._who_holds(old)

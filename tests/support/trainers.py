@@ -163,7 +163,7 @@ class Trainer(FakeAgent):
         everybody = [job.rank(member) for member in plan.members]
         if any(one is None or plan.generation not in (one.generation, one.entering) for one in everybody):
             return False
-        if slot in plan.joiners and plan.source is not None:
+        if slot in plan.joiners and plan.source is not None and plan.state is None:
             source = next(one for one in layout.replicas(plan.members, plan.replica) if plan.source in one)
             giver = source[slot % plan.replica]
             assert giver % plan.replica == slot % plan.replica and giver not in plan.joiners

@@ -261,9 +261,10 @@ def _newest(
     survivors: Mapping[int, RankStatus], members: Sequence[int], healthy: Sequence[Sequence[int]], size: int
 ) -> _Way | None:
     """With a distributed optimizer: all go on from the newest state of which the members have all shards. A step of
-    which that is not known is done again."""
+    which that is not known is done again. None where that is behind the iteration that one of them is in: the job is
+    formed anew, with those who may still bring the rest of a newer one."""
     state, _ = newest_state(survivors, members, size)
-    if state is None:
+    if state is None or any(survivors[slot].iteration > state[1] for slot in members):
         return None
     at = {
         slot: _Position(status.iteration, False, status.done)

@@ -189,8 +189,12 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     state, holders = newest_state(reports, members, size)
     if state is None:
         return None
+    # Ranks of one replica must come in alike: those that go on with the iteration in which they have stopped compare
+    # what is in their gradients, and nobody else does.
+    mixed = any(reports[slot].state != "stopped" or reports[slot].iteration > state[1] for slot in members)
+    anew = {slot for slot in members if mixed and _has_been_in(reports[slot])}
     sources = [replica for replica in first if holders.issuperset(replica)]
-    joiners = sorted(slot for slot in members if slot not in holders)
+    joiners = sorted(slot for slot in members if slot not in holders or slot in anew)
     kept = any(_has_been_in(status) for status in reports.values())
     why = "" if kept else f"the nodes' memory has the state after {state[1]} steps"
     return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state, why)

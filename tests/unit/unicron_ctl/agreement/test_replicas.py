@@ -173,4 +173,9 @@ def test_the_shards_must_cover_every_place():
     assert newest_state(both, both, 2)[0] is None, "place 0 has no state 6, place 1 has not all of state 7"
     both[0].shards.append(shards(6, (0, 1), count=2))
     assert newest_state(both, both, 2) == ((1, 6), {0, 1})
+    assert decide(both, 4, size=2, former=[0, 1, 2, 3]) is None, (
+        "they are in iteration 7: others may have the rest of it"
+    )
+    for status in both.values():
+        status.iteration = 6
     assert decide(both, 4, size=2, former=[0, 1, 2, 3]).state == (1, 6)
