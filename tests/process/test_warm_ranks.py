@@ -39,11 +39,11 @@ def children(pid: int) -> set[int]:
     return found
 
 
-def template_of(agent: int) -> int:
-    """The agent's template."""
+def template_of(agent: int, rank: int) -> int:
+    """The agent's template. Its fork has the same command line."""
 
     def found() -> list[int]:
-        mine = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent)]
+        mine = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent) - {rank}]
         return [pid for pid, path in mine if path.is_file() and b"detector/template.py" in path.read_bytes()]
 
     return wait_for(lambda: [pid for pid in found() if Path(f"/proc/{pid}/exe").exists()], "its template")[0]
@@ -67,7 +67,7 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         (tmp_path / "now").touch()
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 2 and world.trains([0, 1]), "it is back again")
         assert world.rank(1, "7")["start"] == "warm" and len(world.failures()) == 2
-        dead = template_of(agent)
+        dead = template_of(agent, world.rank(1, "7")["pid"])
         os.kill(dead, signal.SIGKILL)
         os.kill(world.rank(1, "7")["pid"], signal.SIGKILL)
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 3 and world.trains([0, 1]), "without it, too")
@@ -140,7 +140,7 @@ def test_fifty_restarts_in_a_row_leak_nothing(fake, tmp_path):
         for incarnation in range(56):
             rank = fake.rank(lambda rank, n=incarnation: (rank.incarnation, rank.pid > 0) == (n, True), "a process")
             if incarnation in (5, 55):
-                template = template_of(agent)
+                template = template_of(agent, rank.pid)
                 fake.status(what="one more turn")
                 wait_for(lambda: len(children(agent)) <= 4, lambda: f"{children(agent)}")
                 memory = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (agent, template)]
