@@ -76,7 +76,8 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a rank holds of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of generation `base`: the shards `held` of its place, its own and copies of others'."""
+    of a generation, that is named by `base` (:func:`transition.shards.named`): the shards `held` of its place, its own
+    and copies of others'."""
 
     base: ranges.Count
     version: ranges.Count
@@ -92,8 +93,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     (in no complete replica, its training state kept; can enter) | left (a plan went on without it) | finished (trained
     to the end) | exited.
     replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
-    stopped or standby. saved: the iteration with which the newest checkpoint of which the rank knows goes on; 0 before
-    there is one, -1 where the script makes none.
+    stopped or standby, and when waiting: what its node's memory has. saved: the iteration with which the newest
+    checkpoint of which the rank knows goes on; 0 before there is one, -1 where the script makes none.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
