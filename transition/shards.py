@@ -120,12 +120,17 @@ class Shards:
         return "" if length == found.data_bytes else "of another model"
 
     def _take_back(self, claimed: Claimed) -> None:
-        key, head = claimed.key, msgpack.unpackb(claimed.head)
+        key = claimed.key
         name = named(key.base, int(key.mark, 16)), key.iteration
-        found = self._sets.get(name) or _Set(key.count, head["step"], head["header"])
-        if head["model"] != self._model or found.count != key.count or key.shard in found.shards:
+        try:
+            model, step, header = msgpack.unpackb(claimed.head)
+        except ValueError:
+            model, step, header = b"of another release", 0.0, b""
+        found = self._sets.get(name) or _Set(key.count, 0.0, header)
+        if model != self._model or found.count != key.count or key.shard in found.shards:
             self.rooms.discard(claimed.room)
             return
+        found.step = max(found.step, step)
         found.shards[key.shard] = claimed.room
         self._sets[name] = found
 
@@ -235,7 +240,7 @@ class Shards:
 
     def _head(self, step: float, header: bytes) -> bytes:
         """Of an image."""
-        return msgpack.packb({"model": self._model, "step": step, "header": header})
+        return msgpack.packb((self._model, step, header))
 
     @property
     def _model(self) -> bytes:

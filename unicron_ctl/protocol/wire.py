@@ -80,7 +80,8 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a rank holds of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of generation `base`: the shards `held` of its place, its own and copies of others'."""
+    of a generation, that is named by `base` (:func:`transition.shards.named`): the shards `held` of its place, its own
+    and copies of others'."""
 
     base: ranges.Count
     version: ranges.Count
@@ -96,8 +97,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     (in no complete replica, its training state kept; can enter) | left (a plan went on without it) | finished (trained
     to the end) | exited.
     replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
-    stopped or standby. saved: the iteration with which the newest checkpoint of which the rank knows goes on; 0 before
-    there is one, -1 where the script makes none.
+    stopped or standby, and when waiting: what its node's memory has. saved: the iteration with which the newest
+    checkpoint of which the rank knows goes on; 0 before there is one, -1 where the script makes none.
     kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
     what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
     belong together. forgets: why its state is not kept in memory.

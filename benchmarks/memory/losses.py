@@ -1,0 +1,75 @@
+"""A whole node, and all ranks, of a DP2 x TP2 job with the distributed optimizer: from the kill to the next step.
+
+    python -m benchmarks.memory.losses [--runs 5]
+
+The job writes no checkpoint, so there is no file to go on from. The ranks are forks of a process that has imported
+everything, as an agent's template is. Prints for each case the median seconds from the last kill to the first step
+after it, the iterations that were lost, and the largest difference of a gradient to the undisturbed run's, relative to
+its largest element.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from tests.support import proof
+from tests.support.moments import fault
+from tests.support.rank_harness import Ranks
+
+SIZE, RANKS, HIT, ITERATIONS = 2, 4, 3, 6
+MODEL = {"TINY_LAYOUT": "2 1 1", "TINY_DISTOPT": "1", "TINY_SLOW": "0.05", "TINY_ITERATIONS": str(ITERATIONS)}
+CASES = {"a node lost": [2, 3], "all ranks killed": [0, 1, 2, 3]}
+
+
+def train(out: Path, killed: list[int]) -> Ranks:
+    """One run; a node that is lost does not come back."""
+    memory = out / "memory"
+    memory.mkdir(parents=True)
+    faults = [fault(slot, HIT, "fetch", kind="late", delay=0.1) for slot in killed]
+    restart = len(killed) == RANKS
+    found = Ranks(out, RANKS, faults, fork=True, replica=SIZE, restart=restart, UNICRON_MEMORY=str(memory), **MODEL)
+    found.drive()
+    return found
+
+
+def measured(out: Path, reference: Path, killed: list[int]) -> dict[str, float]:
+    """Of one run."""
+    ranks = train(out, killed)
+    ends = max(float(path.read_text()) for path in out.glob("fault.*"))
+    after = [step for step in ranks.steps if step["at"] > ends]
+    before = max(step["iteration"] for step in ranks.steps if step["at"] <= ends)
+    assert all(plan.state is not None for plan in ranks.plans[1:] if not plan.boundary)
+    return {
+        "seconds": min(step["at"] for step in after) - ends,
+        "lost": before + 1 - min(step["iteration"] for step in after),
+        "difference": max(proof.gradient_differences(out, reference, ITERATIONS, SIZE, relative=True).values()),
+    }
+
+
+def main() -> None:
+    """Print a table, and the same as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm") as folder:
+        reference = Path(folder, "reference")
+        train(reference, [])
+        for number, (case, killed) in enumerate(CASES.items()):
+            runs = [measured(Path(folder, f"{number}.{run}"), reference, killed) for run in range(options.runs)]
+            found[case] = {
+                "seconds": statistics.median(run["seconds"] for run in runs),
+                "lost": max(run["lost"] for run in runs),
+                "difference": max(run["difference"] for run in runs),
+            }
+    for case, row in found.items():
+        print(f"{case:>18}: {row['seconds']:.2f} s, {row['lost']} iterations lost, difference {row['difference']:.1e}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
