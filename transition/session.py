@@ -480,6 +480,8 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
+        if self._member.inside:
+            self._remembered.begun()
         found = self._remembered.begin(plan)
         self.iteration = self._handover.take(plan, newcomer, self.iteration if found is None else found)
         if self.slot in plan.joiners:
