@@ -46,7 +46,8 @@ BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a colle
 
 
 class _Rejoined(Exception):
-    """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
+    """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
+    is not its own any more."""
 
 
 class _Again(Exception):
@@ -487,7 +488,7 @@ class Session:
         if self.slot in plan.joiners:
             self._remembered.begun()
         self._gradients.seed = self._state.seed
-        if newcomer:
+        if self._member.came_new:
             self._stopping = False
             self._next_assignment = self._member.assigned(plan)
             self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
