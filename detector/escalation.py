@@ -241,9 +241,16 @@ class History:
             nodes.pop(node, None)
 
     def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
-        """How often the cause was seen on the slot within the window."""
+        """How often the cause was seen on the slot within the window, and not on other nodes of the job as well."""
         faults = self.by_slot.get((job, slot), ())
-        return sum(1 for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window)
+        near = [fault for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window]
+        return sum(not self._struck_others(fault) for fault in near)
+
+    def _struck_others(self, fault: Fault) -> bool:
+        """What nobody's node is known for has struck several nodes of the job at once: as when all ranks are killed."""
+        alike = (other for other in self.recent_of_job.get(fault.job, ()) if other.cause == fault.cause)
+        near = {other.node for other in alike if abs(other.time - fault.time) <= self.policy.moment}
+        return fault.scope == "unknown" and bool(near - {fault.node})
 
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
         """How many separate moments of own faults the node had within the flap window: of all jobs, or, with a new

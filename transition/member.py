@@ -39,7 +39,7 @@ class Member:
         self.generation = 0
         self.members: list[int] = []
         self.inside = False  # it has a place in the job, and the training state
-        self.came_new = False  # its last entry was a newcomer's
+        self.came_new = False  # with its last entry it began an iteration of which nobody has a part
         self.half_received = False  # of the training state
         self.note: dict[str, Any] | None = None
         self.moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
@@ -162,7 +162,9 @@ class Member:
         assert self.groups is not None
         self.watch.enter(plan, slots_of(plan.members, self.layout.size, self.slot))
         self.moments.setdefault("caught", time.monotonic())
-        newcomer = self.came_new = not self.inside or self.slot in plan.joiners
+        newcomer = not self.inside or self.slot in plan.joiners
+        formed = plan.source is not None and not plan.boundary and plan.state is None  # anew: some of the others start
+        self.came_new = newcomer or formed
         self.publish("entering", entering=plan.generation)
         with self.process.unblocker.building():
             store = groups.connect_store(plan.store, plan.prefix, self.watch.lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transition.beginnings import Beginnings
@@ -19,22 +20,38 @@ MOST_TEXT = 200  # characters
 
 
 class Remembered:
-    """Of one rank of a job whose state is whole in each replica, under an agent."""
+    """Of one rank. Until :meth:`look` is called, it does nothing: where nobody heals, and with a distributed optimizer,
+    whose shards go their own way."""
 
-    def __init__(self, slot: int, state: TrainingState, checkpoints: Checkpoints | None, start: int, writer: Writer):
-        settings = Settings.chosen()
+    def __init__(self, slot: int, state: TrainingState):
         self._slot, self._state = slot, state
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._keeper = Keeper(settings.folder, slot, settings.every) if settings.folder is not None else None
         self._gatherer = contents.Gatherer(state)
-        self._folder, self._checkpoints, self._start = settings.folder, checkpoints, start
-        self._beginnings = Beginnings(settings.folder, checkpoints, start, writer)
+        self._folder: Path | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._start = 0
+        self._keeper: Keeper | None = None
+        self._beginnings = Beginnings(None, None, 0, None)
         self._has_state = False  # of the job's
         self._came = False  # an image, since the last look
-        self.newest = self._beginnings.newest
-        if settings.folder is not None and checkpoints is not None and checkpoints.destination is not None:
+        self.active = False
+
+    def look(self, checkpoints: Checkpoints | None, start: int, writer: Writer) -> int:
+        """What there is to begin with; returns the iteration to go on with where nobody has another. start: at which
+        the script begins. writer: this rank's place.
+
+        Raises :class:`transition.checkpoint.CheckpointError` where there are checkpoints and none can be used.
+        """
+        settings = Settings.chosen()
+        folder, self.active = settings.folder, True
+        self._folder, self._checkpoints, self._start = folder, checkpoints, start
+        self._beginnings = Beginnings(folder, checkpoints, start, writer)
+        if folder is not None:
+            self._keeper = Keeper(folder, self._slot, settings.every)
+        if folder is not None and checkpoints is not None and checkpoints.destination is not None:
             with contextlib.suppress(OSError):  # a folder that cannot be written to is said of with the first copy
-                note_destination(settings.folder, checkpoints.destination)
+                note_destination(folder, checkpoints.destination)
+        return self._beginnings.newest
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """What the agent says of the node's memory: a cut that is to be kept, or an image that has come."""

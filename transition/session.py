@@ -46,7 +46,8 @@ BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a colle
 
 
 class _Rejoined(Exception):
-    """This rank had been left out and came back as a newcomer: the iteration that it was in is not its own any more."""
+    """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
+    is not its own any more."""
 
 
 class _Again(Exception):
@@ -143,12 +144,11 @@ class Session:
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
-        self._remembered: Remembered | None = None
+        self._remembered = Remembered(self.slot, self._state)
+        self._watch.on_memory = self._remembered.hear
         unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
-            self._remembered = Remembered(self.slot, self._state, checkpoints, start_iteration, self._writer())
-            self.iteration = self._remembered.newest
-            self._watch.on_memory = self._remembered.hear
+            self.iteration = self._remembered.look(checkpoints, start_iteration, self._writer())
         else:
             unread = self._begin(checkpoints)
         self._handover = Handover(
@@ -189,7 +189,7 @@ class Session:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
         kept = f", {self._kept.size / self._parameters:.1f} for the optimizer's states" if self._kept else ""
-        size = self._remembered.size / self._parameters if self._remembered else 0.0
+        size = self._remembered.size / self._parameters
         memory = f", {size:.1f} of shared memory for the state" if size else ""
         return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
 
@@ -223,7 +223,7 @@ class Session:
             yield result
             if self._checkpoints is not None and self._writes() and self._checkpoints.due(self.iteration):
                 self._checkpoints.save(self._state, self.iteration, self._writer())
-            if self._remembered is not None and self.iteration < self.train_iterations and not self._stopping:
+            if self.iteration < self.train_iterations and not self._stopping:
                 self._remembered.keep(self.iteration, self._member.members, self.generation, self._writer())
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
@@ -233,8 +233,7 @@ class Session:
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
         self._ordered_next = True
-        if self._remembered is not None:
-            self._remembered.begun()
+        self._remembered.begun()
         self._publish("running")
         if not plan.boundary:
             self._next_assignment = self._member.assigned(plan)
@@ -348,8 +347,7 @@ class Session:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         self._committed = True
-        if self._remembered is not None:
-            self._remembered.wait()
+        self._remembered.wait()
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
@@ -500,10 +498,11 @@ class Session:
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
-        found = self._remembered.begin(plan, self._next_one) if self._remembered is not None else None
-        self._member.came_new = self._member.came_new or found is not None
+        if self._member.inside:
+            self._remembered.begun()
+        found = self._remembered.begin(plan, self._next_one)
         self.iteration = self._handover.take(plan, newcomer, self.iteration if found is None else found)
-        if self._remembered is not None and self.slot in plan.joiners:
+        if self.slot in plan.joiners:
             self._remembered.begun()
         self._gradients.seed = self._state.seed
         if self._member.came_new:
@@ -553,13 +552,13 @@ class Session:
             "iteration_seconds": self._seconds,
             "loss": self._loss,
             "saved": -1 if self._checkpoints is None else self._checkpoints.newest,
-            **(self._remembered.status() if self._remembered is not None else {}),
+            **self._remembered.status(),
             "kept": self._has(state),
         }
 
     def _has(self, state: str) -> list[tuple[int, str]]:
         """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
-        if self._remembered is None or state not in ("waiting", "stopped", "standby"):
+        if not self._remembered.active or state not in ("waiting", "stopped", "standby"):
             return []
         return self._remembered.told(self._next_one, self._writer())
 
@@ -572,6 +571,7 @@ class Session:
         self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
         if self._checkpoints is not None and self._writes():
             self._checkpoints.save_last(self._state, self.iteration, self._writer())
+        self._remembered.close()
         if self._channel is not None:
             self._publish("finished")
             self._channel.close()

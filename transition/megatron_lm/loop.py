@@ -56,7 +56,10 @@ class Loop:
 
             args, config = get_args(), get_model_config(model[0])
             session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, samples)
-            args.iteration = session.join()
+            try:
+                args.iteration = session.join()
+            except CheckpointError as error:
+                raise Refused(str(error)) from None
             while True:
                 args.consumed_train_samples = args.iteration * args.global_batch_size
                 config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself

@@ -69,7 +69,7 @@ class Gatherer:
         live = list(self.state.tensors())
         now = [tensor.data_ptr() for tensor in live]
         if self._contents is None or now != self._before or self.state.sharded:
-            self._contents, lasting = gathered(self.state, True)
+            self._contents, lasting = gathered(self.state, alone=True)
             known = {tensor.untyped_storage().data_ptr() for tensor in live}
             views = all(tensor.untyped_storage().data_ptr() in known for tensor in self._contents.tensors)
             self._before = now if lasting and views else []
@@ -95,8 +95,8 @@ def head_of(state: TrainingState, contents: Contents, iteration: int, layout: st
 
 
 def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
-    """This rank's part, and whether all of it that changes is in tensors. alone: with what other ranks of the replica
-    have too, for it is read without theirs."""
+    """This rank's part, and whether all of it that changes is in tensors. alone: with what another rank of the replica
+    has too, so that this rank can go on from it without that one's."""
     tensors: list[torch.Tensor] = []
     moving, index, lasting = [], [], True
     for part in parts.parts(state.model, state.optimizer):

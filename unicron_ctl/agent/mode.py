@@ -14,8 +14,8 @@ from unicron_ctl.protocol.wire import RESTART, SESSION
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
 MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
-# `import transition`, `import os, transition.session as s`, `from transition import Session`; but not
-# `transition.memory` alone, which is for restart mode
+# `import transition`, `import os, transition.session as s`, `from transition import Session`; not `transition.memory`
+# alone, which is for restart mode
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+transition(?!\.memory\b)(?:\.\w+)*[ \t]+import\b"
     r"(?![ \t]+memory[ \t]*(?:as[ \t]+\w+[ \t]*)?\r?(?:#|$))"

@@ -352,3 +352,23 @@ def test_a_fault_without_a_culprit_that_comes_during_its_own_action_escalates_to
     assert run.fault("nccl_timeout", slot=WHOLE_JOB, node="").action == "reattempt"
     assert run.fault("nccl_timeout", slot=WHOLE_JOB, node="").action == "restart"
     assert run.fault("connection_reset", slot=1, node="n2", after=1.0).action == "reattempt"
+
+
+def test_all_ranks_that_are_killed_at_once_start_again_in_place_however_often():
+    """Where their state is in memory."""
+    history = History()
+    for moment in (0.0, 100.0, 300.0, 600.0):
+        for slot in range(3):
+            where = {"job": "1", "slot": slot, "node": f"n{slot}", "uptime": 90.0}
+            found = decide(history, verdict("killed_from_outside"), moment + slot, job_nodes=3, **where)
+            assert (found.action, found.wait_seconds) == ("restart", 0.0)
+            history.record(as_fault(verdict("killed_from_outside"), moment + slot, **where), found)
+        history.progressed("1")
+        for slot in range(3):
+            history.recovered("1", slot, moment + 10)
+    alone = decide(history, verdict("killed_from_outside"), 700.0, job="1", slot=0, node="n0", uptime=90.0, job_nodes=3)
+    assert alone.action == "restart"
+    history.record(as_fault(verdict("killed_from_outside"), 700.0, job="1", slot=0, node="n0", uptime=90.0), alone)
+    history.recovered("1", 0, 710.0)
+    again = decide(history, verdict("killed_from_outside"), 800.0, job="1", slot=0, node="n0", uptime=90.0, job_nodes=3)
+    assert again.action == "move", "one rank alone, again and again, is tried elsewhere"

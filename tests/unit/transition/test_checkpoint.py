@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgpack
 import pytest
 import torch
 
 from transition import checkpoint
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
-from transition.migrate import TrainingState
+from transition.memory import contents
+from transition.migrate import TrainingState, plain
 
 
 def training(seed: int = 0, width: int = 3) -> TrainingState:
@@ -169,6 +171,37 @@ def test_a_file_of_the_release_before_is_still_read(tmp_path, state):
     written(tmp_path, state, 6, Writer())
     written(tmp_path, state, 7, Writer())
     assert names(tmp_path) == ["iteration-00000006", "iteration-00000007"], "and it makes room like any other"
+
+
+def test_files_of_torch_are_still_read_beside_images(tmp_path, state):
+    """As a checkpoint of this layout was before it was an image, and with one file of each kind."""
+    found, _ = contents.gathered(state)
+    opened = msgpack.unpackb(found.about)
+    tensors = [tensor.clone() for tensor in found.tensors]
+    index = [
+        (*place, keys, others | {key: tensors[number].view(shape) for key, (number, shape) in values.items()})
+        for *place, keys, others, values in opened["index"]
+    ]
+    data = {"version": 2, "iteration": 5, "layout": "", "groups": plain(state.optimizer.param_groups)}
+    data |= {"scheduler": state.scheduler.state_dict(), "scales": [], "seed": 4, "index": index, "tensors": tensors}
+    (tmp_path / "iteration-00000005").mkdir()
+    torch.save(data, tmp_path / "iteration-00000005" / Writer(place=1, size=2).name.replace(".image", ".pt"))
+    assert Checkpoints(tmp_path).found() == []
+    written(tmp_path, state, 5, Writer(place=0, size=2))
+    other = training(seed=3)
+    assert Checkpoints(tmp_path).load(other) == 5 and same(other, state)
+
+
+def test_one_that_is_all_damaged_is_never_taken_for_none(tmp_path, state):
+    """Not even by a rank that starts after another one has found it so."""
+    written(tmp_path, state, 5, Writer())
+    path = tmp_path / "iteration-00000005" / Writer().name
+    path.write_bytes(path.read_bytes()[:-200] + bytes(200))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+            Checkpoints(tmp_path).load(state)
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        Checkpoints(tmp_path).choices()
 
 
 # ------------------------------------------------------------ writing

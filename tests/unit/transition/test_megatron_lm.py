@@ -214,6 +214,19 @@ def test_a_checkpoint_that_has_to_be_there(tmp_path):
         checkpoints.checkpoints(folders(None, tmp_path, needed=True)).load(None)
 
 
+def test_what_ranks_could_begin_with_is_in_the_folder_to_save_in_and_else_in_the_other(tmp_path):
+    for name in ("save", "load"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "load" / "iteration-40.pt").write_text("")
+    both = checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load"))
+    assert [each.iteration for each in both.choices()] == [40] and both.destination == tmp_path / "save"
+    (tmp_path / "save" / "iteration-7.pt").write_text("")
+    assert [each.iteration for each in both.choices()] == [7]
+    assert checkpoints.checkpoints(folders(None, tmp_path / "load")).destination is None
+    with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
+        checkpoints.checkpoints(folders(None, tmp_path, needed=True)).choices()
+
+
 def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(

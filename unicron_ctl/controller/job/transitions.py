@@ -35,7 +35,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
         again = without_match(reports)
         reason = (
             f"slots {sorted(again)[:20]} have kept their training state, but the ranks for the other places of a "
-            "replica have none of the same iteration: they start again from what the script starts with"
+            "replica have none of the same iteration: they start again, from the newest state that they find"
         )
         out.record(job.state, records.Reform(reason=reason))
         for slot in sorted(again):
