@@ -11,7 +11,6 @@ from typing import Any
 
 from transition.checkpoint import Checkpoints, Damaged, Found, load_image
 from transition.memory import contents, images
-from transition.memory.keeper import KIND
 from transition.migrate import TrainingState
 
 MOST = 8  # iterations that are told of
@@ -106,7 +105,7 @@ class Beginnings:
     def _is_mine(self, found: images.Found) -> bool:
         """It is of this rank's place in this layout."""
         writer, key = self._writer, found.key
-        if (key.kind, key.place, key.size) != (KIND, writer.place, writer.size):
+        if (key.kind, key.place, key.size) != (images.STATE, writer.place, writer.size):
             return False
         try:
             return bool(contents.opened(found).head["layout"] == writer.layout)

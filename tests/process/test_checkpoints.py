@@ -14,7 +14,7 @@ ITERATIONS = 12
 
 
 def test_all_ranks_die_and_the_job_goes_on_from_its_checkpoint(tmp_path):
-    settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.1"}
+    settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.1", "UNICRON_MEMORY_EVERY": "0"}
     with World(tmp_path, nodes=2, TINY_CHECKPOINTS=str(tmp_path / "saves"), **settings) as job:
         job.wait(lambda: job.trains([0, 1], 5), "6 iterations")
         for slot in (0, 1):

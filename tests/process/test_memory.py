@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import HERE, Agent, World, json_lines, undisturbed
+from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world
 from transition.memory.images import inventory
@@ -30,12 +30,8 @@ class Remembering(World):
     """Each node has a memory of its own."""
 
     def memory(self, element: int) -> Path:
-        folder = self.array.folder / f"memory{element}"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def start_agent(self, element: int, **settings: str) -> Agent:
-        return super().start_agent(element, UNICRON_MEMORY=str(self.memory(element)), **settings)
+        """The folder that its agent has made."""
+        return next(Path(self.array.environment["UNICRON_MEMORY_DIR"]).glob(f"unicron.*.n{element}.*"))
 
     @contextmanager
     def down(self) -> Iterator[list[int]]:
@@ -149,3 +145,23 @@ def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_fal
         assert logs.count("the training state is not kept in memory") == 2 and "File too large" in logs
         job.ends()
     assert trained(tmp_path, losses) == 4
+
+
+def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on_from_there(tmp_path, losses):
+    """SIGTERM, as before a time limit or for a preemption; the script does nothing about it."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"}
+    with Remembering(tmp_path, nodes=2, **saves, **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        for agent in job.agents.values():
+            agent.process.terminate()
+        assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
+        said = [agent.log.count("was saved in") for agent in job.agents.values()]
+        assert said == [1, 0], "each part once, by the first node that has it"
+    (saved,) = [int(path.name.removeprefix("iteration-")) for path in (tmp_path / "saves").iterdir()]
+    assert saved >= 5
+    (tmp_path / "next").mkdir()
+    with Remembering(tmp_path / "next", nodes=2, **saves, **SETTINGS) as job:
+        job.ends()
+    steps = json_lines(tmp_path / "next" / "losses.0")
+    assert steps[0]["iteration"] == saved
+    assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-6)

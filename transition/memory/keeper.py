@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from transition.memory import contents
-from transition.memory.images import SUFFIX, Image, Key, inventory
+from transition.memory.images import STATE, SUFFIX, Image, Key, inventory
 
 FOLDER, EVERY = "UNICRON_MEMORY", "UNICRON_MEMORY_EVERY"
-KIND = "state"  # of its images
 BUFFERS = 2
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
@@ -97,7 +96,7 @@ class Keeper:
         self._done.wait()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found, iteration, writer.layout)
-        key = writer.key(iteration, KIND, self.slot, base)
+        key = writer.key(iteration, STATE, self.slot, base)
         self.size = found.size
         self._free.clear()
         self._done.clear()
@@ -118,7 +117,7 @@ class Keeper:
         for found in inventory(self.folder):
             if found.path in mine:
                 newest = max(newest, found.key.iteration)
-            elif found.key.kind == KIND and found.key.slot == slot:
+            elif found.key.kind == STATE and found.key.slot == slot:
                 its = max(its, found.key.iteration)
         if its < newest:
             return

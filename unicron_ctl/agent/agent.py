@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from detector.supervise import Child, adopt_orphans, shell_status
+from transition.memory.images import Key
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
@@ -41,11 +42,12 @@ from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.warmth import Warmth
 from unicron_ctl.agent.witness import Witness
 from unicron_ctl.errors import UserError, one_line
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import sharing, wire
 
 REGISTER_SECONDS = 0.5
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 PLANS_HELD = 4  # the ranks are in one of the last
+TRAINING = ("entering", "running", "stopped")  # states of ranks whose job has a plan with them
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
@@ -105,6 +107,7 @@ class Agent:
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
         self._ended = False  # nobody will go on with this job
+        self._saves = False  # it is stopped in the middle of its training, and not because a plan goes on without it
         self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
         self._complaints: Counter[str] = Counter()
@@ -165,6 +168,8 @@ class Agent:
     def close(self) -> None:
         """End the ranks, their template and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
+        if self._saves:
+            self._memory.persist(self._is_first)
         self._warmth.close()
         adopt_orphans(False)
         self._store.close()
@@ -326,6 +331,7 @@ class Agent:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
                 self._stop_seconds = ENDING_SECONDS
+                self._saves = any(rank.status.state in TRAINING for rank in self.ranks.values())
                 self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     # ------------------------------------------------------------ messages
@@ -461,6 +467,12 @@ class Agent:
             self._to_ranks(plan)
         elif agreed is not None and agreement.agreed is None:
             self._hold(share, agreed.generation)
+
+    def _is_first(self, key: Key) -> bool:
+        """Of the nodes that train a place of the layout this is the first."""
+        members = sharing.whole(self._held[max(self._held)]).members if self._held else []
+        same = [slot for slot in members if slot % key.size == key.place]
+        return not same or min(same) in self.ranks
 
     def _hold(self, share: wire.PlanShare, generation: int) -> None:
         self._held[generation] = share

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from transition.memory import files
+from transition.memory.images import STATE, BadImage, Found, Key, inventory
 from unicron_ctl.agent.place import Place, number
 
 VARIABLE = "UNICRON_MEMORY"  # what a rank is told
@@ -71,6 +73,24 @@ class Memory:
             self._touched = now
             with contextlib.suppress(OSError):
                 os.utime(self.folder)
+
+    def persist(self, mine: Callable[[Key], bool]) -> None:
+        """Slurm ends the job in the middle of its training: the newest state of each place goes to the job's
+        checkpoints, if its script makes some. mine(key): it is this node that writes it."""
+        folder = files.destination(self.folder) if self.folder is not None else None
+        if folder is None or self.folder is None:
+            return
+        newest: dict[int, Found] = {}
+        for found in inventory(self.folder):
+            key = found.key
+            if key.kind == STATE and mine(key):
+                newest[key.place] = max(found, newest.get(key.place, found), key=lambda one: one.key.iteration)
+        for found in newest.values():
+            try:
+                path = files.persist(found, folder)
+                self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
+            except (OSError, BadImage) as error:
+                self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {error}")
 
     def close(self, over: bool) -> None:
         """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""

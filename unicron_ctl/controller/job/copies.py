@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from transition.memory.images import STATE
 from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import AgentView, JobView
@@ -21,7 +22,6 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus
 
-KIND = "state"  # of the images that a replica's rank makes; shards have their own way (transition.safekeeping)
 CUT_SECONDS = 5.0  # between two cuts, at least
 LOOK_SECONDS = 0.5  # between two looks whether it is good
 CUT_LIMIT_SECONDS = 120.0  # for a cut to become good; then another one is tried
@@ -72,7 +72,7 @@ def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple
     found: dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.images:
-            if image.kind == KIND:
+            if image.kind == STATE:  # shards have their own way (transition.safekeeping)
                 found[image.iteration, image.mark][image.place][agent.node] = agent, image
     return found
 
