@@ -80,7 +80,8 @@ class OfAll(Warm):
     def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
         early = {name: value for name, value in self.environment.items() if READ_IN_C.fullmatch(name)}
-        return super().ask({**own, **early}, words, stdout)
+        script = environment.get("TINY_SCRIPT", str(SCRIPT))
+        return super().ask({**own, **early}, words or [script], stdout)
 
 
 _warm: Warm | None = None
