@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transition.memory.images import BadImage, Found, Key, inventory
+from transition.memory.images import STATE, BadImage, Found, Key, inventory
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
 from unicron_ctl.agent.place import Place, number
@@ -130,7 +130,8 @@ class Copies:
         if folder is None or (trains and self.cut.iteration < 0):
             return []
         stays = (CUT_PREFIX, transfer.PREFIX)
-        return [row(found.key) for found in inventory(folder) if not trains or found.path.name.startswith(stays)]
+        found = (one for one in inventory(folder) if one.key.kind == STATE)
+        return [row(one.key) for one in found if not trains or one.path.name.startswith(stays)]
 
     def close(self) -> None:
         """Nothing is taken, given or got any more."""
