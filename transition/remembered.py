@@ -78,6 +78,8 @@ class Remembered:
         files, the state is that now: returns the iteration. None where the rank has what it needs, or gets it. own: as
         in :meth:`told`."""
         self.wait()
+        if not self.active:
+            return None
         if self._slot in plan.joiners:
             self._beginnings.touched()
             return None
