@@ -98,8 +98,11 @@ class Beginnings:
                 if path.name.endswith(images.SUFFIX):
                     try:
                         found.append(images.look(path))
-                    except (images.BadImage, OSError) as error:
-                        _say(f"passed over in memory: {error}")
+                    except images.BadImage as error:
+                        if self.untouched:  # once, at the start: later on others are writing theirs
+                            _say(f"passed over in memory: {error}")
+                    except OSError:
+                        pass  # it is gone
         return found
 
     def _is_mine(self, found: images.Found) -> bool:

@@ -131,7 +131,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),
     Limit("controller", "AHEAD_SECONDS", 1.0, "before such an iteration, for the word to reach all ranks"),
     Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "for its copies to be made; then another one is tried"),
-    Limit("controller", "FETCH_SECONDS", 60.0, "for copies to be got; then the job goes on from what its ranks have"),
+    Limit("controller", "FETCH_SECONDS", 120.0, "for copies to be got; then the job goes on from what its ranks have"),
     Limit("controller", "FETCH_AGAIN_SECONDS", 1.0, "between two orders to get one"),
     Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
     Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),
@@ -175,8 +175,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "LIMIT_SECONDS", 60.0, "at most, for that"),
     Limit("agent", "FORGOTTEN_SECONDS", 900.0, "after which training state in memory that no agent holds is removed"),
     Limit(
-        "agent", "SILENT_SECONDS", 10.0, "without a byte; then a copy of training state is given up, and tried again"
+        "agent", "SILENT_SECONDS", 30.0, "without a byte; then a copy of training state is given up, and tried again"
     ),
+    Limit("agent", "PROOF_SECONDS", 2.0, "for each part of the proof that somebody may take or give a copy"),
     Limit("agent", "AGAIN_SECONDS", 2.0, "before it is tried again"),
     Limit("agent", "CUT_LOOK_SECONDS", 0.2, "between two looks whether there is state to be copied to other nodes"),
     Limit("agent", "TOUCH_SECONDS", 60.0, "between two signs of an agent that its folder of shared memory is in use"),

@@ -25,7 +25,7 @@ from transition.memory.keeper import BUFFERS, FOLDER
 from transition.migrate import PIECE, broadcast_bytes
 
 KIND = "user"
-SAME = "same in all ranks"  # the mark of what was saved so
+SAME = "replicated"  # the mark of what was saved so
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
 _NONE = -1
 
@@ -42,9 +42,11 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
     next; when this returns it may change. The last two stay.
 
     replicated: all ranks give the same, as in data-parallel training; then one rank of each node writes it, and a world
-    of any size can go on from it. Raises TypeError for a value of another kind. Where there is no room it is said once,
-    and nothing is kept.
+    of any size can go on from it. Raises TypeError for a value of another kind, and for an iteration that is no whole
+    number from 0. Where there is no room it is said once, and nothing is kept.
     """
+    if not isinstance(iteration, int) or iteration < 0:
+        raise TypeError(f"iteration={iteration!r}: give the number of the iteration that comes next, 0 or more")
     world = _World.here()
     if world is not None and (world.local == 0 or not replicated):
         _keeper(world).save(state, iteration, replicated)

@@ -485,6 +485,9 @@ class Agent:
         self._layout = message.layout
         self._memory.open(message.run)
         self._welcomed = True
+        if self._memory.folder is None and self._copies.address:
+            self._copies.refuse()
+            self._register()
         if self._registered:
             self._send_status()
             self._reports.node_events(again=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transition.memory.images import STATE, BadImage, Found, Key, inventory
+from transition.memory.images import STATE, Found, Key, inventory
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
 from unicron_ctl.agent.place import Place, number
@@ -133,6 +133,11 @@ class Copies:
         found = (one for one in inventory(folder) if one.key.kind == STATE)
         return [row(one.key) for one in found if not trains or one.path.name.startswith(stays)]
 
+    def refuse(self) -> None:
+        """There is no memory here: nobody gives anything to this node."""
+        self._server.close()
+        self.address = self.token = ""
+
     def close(self) -> None:
         """Nothing is taken, given or got any more."""
         self._server.close()
@@ -178,7 +183,7 @@ class Copies:
                 transfer.put(task.found, task.holder.address, task.holder.token, self._rate)
             elif (folder := self._folder()) is not None:
                 transfer.get(task.key, folder, task.holder.address, task.holder.token)
-        except (OSError, BadImage, ValueError) as error:
+        except Exception as error:  # what a peer sends must not end the thread
             return str(error) or type(error).__name__
         return ""
 

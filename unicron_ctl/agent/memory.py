@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +34,7 @@ BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
 TOUCH_SECONDS = 60.0
+BOTH = 2  # buffers in which a rank's state takes turns
 TRIES = 5  # to open a folder that others remove at the same time
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
 
@@ -58,6 +61,7 @@ class Memory:
         try:
             self._descriptor = _hold(folder)
             self.folder = folder
+            _remove_unfinished(folder, self._descriptor)
         except OSError as error:
             why = f"{error.strerror or error}: see {BASE}, or set {EVERY}=0"
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
@@ -75,17 +79,20 @@ class Memory:
                 os.utime(self.folder)
 
     def persist(self, mine: Callable[[Key], bool]) -> None:
-        """Slurm ends the job in the middle of its training: the newest state of each place goes to the job's
-        checkpoints, if its script makes some. mine(key): it is this node that writes it."""
+        """Slurm ends the job in the middle of its training: the newest states of each place go to the job's
+        checkpoints, if its script makes some. mine(key): it is this node that writes it.
+
+        The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
+        """
         folder = files.destination(self.folder) if self.folder is not None else None
         if folder is None or self.folder is None:
             return
-        newest: dict[int, Found] = {}
+        states: dict[int, dict[int, Found]] = defaultdict(dict)
         for found in inventory(self.folder):
-            key = found.key
-            if key.kind == STATE and mine(key):
-                newest[key.place] = max(found, newest.get(key.place, found), key=lambda one: one.key.iteration)
-        for found in newest.values():
+            if found.key.kind == STATE and mine(found.key):
+                states[found.key.place][found.key.iteration] = found
+        newest = [sorted(each.items(), reverse=True)[:BOTH] for each in states.values()]
+        for _, found in sorted(itertools.chain(*newest), reverse=True, key=lambda each: each[0]):
             try:
                 path = files.persist(found, folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
@@ -140,6 +147,15 @@ def _remove_if_unheld(path: Path, descriptor: int) -> bool:
         return False
     shutil.rmtree(path, ignore_errors=True)
     return True
+
+
+def _remove_unfinished(folder: Path, descriptor: int) -> None:
+    """What processes were making that ended; nobody makes anything while this agent alone is there, without ranks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in folder.glob("*.new"):
+            path.unlink(missing_ok=True)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _hold(folder: Path) -> int:

@@ -32,10 +32,11 @@ from typing import Any
 
 import msgpack
 
-from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Key, inventory, look
+from transition.memory.images import PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
 from unicron_ctl.agent.sums import sound
 
-SILENT_SECONDS = 10.0  # without a byte; then a connection is given up
+SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
+PROOF_SECONDS = 2.0  # for each part of the proof
 AT_ONCE = 8  # connections that are served
 PIECE = 1 << 22  # bytes between two looks at the clock
 MOST_REQUEST = 4096  # bytes
@@ -51,7 +52,7 @@ class TransferError(OSError):
 
 def copy_name(key: Key) -> str:
     """Of the file that holds a copy."""
-    return f"{PREFIX}{key.kind}-{key.slot}-{key.shard}-{key.iteration}{SUFFIX}"
+    return f"{PREFIX}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
 
 
 # ------------------------------------------------------------ the server
@@ -94,7 +95,7 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(SILENT_SECONDS)
+                connection.settimeout(PROOF_SECONDS)
                 nonce = secrets.token_bytes(NONCE)
                 connection.sendall(nonce)
                 proof = _receive(connection, PROOF)
@@ -104,8 +105,9 @@ class Server:
                 request = _receive(connection, length)
                 if not hmac.compare_digest(proof, _proof(self.token, nonce, request)):
                     return
+                connection.settimeout(SILENT_SECONDS)
                 self._answer(connection, msgpack.unpackb(request))
-        except (OSError, ValueError, TypeError, KeyError, BadImage, msgpack.UnpackException):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, BadImage, msgpack.UnpackException):
             pass  # the other side sees that nothing came, and says so
         finally:
             self._slots.release()
@@ -160,7 +162,7 @@ class _Draft:
         self._file = self._path.open("wb")
         try:
             os.posix_fallocate(self._file.fileno(), 0, self._length)  # a full memory is an error now, not half way
-        except OSError:
+        except (OSError, OverflowError):
             self.__exit__()
             raise
         return self
@@ -181,6 +183,8 @@ class _Draft:
         """It gets its name. Raises BadImage where its first page is not sound."""
         self._file.flush()
         found = look(self._path)
+        if found.key.kind != STATE:
+            raise BadImage(f"an image of the kind {found.key.kind!r} is no copy")
         if found.used != self._length:
             raise BadImage(f"an image of {found.used} bytes came as {self._length}")
         path = self._folder / copy_name(found.key)

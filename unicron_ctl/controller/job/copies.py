@@ -9,10 +9,11 @@ say that they have, so a controller that was restarted knows it, too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
 from unicron_ctl.controller.job.candidates import Formed, states
@@ -27,7 +28,7 @@ LOOK_SECONDS = 0.5  # between two looks whether it is good
 CUT_LIMIT_SECONDS = 120.0  # for a cut to become good; then another one is tried
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
-FETCH_SECONDS = 60.0  # for images to be got; then the job goes on from what its ranks have
+FETCH_SECONDS = 120.0  # for images to be got; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0
 
 State = tuple[int, str]  # (iteration, mark)
@@ -35,15 +36,16 @@ State = tuple[int, str]  # (iteration, mark)
 
 @dataclass
 class Cuts:
-    """What is remembered for now of one job's: the last that was asked for, and when."""
+    """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
+    on; and, of one generation, in how many more nodes which places are to be, and who gives what he has to whom."""
 
     asked: int = -1
     asked_at: float = 0.0
     good: int = -1
     look_at: float = 0.0
     plan: int = -1
-    """The generation for which `wanting` was worked out: places, and in how many more nodes they are to be."""
-    wanting: dict[int, int] | None = None
+    wanting: dict[int, int] = field(default_factory=dict)
+    targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- who has what
@@ -77,10 +79,11 @@ def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple
     return found
 
 
-def newest_good(job: JobView) -> int:
-    """The newest iteration of which every place's state lies in enough nodes' memory; -1 where there is none."""
+def newest_good(job: JobView, enough: bool = True) -> int:
+    """The newest iteration of which every place's state lies in enough nodes' memory, or, if that is not asked, in any;
+    -1 where there is none."""
     agents, size = job.alive(), job.replica
-    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents}))
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
     whole = [
         iteration
         for (iteration, _), places in images(agents).items()
@@ -96,49 +99,49 @@ def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.
     if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
         return
     job.live.fetch_since = None
-    if cuts.plan != state.plan.generation or cuts.wanting is None:
+    if cuts.plan != state.plan.generation:  # whoever came in has heard of no cut, and what was lost is to be made again
         cuts.plan, cuts.wanting = state.plan.generation, wanting(job)
+        cuts.targets, cuts.asked_at, cuts.look_at = targets(job, cuts.wanting), -math.inf, 0.0
     if not cuts.wanting:
         return
     _ask(view, job, cuts)
-    late = [agent for agent in job.alive() if agent.cut != cuts.asked]
-    for agent in late if cuts.asked >= 0 else ():
-        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=targets(job, agent, cuts.wanting))
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
+        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
 
 
 def _ask(view: View, job: JobView, cuts: Cuts) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
     waited = view.now - cuts.asked_at
-    if cuts.asked >= 0 and (waited < CUT_SECONDS or view.now < cuts.look_at):
+    if waited < CUT_SECONDS or view.now < cuts.look_at:
         return
-    cuts.good, cuts.look_at = newest_good(job), view.now + LOOK_SECONDS
-    if cuts.asked > cuts.good and waited < CUT_LIMIT_SECONDS:
+    good, cuts.look_at = newest_good(job), view.now + LOOK_SECONDS
+    if cuts.asked > good and waited < CUT_LIMIT_SECONDS:
         return
+    cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
     known = [cuts.asked, *(agent.cut for agent in job.alive())]
     ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3)))
     cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + max(known)), view.now
 
 
-def targets(job: JobView, agent: AgentView, missing: Mapping[int, int]) -> list[wire.Holder]:
-    """To whom an agent gives what it has of a cut: those that come after it, on nodes that do not have it. Of several
-    that train a place the first gives it."""
-    trained = holders(job)
-    mine = [place for place in missing if trained[place] and min(trained[place]) == agent.element]
-    if not mine:
-        return []
-    after = sorted(
-        (one for one in job.alive() if one.images_at), key=lambda one: (one.element <= agent.element, one.element)
-    )
-    chosen: dict[int, AgentView] = {}
-    for place in mine:
+def targets(job: JobView, missing: Mapping[int, int]) -> dict[int, list[wire.Holder]]:
+    """By element, to whom it gives what it has of a cut: those that come after it, on nodes that do not have it. Of
+    several that train a place the first gives it."""
+    if not missing:
+        return {}
+    trained, order = holders(job), [one for one in job.alive() if one.images_at]
+    position = {one.element: place for place, one in enumerate(order)}
+    chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
+    for place, left in missing.items():
+        giver = min(trained[place])
         has = {job.agents[element].node for element in trained[place] if element in job.agents}
-        left = missing[place]
-        for one in after:
-            if left and one.node not in has:
+        for one in itertools.islice(itertools.cycle(order), position[giver] + 1, position[giver] + len(order)):
+            if not left:
+                break
+            if one.node not in has:
                 has.add(one.node)
-                chosen[one.element] = one
+                chosen[giver][one.element] = holder(one)
                 left -= 1
-    return [holder(one) for one in chosen.values()]
+    return {giver: list(each.values()) for giver, each in chosen.items()}
 
 
 def holder(agent: AgentView) -> wire.Holder:
@@ -202,10 +205,13 @@ def _orders(
 ) -> list[tuple[AgentView, wire.Fetch]]:
     """What has to be got so that there is a rank with this state for every place; nothing where that cannot be."""
     orders = []
+    by_place: dict[int, list[int]] = defaultdict(list)
+    for slot in sorted(reports):
+        by_place[slot % size].append(slot)
     for place in range(size):
         if ranks.get(place):
             continue
-        able = [slot for slot in sorted(reports) if slot % size == place]
+        able = by_place[place]
         if not able or not there.get(place):
             return []
         own = [slot for slot in able if (agent := job.agent(slot)) is not None and agent.node in there[place]]

@@ -132,6 +132,25 @@ def test_a_cut_that_comes_to_nothing_is_followed_by_another_and_what_was_good_st
     assert third.iteration > second and third.good == first
 
 
+def test_what_was_lost_with_a_node_is_made_again_at_once_and_what_is_left_stays_until_then():
+    world, agents = started(nodes=3, replica=3)
+    first = agents[0].orders(wire.Cut)[0].iteration
+    for agent in agents:
+        agent.has(first, agent.element, (agent.element + 2) % 3)
+    world.agents.remove(agents[2])
+    world.dead_nodes.add("n3")
+    for agent in agents[:2]:
+        agent.set(agent.element, state="stopped", kept=[(first, "m")], broken=world.job().generation)
+    other = Node(world, 2, node="n7", nodes=3, replica=3)
+    other.register()
+    other.ready((first, "m"))
+    other.has(first, 2)
+    world.run(4.0)
+    assert world.job().phase == "running" and world.job().plan.iteration == first
+    order = other.orders(wire.Cut)[0]
+    assert order.iteration > first and order.good == first and elements(order) == [0]
+
+
 def test_a_controller_that_was_restarted_knows_which_cut_is_good():
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
