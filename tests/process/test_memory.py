@@ -147,21 +147,21 @@ def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_fal
     assert trained(tmp_path, losses) == 4
 
 
-def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on_from_there(tmp_path, losses):
-    """SIGTERM, as before a time limit or for a preemption; the script does nothing about it."""
-    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"}
+@pytest.mark.parametrize(("shape", "said"), [("1 1 1", [2, 0]), ("2 1 1", [2, 2])])
+def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on(tmp_path, losses, shape, said):
+    """SIGTERM, as before a time limit or for a preemption; the script does nothing about it. The newest two states of
+    each place are saved by the first node that has it: one of them both halves of a replica have whole."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": shape}
     with Remembering(tmp_path, nodes=2, **saves, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
             agent.process.terminate()
         assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
-        said = [agent.log.count("was saved in") for agent in job.agents.values()]
-        assert said == [1, 0], "each part once, by the first node that has it"
-    (saved,) = [int(path.name.removeprefix("iteration-")) for path in (tmp_path / "saves").iterdir()]
-    assert saved >= 5
+        assert [agent.log.count("was saved in") for agent in job.agents.values()] == said
+    saved = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "saves").iterdir()}
     (tmp_path / "next").mkdir()
     with Remembering(tmp_path / "next", nodes=2, **saves, **SETTINGS) as job:
         job.ends()
     steps = json_lines(tmp_path / "next" / "losses.0")
-    assert steps[0]["iteration"] == saved
-    assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-6)
+    assert 4 <= steps[0]["iteration"] in saved
+    assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-4)

@@ -4,14 +4,19 @@ their world begins anew, as it was or otherwise."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, of_a_world
+from tests.support.controller import Controller
+from tests.support.jobs import HERE, Job
+from tests.support.processes import ROOT, of_a_world, wait_for
 
 pytestmark = pytest.mark.process
 LIMIT = 120.0
@@ -52,3 +57,31 @@ def test_what_all_have_alike_is_enough_if_one_rank_has_it(tmp_path):
     shutil.rmtree(tmp_path / "a")
     assert world(tmp_path, ["b"], 1, (3, [0], True)) == [[2, [2.0, 2.0]]], "the node that was first is gone"
     assert world(tmp_path, ["b", "c"], 1) == [[3, [3.0, 3.0]]] * 2
+
+
+def test_under_an_agent_a_killed_job_goes_on_with_what_it_kept(tmp_path):
+    (tmp_path / "controller").mkdir()
+    controller = Controller(tmp_path / "controller", "forming_settle_seconds = 1")
+    command = [sys.executable, str(HERE / "saves_on.py")]
+    job = Job(tmp_path, controller.address, "81", 2, command, SAVES_OUT=str(tmp_path), UNICRON_MODE="restart")
+    try:
+
+        def begun(rank: int) -> list[list[int]]:
+            path = tmp_path / f"begun.{rank}"
+            return (
+                [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+                if path.exists()
+                else []
+            )
+
+        wait_for(lambda: begun(0) and begun(1), "both have begun", now=lambda: job.logs)
+        time.sleep(2.0)
+        for rank in (0, 1):
+            os.kill(begun(rank)[0][1], signal.SIGKILL)
+        wait_for(lambda: len(begun(0)) > 1 and len(begun(1)) > 1, "both have begun again", now=lambda: job.logs)
+        assert begun(0)[1][0] == begun(1)[1][0] > 5
+        (tmp_path / "stop").touch()
+        assert job.wait() == [0, 0] and "bad message" not in job.logs + controller.log
+    finally:
+        job.close()
+        controller.close()

@@ -172,6 +172,7 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
         sleeper(**JOB, UNICRON="1"),
         sleeper(**JOB, UNICRON_AGENT="ipc:///tmp/x"),
         sleeper(**JOB, UNICRON="1", ignores_term=True),
+        sleeper(**JOB, UNICRON="1", SLURM_SCRIPT_CONTEXT="prolog_task"),  # where the cluster has a TaskProlog
     ]
     others = [
         sleeper(**JOB),  # a job without Unicron

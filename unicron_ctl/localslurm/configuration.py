@@ -35,7 +35,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "SlurmdDebug=info",
         "LogTimeFormat=iso8601_ms",
         f"PlugStackConfig={layout.etc_dir}/plugstack.conf",
-        f"TaskProlog={layout.etc_dir}/task_prolog",
+        f"TaskProlog={layout.task_prolog}",
         "MailProg=/bin/true",
         # Works as any user; cgroups need root.
         "ProctrackType=proctrack/linuxproc",

@@ -74,6 +74,7 @@ class Layout:
         self.save_dir = self.state_dir / "state"
         self.gpu_dir = self.state_dir / "dev"
         self.spool_dir = self.short_dir / "spool"
+        self.task_prolog = self.short_dir / "task_prolog"  # any user's jobs execute it
         self.memory_dir = self.short_dir / "memory"  # what would be /dev/shm on a node of its own
         self.munge_dir = self.short_dir / "munge"
         self.munge_socket = self.munge_dir / "socket"

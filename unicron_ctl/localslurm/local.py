@@ -289,9 +289,8 @@ class LocalCluster:
         layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
         (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
         (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
-        prolog = layout.etc_dir / "task_prolog"
-        prolog.write_text(configuration.task_prolog(layout))
-        prolog.chmod(0o755)
+        layout.task_prolog.write_text(configuration.task_prolog(layout))
+        layout.task_prolog.chmod(0o755)
 
     def _empty_memory(self, node: str) -> None:
         """As after a power failure. Any user's jobs may write there."""
