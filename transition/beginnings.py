@@ -5,13 +5,13 @@ the script has made; nothing of it is read before a plan says that others are to
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
 from transition.checkpoint import Checkpoints, Damaged, Found, load_image
 from transition.memory import contents, images
 from transition.migrate import TrainingState
+from transition.saying import say
 
 MOST = 8  # iterations that are told of
 
@@ -66,14 +66,14 @@ class Beginnings:
         for found in [each for each in self._images if (each.key.iteration, each.key.mark) == (wanted, mark)]:
             self.untouched = False
             if self._take_image(state, found):
-                _say(f"goes on from the memory of its node, with iteration {wanted}")
+                say(f"goes on from the memory of its node, with iteration {wanted}")
                 return wanted
         files = [each for each in self._files if (each.iteration, each.mark) == (wanted, mark)]
         for each in files:
             self.untouched = False
             assert self._checkpoints is not None
             if self._checkpoints.load_one(state, each):
-                _say(f"goes on from {each.paths[0].parent}, with iteration {wanted}")
+                say(f"goes on from {each.paths[0].parent}, with iteration {wanted}")
                 return wanted
         if wanted == self._start and self.untouched:
             return wanted
@@ -100,7 +100,7 @@ class Beginnings:
                         found.append(images.look(path))
                     except images.BadImage as error:
                         if self.untouched:  # once, at the start: later on others are writing theirs
-                            _say(f"passed over in memory: {error}")
+                            say(f"passed over in memory: {error}")
                     except OSError:
                         pass  # it is gone
         return found
@@ -113,20 +113,16 @@ class Beginnings:
         try:
             return bool(contents.opened(found).head["layout"] == writer.layout)
         except (images.BadImage, OSError) as error:
-            _say(f"passed over in memory: {error}")
+            say(f"passed over in memory: {error}")
             return False
 
     def _take_image(self, state: TrainingState, found: images.Found) -> bool:
         try:
             load_image(state, found.path)
         except (Damaged, OSError) as error:
-            _say(f"passed over in memory: {error}")
+            say(f"passed over in memory: {error}")
             with contextlib.suppress(OSError, images.BadImage):
                 if images.look(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()
             return False
         return True
-
-
-def _say(text: str) -> None:
-    print(f"unicron: {text}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 import zipfile
@@ -33,6 +32,7 @@ from transition.memory import contents, images
 from transition.memory.files import DAMAGED, finished, folder_name, stem, unfinished
 from transition.memory.images import SUFFIX, BadImage, Key
 from transition.migrate import StateMismatch, TrainingState, as_before
+from transition.saying import say
 
 TORCH_VERSION = 2  # a file of torch.save
 OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
@@ -144,7 +144,7 @@ class Checkpoints:
         try:
             _load(state, found)
         except (OSError, Damaged) as error:
-            _say(f"checkpoint of iteration {found.iteration} passed over: {error}")
+            say(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
         self.newest = found.iteration
         return True
@@ -226,7 +226,7 @@ class Checkpoints:
             written = self._being_written(iteration, writer, grew)
             if time.monotonic() - began >= patience and not written:
                 self.save_last(state, iteration, writer)
-                _say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
+                say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -271,7 +271,7 @@ class Checkpoints:
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
                 new.unlink()
-            _say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
+            say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _prune(self) -> None:
         """Remove what is older than those that stay. All ranks do, at the same time."""
@@ -476,7 +476,3 @@ def _load_old(state: TrainingState, path: Path) -> None:
         raise _other_model(path, "its tensors have other shapes")
     for tensor, value in zip(mine, saved, strict=True):
         tensor.copy_(value)
-
-
-def _say(text: str) -> None:
-    print(f"unicron: {text}", file=sys.stderr, flush=True)

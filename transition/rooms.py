@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Image, Key, look
+from transition.memory.images import FOLDER, PAGE, SUFFIX, BadImage, Found, Image, Key, look
 from transition.migrate import checksum
+from transition.saying import say
 
-FOLDER = "UNICRON_MEMORY"  # set by the agent for its ranks
 SHARD = "shard"  # the kind of these images, and how their names begin
 
 
@@ -244,8 +243,3 @@ def _read(found: Found) -> Claimed:
 
 def _floats(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.float32) if len(data) else torch.empty(0)
-
-
-def say(text: str) -> None:
-    """To people, in the job's output."""
-    print(f"unicron: {text}", file=sys.stderr, flush=True)

@@ -15,7 +15,8 @@ from transition.exchange import Exchange
 from transition.layout import replicas
 from transition.migrate import TrainingState
 from transition.process import Process
-from transition.rooms import Rooms, folder, say
+from transition.rooms import Rooms, folder
+from transition.saying import say
 from transition.shards import MARK_BITS, Shards, named
 from transition.snapshots import Where
 from transition.untrained import Untrained

@@ -146,7 +146,7 @@ def deaths(count: int) -> None:
     for _ in range(count):
         with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM) as shared:
             folder = Path(name)
-            settings = {"TINY_ITERATIONS": "1000000", "TINY_SLOW": "0.02", "UNICRON_MEMORY": shared}
+            settings = {"TINY_ITERATIONS": "1000000", "TINY_SLOW": "0.02", "UNICRON_MEMORY_DIR": shared}
             with World(folder, nodes=RANKS, **settings) as job:
                 slots = list(range(RANKS))
                 job.wait(lambda job=job, slots=slots: job.trains(slots, 5), "6 iterations")

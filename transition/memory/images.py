@@ -25,6 +25,7 @@ PAGE = 4096
 VERSION = 1
 SUFFIX = ".image"
 STATE = "state"  # the kind of images that a checkpoint can be made of
+FOLDER = "UNICRON_MEMORY"  # the folder, as the agent tells its ranks
 SUMS = 16  # bytes: two words of 64 bits (transition.migrate.checksum)
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = 0, 1

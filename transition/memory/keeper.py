@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 
 from transition.memory import contents
-from transition.memory.images import STATE, SUFFIX, Image, Key, inventory
+from transition.memory.images import FOLDER, STATE, SUFFIX, Image, Key, inventory
+from transition.saying import say
 
-FOLDER, EVERY = "UNICRON_MEMORY", "UNICRON_MEMORY_EVERY"
+EVERY = "UNICRON_MEMORY_EVERY"
 BUFFERS = 2
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
@@ -62,9 +62,9 @@ class _Task:
 class Keeper:
     """Of one rank. What is not private is called by the main thread."""
 
-    def __init__(self, folder: Path, slot: int, every: int, say: Callable[[str], None] | None = None):
+    def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = say):
         self.folder, self.slot, self.every = folder, slot, every
-        self._say = say or _say
+        self._say = tell
         self.newest = -1  # the iteration of the last whole image of this process
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
@@ -237,7 +237,3 @@ def _event(tensors: list[torch.Tensor]) -> Any:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _say(text: str) -> None:
-    print(f"unicron: {text}", file=sys.stderr, flush=True)

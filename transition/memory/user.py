@@ -9,7 +9,6 @@ Plain values and tensors are written as they are; nothing is pickled. Without an
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from transition.memory import contents
-from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, inventory
-from transition.memory.keeper import BUFFERS, FOLDER
+from transition.memory.images import FOLDER, SUFFIX, BadImage, Found, Image, Key, inventory
+from transition.memory.keeper import BUFFERS
 from transition.migrate import PIECE, broadcast_bytes
+from transition.saying import say
 
 KIND = "user"
 SAME = "replicated"  # the mark of what was saved so
@@ -183,7 +183,7 @@ def _read(found: Found) -> tuple[bytes, torch.Tensor] | None:
             return head, data
         raise BadImage(f"{found.path}: its data do not match their checksum")
     except (BadImage, OSError) as error:
-        _say(f"passed over in memory: {error}")
+        say(f"passed over in memory: {error}")
         return None
 
 
@@ -215,7 +215,7 @@ class _Keeper:
             contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
         except OSError as error:
             if not self._quiet:
-                _say(f"the state is not kept in memory, the training goes on: {error}")
+                say(f"the state is not kept in memory, the training goes on: {error}")
             self._quiet = True
             return
         self._thread = threading.Thread(target=self._finish, args=(image, key, head, size, data), name="unicron-memory")
@@ -305,7 +305,3 @@ def _unpacked(head: bytes, data: torch.Tensor) -> Any:
         return msgpack.unpackb(value, ext_hook=other, strict_map_key=False)
 
     return _plain(told["state"])
-
-
-def _say(text: str) -> None:
-    print(f"unicron: {text}", file=sys.stderr, flush=True)

@@ -17,12 +17,10 @@ from pathlib import Path
 from transition.memory.images import STATE, Found, Key, inventory
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
-from unicron_ctl.agent.place import Place, number
+from unicron_ctl.agent.place import Place, memory_rate
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.protocol import wire
 
-RATE = "UNICRON_MEMORY_RATE"
-RATE_MB = "1000"  # a second; 0 for no limit
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
 CUT_PREFIX = "cut-"  # names of the ranks' own
@@ -56,7 +54,7 @@ class Copies:
         say: Callable[[str], None],
     ):
         self._folder, self._tell, self._say = folder, tell, say
-        self._rate = number(environment, RATE, RATE_MB, float, least=0.0) * 1e6
+        self._rate = memory_rate(environment)
         self.results: Mailbox[_Done | str] = Mailbox()  # or news of the server's
         self._server = transfer.Server(folder, collectives_address(environment) or place.address, self.results.put)
         self.address, self.token = self._server.address, self._server.token

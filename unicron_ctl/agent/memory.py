@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from transition.memory import files
-from transition.memory.images import STATE, BadImage, Found, Key, inventory
-from unicron_ctl.agent.place import Place, number
+from transition.memory.images import FOLDER, STATE, BadImage, Found, Key, inventory
+from unicron_ctl.agent.place import Place, memory_every
 
-VARIABLE = "UNICRON_MEMORY"  # what a rank is told
-EVERY = "UNICRON_MEMORY_EVERY"  # iterations between two images; 0: none are made
 BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
@@ -46,7 +44,7 @@ class Memory:
         self.folder: Path | None = None
         self._place, self._complain = place, complain
         self._base = Path(environment.get(BASE) or SHARED_MEMORY)
-        self._wanted = number(environment, EVERY, "1", least=0) > 0
+        self._wanted = memory_every(environment) > 0
         self._descriptor = -1
         self._touched = 0.0
 
@@ -63,13 +61,13 @@ class Memory:
             self.folder = folder
             _remove_unfinished(folder, self._descriptor)
         except OSError as error:
-            why = f"{error.strerror or error}: see {BASE}, or set {EVERY}=0"
+            why = f"{error.strerror or error}: see {BASE}, or set UNICRON_MEMORY_EVERY=0"
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
 
     @property
     def environment(self) -> dict[str, str]:
         """What ranks are told."""
-        return {VARIABLE: str(self.folder) if self.folder is not None else ""}
+        return {FOLDER: str(self.folder) if self.folder is not None else ""}
 
     def turn(self, now: float) -> None:
         """Show now and then that the folder is in use."""

@@ -86,6 +86,21 @@ def number(
     return value
 
 
+def memory_every(environment: Mapping[str, str]) -> int:
+    """Iterations between two states that are kept in memory; 0: none is. Raises UserError."""
+    return int(number(_set(environment), "UNICRON_MEMORY_EVERY", "1", least=0))
+
+
+def memory_rate(environment: Mapping[str, str]) -> float:
+    """Most bytes a second that go to copies in other nodes; 0: as many as can. Raises UserError."""
+    return number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0) * 1e6
+
+
+def _set(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables that are empty."""
+    return {name: value for name, value in environment.items() if value}
+
+
 def read_place(environment: Mapping[str, str] = os.environ, controller: str = "") -> Place:
     """The agent's place; `controller` is the address of its controller. Raises UserError for what makes no sense."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
@@ -110,6 +125,8 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
     per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
     most = int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1"))
     model = read_model(environment)
+    memory_every(environment)  # a mistake is said before the job runs without
+    memory_rate(environment)
     return Place(
         job=job,
         element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
@@ -125,7 +142,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),
             model=model,
-            copies=int(number(environment, "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
+            copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
         ),
     )

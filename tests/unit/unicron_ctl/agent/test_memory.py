@@ -126,6 +126,11 @@ def test_without_a_place_the_job_goes_on_and_it_is_said(make, said: list[str], t
     memory.close(over=True)
 
 
+def test_an_epilog_waits_as_long_as_an_agent() -> None:
+    epilog = (Path(__file__).parents[4] / "slurm_plugin" / "epilog.d" / "50-unicron").read_text()
+    assert f"\nUNICRON_KEEP_MINUTES={FORGOTTEN_SECONDS / 60:.0f}\n" in epilog
+
+
 def test_it_can_be_turned_off_and_a_setting_that_makes_no_sense_is_refused(make, said: list[str]) -> None:
     assert make(UNICRON_MEMORY_EVERY="0").folder is None and not said
     with pytest.raises(UserError, match="UNICRON_MEMORY_EVERY='often' is no whole number"):
