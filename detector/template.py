@@ -434,6 +434,8 @@ def main() -> NoReturn:
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:
+        if os.getppid() != task["agent"]:  # whose children forks could not become
+            raise Cold("the interpreter is started by a wrapper that stays in front of it")
         template.load(task["preload"], task["told"])
     except Cold as reason:
         template.tell(off=" ".join(str(reason).split())[:1000])

@@ -341,3 +341,12 @@ def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, 
     gate.touch()
     warm.serve(lambda: warm.template.ready)
     assert run_warm(warm, tmp_path) == (0, "here\n", "")
+
+
+def test_behind_a_wrapper_that_stays_in_front_ranks_start_cold(begin, script, tmp_path):
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\n')
+    wrapper.chmod(0o755)
+    warm = begin(script("import json\n"), python=str(wrapper))
+    warm.serve(lambda: bool(warm.why))
+    assert "a wrapper that stays in front of it" in warm.why

@@ -29,12 +29,19 @@ class Warm:
     words: the command after the interpreter; told: what is imported beside its leading imports; settings: environment.
     """
 
-    def __init__(self, words: Sequence[str], *told: str, preload: Sequence[str] = (), **settings: str) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        *told: str,
+        preload: Sequence[str] = (),
+        python: str = sys.executable,
+        **settings: str,
+    ) -> None:
         known = {name: value for name, value in outside_slurm().items() if not name.startswith("PYTEST")}
         self.environment = known | {"OMP_NUM_THREADS": "1"} | settings
         self._watched: dict[int, Callable[[], object]] = {}
         self.template = Template(
-            [sys.executable, "-W", "ignore"],
+            [python, "-W", "ignore"],
             words,
             self.environment,
             preload,

@@ -118,7 +118,7 @@ class Template:
         unwatch: Callable[[int], None],
     ):
         self._python, self._words, self._environment = list(python), list(words), dict(environment)
-        self._task = json.dumps({"preload": list(preload), "told": list(told)}).encode()
+        self._task = json.dumps({"preload": list(preload), "told": list(told), "agent": os.getpid()}).encode()
         self._watch, self._unwatch = watch, unwatch
         self._child: Child | None = None
         self._line: socket.socket | None = None
