@@ -126,6 +126,9 @@ def _notes(job: dict[str, Any]) -> list[str]:
     starts = [rank["start"] for element in job.get("elements", ()) for rank in element["ranks"]]
     if not job["ended"] and (cold := sum(start.startswith("cold") for start in starts)):
         found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job['job']}`")
+    ranks = [rank for element in job.get("elements", ()) for rank in element["ranks"]]
+    if not job["ended"] and (forgets := sum(bool(rank.get("forgets")) for rank in ranks)):
+        found.append(f"{forgets} of {len(ranks)} ranks keep no state in memory: see `unicronctl explain {job['job']}`")
     if not job["ended"] and (slow := _slow(job)):
         found.append(slow.removeprefix(", "))
     if job["last_failure"]:
@@ -270,6 +273,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"waits: {data['waits']}")
     for reason, slots in (data.get("cold") or {}).items():
         lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
+    for reason, slots in (data.get("forgets") or {}).items():
+        lines.append(f"keeps no state in memory: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     if data.get("bounds"):
         lines.append(f"bounds: {data['bounds']}")
     if data["plan_reason"]:

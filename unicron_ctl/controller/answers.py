@@ -259,6 +259,7 @@ def _elements(core: Core, state: JobState) -> list[dict[str, Any]]:
                     "phase": s.phase,
                     "pid": s.pid,
                     "start": view.agents[element].start(slot),
+                    "forgets": s.forgets,
                 }
                 for slot in record.slots
                 if element in view.agents and (s := view.status(slot)) is not None
@@ -370,6 +371,7 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "set_aside": state.set_aside,
         "waits": state.waits,
         "cold": core.view.job(state).cold() if not state.ended else {},
+        "forgets": core.view.job(state).forgets() if not state.ended else {},
         "planned_nodes": core.state.assignment.get(state.job),
         "plan_reason": report.reasons.get(state.job, "") if report else "",
         "plan_trigger": report.trigger if report else "",

@@ -294,6 +294,14 @@ class JobView:
                 found.setdefault(reason, []).append(slot)
         return found
 
+    def forgets(self) -> dict[str, list[int]]:
+        """reason -> slots whose state is not kept in memory for it."""
+        found: dict[str, list[int]] = {}
+        for _, slot, status in self.all_ranks():
+            if status.forgets:
+                found.setdefault(status.forgets, []).append(slot)
+        return found
+
     def all_ranks(self) -> Iterator[tuple[AgentView, int, RankStatus]]:
         for element in sorted(self.agents):
             view = self.agents[element]
