@@ -31,12 +31,13 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import Live, Route
+from unicron_ctl.controller.model.live import Live
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import admission, isolation

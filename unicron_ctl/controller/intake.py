@@ -12,9 +12,9 @@ from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.judge import nodes as judge_nodes
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState, Phase, owner
-from unicron_ctl.controller.model.live import AgentView, Route
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members, parting, silence
 from unicron_ctl.controller.throttle import OF_NODE_EVENTS, Throttle, Written

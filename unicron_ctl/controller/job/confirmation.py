@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import Route
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan.placement import OCCUPIES

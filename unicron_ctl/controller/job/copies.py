@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
 from unicron_ctl.controller.job.candidates import Formed, states
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import AgentView, JobView
+from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus

@@ -12,9 +12,10 @@ import msgspec
 
 from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import READY, AgentView, Route
+from unicron_ctl.controller.model.live import READY
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.plan import layouts

@@ -27,9 +27,9 @@ from unicron_ctl.controller.judge.evidence import (
     pids_on,
 )
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Failure, JobState
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.node import NodeState, SeenEvent
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.errors import one_line

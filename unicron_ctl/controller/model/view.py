@@ -10,11 +10,12 @@ from typing import Any
 from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log.records import Record
+from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.inquiry import Inquiries
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import AgentView, JobView, Live, LiveJob, Route
+from unicron_ctl.controller.model.live import JobView, Live, LiveJob
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 from unicron_ctl.slurm.listing import hosts

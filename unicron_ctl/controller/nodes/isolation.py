@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View

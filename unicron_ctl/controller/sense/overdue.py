@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from detector.escalation import MOVE, REATTEMPT, RESTART, State
 from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import CAN_ENTER, JobView
+from unicron_ctl.controller.model.live import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 

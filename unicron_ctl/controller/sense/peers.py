@@ -21,8 +21,8 @@ import numpy  # noqa: F401  (what `detector.metrics` reckons with: loaded at the
 
 from detector.metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.protocol import wire
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import AT_REST, AgentView, JobView
+from unicron_ctl.controller.model.live import AT_REST, JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere

@@ -24,10 +24,10 @@ from functools import cached_property
 from itertools import chain, islice
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.inquiry import OWN, Inquiries, Inquiry, Key, Word
 from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere, together

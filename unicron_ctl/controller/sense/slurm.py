@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Failure, JobState
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.view import Listing, View
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 

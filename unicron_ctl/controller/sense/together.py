@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.inquiry import Inquiry, Key
-from unicron_ctl.controller.model.live import AgentView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 
