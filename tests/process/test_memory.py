@@ -22,6 +22,7 @@ from transition.memory.images import inventory
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12
+REST = ("copy", "sum", "finish")  # phases of a copy in which nothing else is to be seen than in "half"
 SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
 PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 
@@ -103,7 +104,7 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
     assert trained(tmp_path, losses) == kept[0] - 1
 
 
-@pytest.mark.parametrize("at", ["copy", "half", "sum", "finish", "copied"])
+@pytest.mark.parametrize("at", ["half", "copied", *(pytest.param(at, marks=pytest.mark.long) for at in REST)])
 def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tmp_path, at, losses):
     """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it."""
     faults = json.dumps([fault(1, 5, at)])
@@ -147,7 +148,7 @@ def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_fal
     assert trained(tmp_path, losses) == 4
 
 
-@pytest.mark.parametrize(("shape", "said"), [("1 1 1", [2, 0]), ("2 1 1", [2, 2])])
+@pytest.mark.parametrize(("shape", "said"), [pytest.param("1 1 1", [2, 0], marks=pytest.mark.long), ("2 1 1", [2, 2])])
 def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on(tmp_path, losses, shape, said):
     """SIGTERM, as before a time limit or for a preemption; the script does nothing about it. The newest two states of
     each place are saved by the first node that has it: one of them both halves of a replica have whole."""

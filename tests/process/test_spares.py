@@ -94,6 +94,7 @@ def test_a_spare_that_dies_costs_the_members_nothing(world):
     assert world.job()["generation"] == generation
 
 
+@pytest.mark.long
 def test_a_spare_waits_longer_than_a_rank_that_has_lost_its_plan(tmp_path):
     settings = {"UNICRON_SPARES": "1", "UNICRON_PLAN_TIMEOUT": "4", "TINY_ITERATIONS": FOREVER}
     with World(tmp_path, 2, **settings) as world:
@@ -105,6 +106,7 @@ def test_a_spare_waits_longer_than_a_rank_that_has_lost_its_plan(tmp_path):
         assert world.failures() == []
 
 
+@pytest.mark.long
 def test_two_lost_at_once_take_both_spares_of_a_job_with_two_ranks_a_node_and_tensors_over_both(tmp_path):
     settings = {"UNICRON_RANKS_PER_NODE": "2", "UNICRON_SPARES": "2", "TINY_LAYOUT": "2 1 1"}
     with World(tmp_path, 6, **settings, TINY_ITERATIONS=FOREVER, TINY_HIDDEN="32") as world:
