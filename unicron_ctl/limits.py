@@ -180,7 +180,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "PROOF_SECONDS", 2.0, "for each part of the proof that somebody may take or give a copy"),
     Limit("agent", "AGAIN_SECONDS", 2.0, "before it is tried again"),
     Limit("agent", "CUT_LOOK_SECONDS", 0.2, "between two looks whether there is state to be copied to other nodes"),
-    Limit("agent", "TOUCH_SECONDS", 60.0, "between two signs of an agent that its folder of shared memory is in use"),
+    Limit("agent", "TOUCH_SECONDS", 10.0, "between two signs of an agent that its folder of shared memory is in use"),
     Limit("agent", "LOAD_SECONDS", 120.0, "for the imports of the ranks' template; then ranks start cold"),
     Limit("agent", "ANSWER_SECONDS", 2.0, "for the template to fork a rank; then the rank starts cold"),
     Limit("agent", "HUNG_SECONDS", 10.0, "for the same; then another template is started"),

@@ -31,7 +31,7 @@ from unicron_ctl.agent.place import Place, memory_every
 BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
-TOUCH_SECONDS = 60.0
+TOUCH_SECONDS = 10.0
 BOTH = 2  # buffers in which a rank's state takes turns
 TRIES = 5  # to open a folder that others remove at the same time
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
@@ -70,11 +70,21 @@ class Memory:
         return {FOLDER: str(self.folder) if self.folder is not None else ""}
 
     def turn(self, now: float) -> None:
-        """Show now and then that the folder is in use."""
-        if self.folder is not None and now - self._touched >= TOUCH_SECONDS:
-            self._touched = now
+        """Show now and then that the folder is in use. One that somebody has removed is made again: ranks try theirs
+        again and again."""
+        if self.folder is None or now - self._touched < TOUCH_SECONDS:
+            return
+        self._touched = now
+        try:
+            os.utime(self.folder)
+        except FileNotFoundError:
             with contextlib.suppress(OSError):
-                os.utime(self.folder)
+                again = _hold(self.folder)
+                os.close(self._descriptor)
+                self._descriptor = again
+                self._complain(f"somebody has removed {self.folder}, and the training state in it; it is made again")
+        except OSError:
+            pass
 
     def persist(self, mine: Callable[[Key], bool]) -> None:
         """Slurm ends the job in the middle of its training: the newest states of each place go to the job's

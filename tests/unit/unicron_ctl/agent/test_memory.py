@@ -98,10 +98,19 @@ def test_it_shows_that_it_is_in_use(make) -> None:
     memory.turn(100.0)
     assert time.time() - memory.folder.stat().st_mtime < 60.0
     age(memory.folder, 10_000.0)
-    memory.turn(130.0)  # not at every turn
+    memory.turn(105.0)  # not at every turn
     assert time.time() - memory.folder.stat().st_mtime > 9_000.0
-    memory.turn(161.0)
+    memory.turn(111.0)
     assert time.time() - memory.folder.stat().st_mtime < 60.0
+
+
+def test_a_folder_that_somebody_has_removed_is_made_again_and_held(make, said: list[str], tmp_path: Path) -> None:
+    memory = make()
+    memory.folder.rmdir()
+    memory.turn(100.0)
+    assert memory.folder.is_dir() and len(said) == 1 and "somebody has removed" in said[0]
+    age(memory.folder, FORGOTTEN_SECONDS + 5)
+    assert not sweep(tmp_path, "n1", time.time()), "it is held"
 
 
 def test_a_folder_that_another_user_has_put_there_is_not_used(make, tmp_path: Path, said: list[str]) -> None:
