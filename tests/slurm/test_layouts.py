@@ -49,7 +49,7 @@ def test_a_pipeline_over_nodes_that_loses_one(cluster: LocalCluster, controller:
     cluster.power_off(node)
     controller.wait(lambda: job()["members"] == [0, 1], "the other replica goes on")
     alone = trained(0)
-    assert job()["standbys"] == [2], "the first stage of the broken one keeps its state"
+    controller.wait(lambda: job()["standbys"] == [2], "the first stage of the broken one keeps its state")
     controller.wait(lambda: len(job()["members"]) == 4, "a spare node completes the replica again")
     (instead,) = [e["node"] for e in job()["elements"] if e["element"] == 3 and not e["gone"]]
     assert instead != node
