@@ -87,23 +87,13 @@ class Beginnings:
     # ------------------------------------------------------------ what there is
     def _look(self) -> None:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
-        found = [each for each in self._sound() if self._is_mine(each)]
+        there = images.inventory(self._memory, self._passed_over) if self._memory is not None else ()
+        found = [each for each in there if self._is_mine(each)]
         self._images = sorted(found, key=lambda each: (each.key.iteration, each.key.base), reverse=True)
 
-    def _sound(self) -> list[images.Found]:
-        """The images of which the first page is sound; of the others it is said."""
-        found = []
-        with contextlib.suppress(OSError):
-            for path in sorted(self._memory.iterdir()) if self._memory is not None else []:
-                if path.name.endswith(images.SUFFIX):
-                    try:
-                        found.append(images.look(path))
-                    except images.BadImage as error:
-                        if self.untouched:  # once, at the start: later on others are writing theirs
-                            say(f"passed over in memory: {error}")
-                    except OSError:
-                        pass  # it is gone
-        return found
+    def _passed_over(self, error: images.BadImage) -> None:
+        if self.untouched:  # once, at the start: later on others are writing theirs
+            say(f"passed over in memory: {error}")
 
     def _is_mine(self, found: images.Found) -> bool:
         """It is of this rank's place in this layout."""

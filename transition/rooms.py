@@ -9,7 +9,6 @@ waits for this rank's, and the caller sees to it that all have done so.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from transition.memory.images import FOLDER, PAGE, SUFFIX, BadImage, Found, Image, Key, look
-from transition.migrate import checksum
+from transition.memory import contents
+from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Image, Key, look
 from transition.saying import say
 
 SHARD = "shard"  # the kind of these images, and how their names begin
@@ -43,12 +42,6 @@ class Claimed:
     key: Key
     head: bytes
     room: Room
-
-
-def folder() -> Path | None:
-    """What the agent says; None where there is no memory that outlives this process."""
-    name = os.environ.get(FOLDER, "")
-    return Path(name) if name else None
 
 
 class Rooms:
@@ -114,7 +107,7 @@ class Rooms:
             path = self._folder / f"{self._own}{self._number}{SUFFIX}"
             try:
                 image = Image(path, head_bytes + PAGE, size)  # some more: it grows a little now and then
-                flat = _floats(image.data[:size])
+                flat = contents.raw(image.data[:size]).view(torch.float32)
                 if self._pinned:  # where that fails its copies are slower, that is all
                     torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0)
                 return Room(flat, image)
@@ -172,7 +165,7 @@ class Rooms:
 
     def sound(self, room: Room) -> bool:
         """Its content is what it was when it was summed; one that has no image is believed."""
-        return room.sums is None or room.sums.result() == _sums(room.flat)
+        return room.sums is None or room.sums.result() == contents.sums(room.flat)
 
     def spoiled(self, room: Room) -> None:
         """It is not :meth:`sound`: said, and not used again."""
@@ -224,22 +217,11 @@ def claimant(key: Key, here: Sequence[int]) -> int:
 
 
 def _finish(room: Room, image: Image, key: Key, head: bytes) -> bytes:
-    sums = _sums(room.flat)
+    sums = contents.sums(room.flat)
     image.finish(key, head, room.flat.nbytes, sums)
     return sums
 
 
-def _sums(flat: torch.Tensor) -> bytes:
-    return checksum(flat).numpy().tobytes()
-
-
 def _read(found: Found) -> Claimed:
-    head, data = found.read()
-    flat = _floats(data)
-    if _sums(flat) != found.sums:
-        raise BadImage(f"{found.path}: its data do not match their checksum")
-    return Claimed(found.key, head, Room(flat, path=found.path))
-
-
-def _floats(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.float32) if len(data) else torch.empty(0)
+    head, data = contents.read(found)
+    return Claimed(found.key, head, Room(data.view(torch.float32), path=found.path))

@@ -13,9 +13,10 @@ import torch
 from transition import auxiliary, elastic_buckets, groups, sharding
 from transition.exchange import Exchange
 from transition.layout import replicas
+from transition.memory.images import folder
 from transition.migrate import TrainingState
 from transition.process import Process
-from transition.rooms import Rooms, folder
+from transition.rooms import Rooms
 from transition.saying import say
 from transition.shards import MARK_BITS, Shards, named
 from transition.snapshots import Where

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transition.memory import contents
 from transition.memory.images import SUFFIX, BadImage, Image, Key, inventory
 from transition.migrate import TrainingState, broadcast_bytes, checksum
 
@@ -59,7 +60,7 @@ class Untrained:
         for place, tensor in self._places(flat):
             place.copy_(_raw(tensor))
         key = Key(KIND, self._slot, 0, self._place, self._size, mark=mark)
-        image.finish(key, b"", self.bytes, checksum(flat).numpy().tobytes())
+        image.finish(key, b"", self.bytes, contents.sums(flat))
         for number in sorted(before)[: 1 - KEPT]:
             before[number].unlink(missing_ok=True)
 
@@ -75,11 +76,10 @@ class Untrained:
             if (key.kind, key.place, key.size, key.mark) != (KIND, self._place, self._size, mark):
                 continue
             try:
-                _, data = found.read()
-                flat = torch.frombuffer(data, dtype=torch.uint8)
-                if flat.numel() != self.bytes or checksum(flat).numpy().tobytes() != found.sums:
-                    raise BadImage(f"{found.path}: its data do not match their checksum")
-            except (BadImage, OSError, ValueError) as error:
+                _, flat = contents.read(found)
+                if flat.numel() != self.bytes:
+                    raise BadImage(f"{found.path}: of another model")
+            except (BadImage, OSError) as error:
                 self._say(f"training state in memory passed over: {error}")
                 continue
             for place, tensor in self._places(flat):

@@ -135,7 +135,7 @@ def fill(
 
 
 def sums(data: torch.Tensor) -> bytes:
-    """The checksum of data (uint8) that are there."""
+    """The checksum of data that are there."""
     return _SUMS.pack(*(each & _WORD for each in checksum(data).tolist()))
 
 
@@ -145,6 +145,19 @@ def raw(data: memoryview) -> torch.Tensor:
 
 
 # ------------------------------------------------------------ reading
+def read(found: Found) -> tuple[bytes, torch.Tensor]:
+    """(head, data as uint8, a private mapping) of an image that is as it was written. Raises BadImage, OSError."""
+    head, mapped = found.read()
+    data = raw(mapped)
+    _compare(found, data)
+    return head, data
+
+
+def _compare(found: Found, data: torch.Tensor) -> None:
+    if sums(data) != found.sums:
+        raise BadImage(f"{found.path}: its data do not match their checksum")
+
+
 @dataclass
 class Opened:
     """An image, as it was written. The tensors are views of its data, which :meth:`check` reads."""
@@ -156,8 +169,7 @@ class Opened:
 
     def check(self) -> None:
         """Raises BadImage where the data are not what was written."""
-        if sums(self._data) != self.found.sums:
-            raise BadImage(f"{self.found.path}: its data do not match their checksum")
+        _compare(self.found, self._data)
 
     def index(self) -> Iterator[tuple[Any, ...]]:
         """(name, whole, offset, extent, begin, end, keys, others) of each part, as `transition.checkpoint` has it."""

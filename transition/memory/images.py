@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -189,10 +189,20 @@ def look(path: Path) -> Found:
     return Found(path, key, head_bytes, head_crc, offset, data_bytes, sums)
 
 
-def inventory(folder: Path) -> Iterator[Found]:
-    """All whole images in a folder; what is torn or none is passed over."""
-    with contextlib.suppress(FileNotFoundError):
+def folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the agent wants a rank's images; None where there is no memory that outlives this process."""
+    name = environment.get(FOLDER)
+    return Path(name) if name else None
+
+
+def inventory(folder: Path, tell: Callable[[BadImage], None] = lambda error: None) -> Iterator[Found]:
+    """All whole images in a folder; what is torn or none is passed over, with a word to `tell`."""
+    with contextlib.suppress(OSError):  # there is no such folder, or not any more
         for path in sorted(folder.iterdir()):
             if path.name.endswith(SUFFIX):
-                with contextlib.suppress(BadImage, OSError):
+                try:
                     yield look(path)
+                except BadImage as error:
+                    tell(error)
+                except OSError:
+                    pass  # it is gone

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from transition.memory import contents
-from transition.memory.images import FOLDER, STATE, SUFFIX, Image, Key, inventory
+from transition.memory.images import STATE, SUFFIX, Image, Key, folder, inventory
 from transition.saying import say
 
 EVERY = "UNICRON_MEMORY_EVERY"
@@ -43,8 +43,7 @@ class Settings:
         text = environment.get(EVERY) or "1"
         if not text.isdecimal():
             raise ValueError(f"{EVERY}={text!r}: write a number of iterations, 1 or more; 0 keeps nothing in memory")
-        folder = environment.get(FOLDER)
-        return cls(Path(folder) if folder and int(text) else None, int(text))
+        return cls(folder(environment) if int(text) else None, int(text))
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from transition.memory import contents
-from transition.memory.images import FOLDER, SUFFIX, BadImage, Found, Image, Key, inventory
+from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, folder, inventory
 from transition.memory.keeper import BUFFERS
 from transition.migrate import PIECE, broadcast_bytes
 from transition.saying import say
@@ -94,13 +94,12 @@ class _World(NamedTuple):
     @classmethod
     def here(cls) -> _World | None:
         """None without an agent."""
-        folder = os.environ.get(FOLDER)
-        if not folder:
+        if (memory := folder()) is None:
             return None
         if "UNICRON_AGENT" in os.environ:
             raise RuntimeError("transition.Session keeps the training state by itself: take transition.memory out")
         numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
-        return cls(Path(folder), *numbers)
+        return cls(memory, *numbers)
 
     @property
     def device(self) -> torch.device:
@@ -177,11 +176,7 @@ def _mine(world: _World) -> dict[_Choice, Found]:
 def _read(found: Found) -> tuple[bytes, torch.Tensor] | None:
     """(head, data) of a sound one; it is said of another."""
     try:
-        head, mapped = found.read()
-        data = contents.raw(mapped)
-        if contents.sums(data) == found.sums:
-            return head, data
-        raise BadImage(f"{found.path}: its data do not match their checksum")
+        return contents.read(found)
     except (BadImage, OSError) as error:
         say(f"passed over in memory: {error}")
         return None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from transition import rooms
+from transition.memory import images
 from transition.memory.images import PAGE, BadImage, Found, Key, look
 from transition.rooms import SHARD, Rooms, claimant
 
@@ -197,10 +198,10 @@ def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
 
 
 def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
-    monkeypatch.delenv(rooms.FOLDER, raising=False)
-    assert rooms.folder() is None
-    monkeypatch.setenv(rooms.FOLDER, str(tmp_path))
-    assert rooms.folder() == tmp_path
+    monkeypatch.delenv(images.FOLDER, raising=False)
+    assert images.folder() is None
+    monkeypatch.setenv(images.FOLDER, str(tmp_path))
+    assert images.folder() == tmp_path
     store = Rooms(None, 3, CPU)
     assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
 
