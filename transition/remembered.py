@@ -34,6 +34,7 @@ class Remembered:
         self._beginnings = Beginnings(None, None, 0, None)
         self._has_state = False  # of the job's
         self._came = False  # an image, since the last look
+        self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
         self.active = False
 
     def look(self, checkpoints: Checkpoints | None, start: int, writer: Writer) -> int:
@@ -97,11 +98,13 @@ class Remembered:
         keeper = self._keeper
         if keeper is None:
             return
-        here = [slot for slot in members if slot % writer.size == writer.place and self._is_here(slot)]
-        if self._slot == min(here):
+        if generation != self._generation:  # a look at all members, which are many
+            here = [slot for slot in members if slot % writer.size == writer.place and self._is_here(slot)]
+            self._generation, self._writes = generation, min(here)
+        if self._slot == self._writes:
             keeper.copy(self._gatherer, iteration, generation, writer)
         elif keeper.holds:
-            keeper.hand_over(min(here))
+            keeper.hand_over(self._writes)
 
     def _is_here(self, slot: int) -> bool:
         return slot // self._per_node == self._slot // self._per_node

@@ -73,7 +73,7 @@ class Copies:
         if order.iteration < self.cut.iteration:
             return
         self.cut, self._look_at = order, 0.0
-        self._tell(order)
+        self._tell(wire.Cut(iteration=order.iteration, good=order.good))  # whom it goes to is not for the ranks
         self._prune({order.iteration, order.good})
 
     def fetch(self, order: wire.Fetch, now: float) -> None:

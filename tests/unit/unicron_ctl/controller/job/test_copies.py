@@ -32,10 +32,11 @@ class Node(FakeAgent):
         return [message for message in self.heard if isinstance(message, kind)]
 
 
-def started(nodes: int, replica: int, ranks: int = 1, **settings) -> tuple[World, list[Node]]:
-    world = World(**settings)
+def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1) -> tuple[World, list[Node]]:
+    world = World()
     agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica) for e in range(nodes)]
     for agent in agents:
+        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies)
         agent.register()
         agent.ready()
     world.run(0.3)
@@ -63,33 +64,17 @@ def test_replicas_are_copies_of_each_other():
 
 def test_several_replicas_in_one_node_are_one_copy():
     """Four ranks a node, pipelines of two stages that lie across two nodes: each stage is in one node alone."""
-    world = World()
-    agents = [Node(world, e, ranks=2, nodes=2, replica=4) for e in range(2)]
-    for agent in agents:
-        agent.register()
-        agent.ready()
-    world.run(0.3)
+    _, agents = started(nodes=2, replica=4, ranks=2)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
 
 
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
-    world = World()
-    agents = [Node(world, e, nodes=4, replica=4) for e in range(4)]
-    for agent in agents:
-        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=2)
-        agent.register()
-        agent.ready()
-    world.run(0.3)
+    _, agents = started(nodes=4, replica=4, copies=2)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
 
 
 def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
-    world = World()
-    agents = [Node(world, e, nodes=2, replica=2) for e in range(2)]
-    for agent in agents:
-        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=0)
-        agent.register()
-        agent.ready()
+    world, agents = started(nodes=2, replica=2, copies=0)
     world.run(6.0)
     assert world.job().phase == "running" and not any(agent.orders(wire.Cut) for agent in agents)
     world, agents = started(nodes=1, replica=1)  # no other node
