@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from transition.memory import contents
-from transition.memory.images import STATE, SUFFIX, Image, Key, folder, inventory
+from transition.memory.images import STATE, SUFFIX, Key, folder, inventory
+from transition.memory.turns import BUFFERS, Turns
 from transition.saying import say
 
 EVERY = "UNICRON_MEMORY_EVERY"
-BUFFERS = 2
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
 
@@ -68,8 +68,7 @@ class Keeper:
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
-        self._images: dict[int, Image] = {}
-        self._next: int | None = None  # the file that is written next
+        self._turns, self._cuts = self._files("state"), self._files("cut")
         self._failures = self._pause = 0
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
@@ -78,12 +77,11 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, Any] = {}
         self._pins = True  # the driver lets the card write into files of shared memory
-        self._pinned: dict[int, int] = {}  # number of a file -> address
+        self._pinned: dict[Path, int] = {}  # file -> address
 
-    def path(self, number: int) -> Path:
-        """Of one of its files; those from BUFFERS on are for cuts."""
-        what = "state" if number < BUFFERS else "cut"
-        return self.folder / f"{what}-{self.slot}-{number % BUFFERS}{SUFFIX}"
+    def _files(self, what: str) -> Turns:
+        paths = [self.folder / f"{what}-{self.slot}-{number}{SUFFIX}" for number in range(BUFFERS)]
+        return Turns(paths, self._unpin)
 
     # ------------------------------------------------------------ the main thread
     def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
@@ -111,25 +109,21 @@ class Keeper:
     def hand_over(self, slot: int) -> None:
         """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
-        mine = {self.path(number) for number in range(BUFFERS)}
         newest, its = -1, -1
         for found in inventory(self.folder):
-            if found.path in mine:
+            if found.path in self._turns.paths:
                 newest = max(newest, found.key.iteration)
             elif found.key.kind == STATE and found.key.slot == slot:
                 its = max(its, found.key.iteration)
         if its < newest:
             return
-        for number in range(BUFFERS):
-            self._forget(number)
-            with contextlib.suppress(OSError):
-                self.path(number).unlink()
-        self._next = None
+        with contextlib.suppress(OSError):
+            self._turns.clear()
 
     @property
     def holds(self) -> bool:
         """It has files."""
-        return bool(self._images) or any(self.path(number).exists() for number in range(BUFFERS))
+        return self._turns.holds
 
     def close(self) -> None:
         """The copy at hand is over."""
@@ -159,73 +153,48 @@ class Keeper:
         self.trouble = f"{type(error).__name__}: {error}"
         self._pause = min(FURTHEST, 1 << self._failures)
         self._failures += 1
-        for number in list(self._images):
-            self._forget(number)  # the folder may be another one by now
+        for turns in (self._turns, self._cuts):
+            turns.forget()
 
     def _copy(self, task: _Task) -> None:
-        cut = task.key.iteration == self.cut
-        number = self._turn_of_cuts() if cut else self._turn()
-        image = self._room(number, len(task.head), task.size)
+        turns, keep = (self._cuts, self.good) if task.key.iteration == self.cut else (self._turns, -1)
+        image = turns.room(turns.next(keep), len(task.head), task.size)
         image.begin()
         data = contents.raw(image.data[: task.size])
         if task.ready is None:
             contents.fill(task.tensors, task.offsets, data)
         else:
-            self._fetch(task, number, data)
+            self._fetch(task, image.path, data)
         self._free.set()
         image.finish(task.key, task.head, task.size, contents.sums(data))
         self.newest = task.key.iteration
-        if not cut:
-            self._next = (number + 1) % BUFFERS
+        turns.written(image.path)
         if self.trouble:
             self._say("the training state is kept in memory again")
         self.trouble, self._failures = "", 0
 
-    def _turn(self) -> int:
-        """The file that holds least: what a process before this one has left is not overwritten before its time."""
-        if self._next is None:
-            left = {found.path: found.key.iteration for found in inventory(self.folder)}
-            self._next = min(range(BUFFERS), key=lambda number: left.get(self.path(number), -1))
-        return self._next
-
-    def _turn_of_cuts(self) -> int:
-        """The file that does not hold the cut which is to stay."""
-        left = {found.path: found.key.iteration for found in inventory(self.folder)}
-        return next(n for n in range(BUFFERS, 2 * BUFFERS) if left.get(self.path(n)) != self.good or self.good < 0)
-
-    def _room(self, number: int, head_bytes: int, data_bytes: int) -> Image:
-        path, image = self.path(number), self._images.get(number)
-        if image is not None and image.fits(head_bytes, data_bytes) and path.exists():
-            return image
-        self._forget(number)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # first: else there would be three for a moment
-        image = self._images[number] = Image(path, head_bytes + head_bytes // 4, data_bytes)
-        return image
-
-    def _forget(self, number: int) -> None:
-        if number in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(number))
-        self._images.pop(number, None)
-
     # ------------------------------------------------------------ from a card
-    def _fetch(self, task: _Task, number: int, data: torch.Tensor) -> None:
+    def _fetch(self, task: _Task, path: Path, data: torch.Tensor) -> None:
         """On a stream of its own, beside what the training computes."""
         device = next(tensor.device for tensor in task.tensors if tensor.is_cuda)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            self._pin(number, data)
+            self._pin(path, data)
             stream.wait_event(task.ready)
             contents.fill(task.tensors, task.offsets, data, non_blocking=True)
             stream.synchronize()
 
-    def _pin(self, number: int, data: torch.Tensor) -> None:
+    def _pin(self, path: Path, data: torch.Tensor) -> None:
         """The card writes into the file itself. Where that is refused it goes by way of pageable memory, slower."""
-        if self._pins and number not in self._pinned:
+        if self._pins and path not in self._pinned:
             refused = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
             self._pins = not int(refused)
             if self._pins:
-                self._pinned[number] = data.data_ptr()
+                self._pinned[path] = data.data_ptr()
+
+    def _unpin(self, path: Path) -> None:
+        if path in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(path))
 
 
 def _event(tensors: list[torch.Tensor]) -> Any:
