@@ -1,5 +1,5 @@
 """A script without a session that counts, and keeps its count in memory after each step until SAVES_OUT/stop is there;
-SAVES_OUT/begun.RANK has with what each of its processes began."""
+SAVES_OUT/begun.RANK has with what each of its processes began. SAVES_OWN: each rank keeps a state of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import torch.distributed as dist
 
 import transition.memory
 
-OUT = Path(os.environ["SAVES_OUT"])
+OUT, OWN = Path(os.environ["SAVES_OUT"]), bool(os.environ.get("SAVES_OWN"))
+NUMBERS = 100_000  # of a state
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    saved = transition.memory.load()
+    saved, own = transition.memory.load(), 10**6 * dist.get_rank() if OWN else 0
     iteration = 0 if saved is None else saved.iteration
+    if saved is not None:
+        assert torch.equal(saved.state["x"], torch.full((NUMBERS,), own + iteration)), (
+            "another's state, or a damaged one"
+        )
     with (OUT / f"begun.{os.environ['RANK']}").open("a") as file:
         file.write(f"{iteration} {os.getpid()}\n")
     over = torch.zeros(1)
@@ -26,7 +31,7 @@ def main() -> None:
         over.fill_(float((OUT / "stop").exists()))
         dist.all_reduce(over)
         iteration += 1
-        transition.memory.save({"x": torch.full((4,), float(iteration))}, iteration, replicated=True)
+        transition.memory.save({"x": torch.full((NUMBERS,), own + iteration)}, iteration, replicated=not OWN)
         time.sleep(0.05)
     dist.destroy_process_group()
 

@@ -86,6 +86,7 @@ class FakeAgent:
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[wire.Image] = []  # in its node's memory
         self.keeps = -1  # the last cut that it was told
+        self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
         world.agents.append(self)
 
@@ -147,6 +148,7 @@ class FakeAgent:
                     over=self.over,
                     cut=self.keeps,
                     images=self.images,
+                    saved=self.user,
                     ranks=dict(self.ranks),
                 ),
             )

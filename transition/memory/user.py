@@ -8,10 +8,9 @@ Plain values and tensors are written as they are; nothing is pickled. Without an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -19,15 +18,13 @@ import torch
 import torch.distributed as dist
 
 from transition.memory import contents
-from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, folder, inventory
-from transition.memory.keeper import BUFFERS
-from transition.migrate import PIECE, broadcast_bytes
+from transition.memory.common import World, choices
+from transition.memory.cuts import CUT_PREFIX, noted
+from transition.memory.images import SAME, SUFFIX, USER, Image, Key, inventory
+from transition.memory.turns import BUFFERS, Turns
 from transition.saying import say
 
-KIND = "user"
-SAME = "replicated"  # the mark of what was saved so
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
-_NONE = -1
 
 
 class Saved(NamedTuple):
@@ -47,7 +44,7 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
     """
     if not isinstance(iteration, int) or iteration < 0:
         raise TypeError(f"iteration={iteration!r}: give the number of the iteration that comes next, 0 or more")
-    world = _World.here()
+    world = World.here()
     if world is not None and (world.local == 0 or not replicated):
         _keeper(world).save(state, iteration, replicated)
 
@@ -56,141 +53,39 @@ def load() -> Saved | None:
     """The newest that the ranks of the present world have in common; None where there is none. All ranks call it, after
     `torch.distributed.init_process_group`, and get the same iteration.
 
-    What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank
-    takes what the rank of its number has left in this node, in a world of the same size. Raises RuntimeError where the
-    ranks cannot talk to each other yet.
+    What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank gets
+    what the rank of its number has saved, from whichever node's memory has it, in a world of the same size. Raises
+    RuntimeError where the ranks cannot talk to each other yet.
     """
-    world = _World.here()
+    world = World.here()
     if world is None:
         return None
     if world.size > 1 and not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group before transition.memory.load()")
-    mine = _mine(world)
-    for choice in world.choices(mine):
-        saved = world.shared(choice, mine.get(choice)) if choice.replicated else world.own(mine[choice])
-        if saved is not None:
-            return Saved(saved, choice.iteration)
+    there = world.everything()
+    for choice in choices(there, world.size):
+        images = [each for each in there if each.choice == choice]
+        content = world.shared(images) if choice.replicated else world.own(images)
+        if content is not None:
+            _keeper(world).keep = choice.iteration
+            return Saved(_unpacked(*content), choice.iteration)
     return None
-
-
-# ------------------------------------------------------------ the world
-class _Choice(NamedTuple):
-    """One that could be taken, in the order in which it is: the newest first, replicated rather than not."""
-
-    iteration: int
-    replicated: bool
-    base: int
-
-
-class _World(NamedTuple):
-    """Where this process is in the world that its agent has made."""
-
-    folder: Path
-    rank: int
-    size: int
-    local: int
-    per_node: int
-
-    @classmethod
-    def here(cls) -> _World | None:
-        """None without an agent."""
-        if (memory := folder()) is None:
-            return None
-        if "UNICRON_AGENT" in os.environ:
-            raise RuntimeError("transition.Session keeps the training state by itself: take transition.memory out")
-        numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
-        return cls(memory, *numbers)
-
-    @property
-    def device(self) -> torch.device:
-        """Where collectives want their tensors."""
-        nccl = self.size > 1 and dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-    def choices(self, mine: Mapping[_Choice, Found]) -> list[_Choice]:
-        """What all can take, the same list in all ranks."""
-        every = [set(mine)] if self.size == 1 else self._told(sorted(mine, reverse=True))
-        anywhere = {choice for its in every for choice in its if choice.replicated}
-        return sorted(anywhere | set.intersection(*every), reverse=True)
-
-    def _told(self, mine: Sequence[_Choice]) -> list[set[_Choice]]:
-        told = torch.full((4 * BUFFERS, len(_Choice._fields)), _NONE, dtype=torch.int64)
-        for number, choice in enumerate(mine[: len(told)]):
-            told[number] = torch.tensor([int(value) for value in choice])
-        every = [torch.empty_like(told, device=self.device) for _ in range(self.size)]
-        dist.all_gather(every, told.to(self.device))
-        return [
-            {_Choice(iteration, bool(same), base) for iteration, same, base in its.tolist() if iteration != _NONE}
-            for its in every
-        ]
-
-    def all(self, good: bool) -> bool:
-        """Whether it is so in all ranks."""
-        if self.size == 1:
-            return good
-        said = torch.tensor([int(good)], device=self.device)
-        dist.all_reduce(said, op=dist.ReduceOp.MIN)
-        return bool(said.item())
-
-    def own(self, found: Found) -> Any:
-        """Each rank's own state, if it is sound in all; else None."""
-        read = _read(found)
-        return _unpacked(*read) if self.all(read is not None) and read is not None else None
-
-    def shared(self, choice: _Choice, found: Found | None) -> Any:
-        """The state of the first rank that has it sound; None where no rank has."""
-        read = _read(found) if found is not None else None
-        if self.size == 1:
-            return _unpacked(*read) if read is not None else None
-        source = torch.tensor([self.rank if read is not None else self.size], device=self.device)
-        dist.all_reduce(source, op=dist.ReduceOp.MIN)
-        first = int(source.item())
-        if first == self.size:
-            return None
-        head, _ = broadcast_bytes(read[0] if read is not None else None, first, self.device)
-        size = torch.tensor([read[1].numel() if read is not None else 0], device=self.device)
-        dist.broadcast(size, first)
-        data = read[1] if read is not None else torch.empty(int(size.item()), dtype=torch.uint8)
-        for piece in data.split(PIECE):
-            sent = piece.to(self.device)
-            dist.broadcast(sent, first)
-            if read is None:
-                piece.copy_(sent)
-        return _unpacked(head, data)
-
-
-_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-
-
-def _mine(world: _World) -> dict[_Choice, Found]:
-    """What this rank could take of what is in its node. Copies of other nodes' images are as good."""
-    found: dict[_Choice, Found] = {}
-    for each in inventory(world.folder):
-        key = each.key
-        same = key.mark == SAME
-        if key.kind == KIND and (same or (key.place, key.size) == (world.rank, world.size)):
-            found.setdefault(_Choice(key.iteration, same, key.base), each)
-    return found
-
-
-def _read(found: Found) -> tuple[bytes, torch.Tensor] | None:
-    """(head, data) of a sound one; it is said of another."""
-    try:
-        return contents.read(found)
-    except (BadImage, OSError) as error:
-        say(f"passed over in memory: {error}")
-        return None
 
 
 # ------------------------------------------------------------ writing
 class _Keeper:
     """Of one process."""
 
-    def __init__(self, world: _World):
+    def __init__(self, world: World):
         self._world = world
-        self._images: dict[int, Image] = {}
+        self._turns, self._cuts = self._files(USER), self._files(f"{CUT_PREFIX}{USER}")
+        self.keep = -1  # the iteration that it began with: not overwritten before another one is whole
+        self._before = -1  # the iteration that was saved before the last one
         self._thread: threading.Thread | None = None
         self._quiet = False
+
+    def _files(self, what: str) -> Turns:
+        return Turns([self._world.folder / f"{what}-{self._world.rank}-{number}{SUFFIX}" for number in range(BUFFERS)])
 
     def save(self, state: Any, iteration: int, replicated: bool) -> None:
         tensors: list[torch.Tensor] = []
@@ -200,11 +95,11 @@ class _Keeper:
         head = msgpack.packb({"state": packed, "tensors": kinds})
         world = self._world
         base = int(os.environ.get("UNICRON_GENERATION", "0"))
-        key = Key(KIND, world.rank, iteration, world.rank, world.size, base=base, mark=SAME if replicated else "")
+        key = Key(USER, world.rank, iteration, world.rank, world.size, base=base, mark=SAME if replicated else "")
         if self._thread is not None:
             self._thread.join()
         try:
-            image = self._room(len(head), size)
+            turns, image = self._room(iteration, len(head), size)
             image.begin()
             data = contents.raw(image.data[:size])
             contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
@@ -213,41 +108,46 @@ class _Keeper:
                 say(f"the state is not kept in memory, the training goes on: {error}")
             self._quiet = True
             return
-        self._thread = threading.Thread(target=self._finish, args=(image, key, head, size, data), name="unicron-memory")
+        task = (turns, image, key, head, size, data)
+        self._thread = threading.Thread(target=self._finish, args=task, name="unicron-memory")
         self._thread.start()
 
-    def _finish(self, image: Image, key: Key, head: bytes, size: int, data: torch.Tensor) -> None:
-        image.finish(key, head, size, contents.sums(data))
-        self._quiet = False
-        if self._world.local == 0:
-            self._sweep(key.iteration)
+    def _room(self, iteration: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
+        """Of those that take turns; or of those for cuts, if this is one and there is room for it."""
+        wanted = noted(self._world.folder)
+        if 0 <= wanted.at <= iteration and self._newest_cut() < wanted.at:
+            with contextlib.suppress(OSError):
+                return self._cuts, self._cuts.room(self._cuts.next(wanted.good), head_bytes, data_bytes)
+        return self._turns, self._turns.room(self._turns.next(self.keep), head_bytes, data_bytes)
 
-    def _room(self, head_bytes: int, data_bytes: int) -> Image:
-        """The file that holds least is written next."""
-        left = {found.path: found.key.iteration for found in inventory(self._world.folder)}
-        paths = [self._world.folder / f"{KIND}-{self._world.rank}-{number}{SUFFIX}" for number in range(BUFFERS)]
-        number = min(range(BUFFERS), key=lambda number: left.get(paths[number], -1))
-        image = self._images.get(number)
-        if image is None or not image.fits(head_bytes, data_bytes) or not paths[number].exists():
-            self._images.pop(number, None)
-            paths[number].unlink(missing_ok=True)
-            image = self._images[number] = Image(paths[number], head_bytes + head_bytes // 4, data_bytes)
-        return image
+    def _newest_cut(self) -> int:
+        """The newest that this rank has kept for a cut."""
+        there = inventory(self._world.folder)
+        return max((found.key.iteration for found in there if found.path in self._cuts.paths), default=-1)
+
+    def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int, data: torch.Tensor) -> None:
+        image.finish(key, head, size, contents.sums(data))
+        turns.written(image.path)
+        self.keep, self._quiet = -1, False
+        if self._world.local == 0:
+            self._sweep(self._before)
+        self._before = key.iteration
 
     def _sweep(self, iteration: int) -> None:
-        """Of ranks that ran in this node in an earlier world, what is older goes."""
-        first = self._world.rank - self._world.local
+        """What ranks have left that ran in this node in an earlier world goes where it is older than what this world
+        has, and so do their cuts where a newer one is in enough nodes."""
+        good, first = noted(self._world.folder).good, self._world.node
         for found in inventory(self._world.folder):
             here = first <= found.key.slot < first + self._world.per_node
-            own = found.path.name.startswith(f"{KIND}-")
-            if own and not here and found.key.iteration < iteration:
+            own, cut = found.path.name.startswith(f"{USER}-"), found.path.name.startswith(f"{CUT_PREFIX}{USER}-")
+            if not here and ((own and found.key.iteration < iteration) or (cut and found.key.iteration < good)):
                 found.path.unlink(missing_ok=True)
 
 
 _kept: _Keeper | None = None
 
 
-def _keeper(world: _World) -> _Keeper:
+def _keeper(world: World) -> _Keeper:
     global _kept
     if _kept is None or _kept._world != world:
         _kept = _Keeper(world)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transition.memory.images import STATE, Found, Key, inventory
+from transition.memory.cuts import CUT_PREFIX
+from transition.memory.images import COPIED, STATE, USER, Found, Key, inventory
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
 from unicron_ctl.agent.place import Place, memory_rate
@@ -23,7 +24,6 @@ from unicron_ctl.protocol import wire
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
-CUT_PREFIX = "cut-"  # names of the ranks' own
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Copies:
         self._under_way: set[tuple[Key, int, bool]] = set()
         self._not_before: dict[tuple[Key, int, bool], float] = {}
         self._complained: set[str] = set()
+        self.plain = False  # the ranks say nothing of what they keep
         self._look_at = 0.0
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="unicron-copies", daemon=True).start()
@@ -74,7 +75,7 @@ class Copies:
             return
         self.cut, self._look_at = order, 0.0
         self._tell(wire.Cut(iteration=order.iteration, good=order.good))  # whom it goes to is not for the ranks
-        self._prune({order.iteration, order.good})
+        self._prune(order)
 
     def fetch(self, order: wire.Fetch, now: float) -> None:
         """Get an image, unless it is there or on its way."""
@@ -98,7 +99,7 @@ class Copies:
         self._look_at = now + CUT_LOOK_SECONDS
         for found in self._own():
             for holder in self.cut.targets:
-                if found.key.iteration == self.cut.iteration and (found.key, holder.element) not in self._sent:
+                if found.key.iteration >= self.cut.iteration and (found.key, holder.element) not in self._sent:
                     self._submit(_Task(found.key, holder, found), now)
 
     def finish(self, now: float) -> bool:
@@ -128,8 +129,15 @@ class Copies:
         if folder is None or (trains and self.cut.iteration < 0):
             return []
         stays = (CUT_PREFIX, transfer.PREFIX)
-        found = (one for one in inventory(folder) if one.key.kind == STATE)
-        return [row(one.key) for one in found if not trains or one.path.name.startswith(stays)]
+        found = (one for one in inventory(folder) if one.key.kind in COPIED)
+        all_states = () if trains else (STATE,)
+        return [row(one.key) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
+
+    def saved(self) -> wire.Image | None:
+        """The newest that a script without a session keeps in this node."""
+        folder = self._folder() if self.plain else None
+        keys = [one.key for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
+        return row(max(keys, key=lambda key: (key.base, key.iteration))) if keys else None
 
     def refuse(self) -> None:
         """There is no memory here: nobody gives anything to this node."""
@@ -154,14 +162,18 @@ class Copies:
             self._under_way.add(mark)
             self._tasks.put(task)
 
-    def _prune(self, wanted: set[int]) -> None:
+    def _prune(self, order: wire.Cut) -> None:
         """Copies of cuts that are not needed any more; the ranks write over their own."""
+
+        def needed(iteration: int) -> bool:
+            return iteration == order.good or 0 <= order.iteration <= iteration
+
         folder = self._folder()
         for found in inventory(folder) if folder is not None else ():
-            if found.path.name.startswith(transfer.PREFIX) and found.key.iteration not in wanted:
+            if found.path.name.startswith(transfer.PREFIX) and not needed(found.key.iteration):
                 with contextlib.suppress(OSError):
                     found.path.unlink()
-        self._sent = {(key, element) for key, element in self._sent if key.iteration in wanted}
+        self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
 
     def _complain(self, done: _Done) -> None:

@@ -11,6 +11,7 @@ generation.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from transition.memory import cuts
 from unicron_ctl.agent.agent import Agent
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import COLD, STOP_SECONDS, Rank, package_path
@@ -132,6 +134,7 @@ class RestartAgent(Agent):
         self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
         self.ranks.update(self._plain)
         self._store = FreePort()
+        self._copies.plain = True
         self._base = {
             **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
             "PYTHONPATH": package_path(os.environ),
@@ -151,6 +154,12 @@ class RestartAgent(Agent):
             self._enter(message)
         elif isinstance(message, wire.Break):
             self._break(message.generation, bool(message.lost))
+
+    def _to_all(self, message: wire.Message) -> None:
+        """Programs hear nothing of the agent; what they save looks for a note beside the images."""
+        if isinstance(message, wire.Cut) and self._memory.folder is not None:
+            with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
+                cuts.note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
 
     def _enter(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]

@@ -81,6 +81,7 @@ class Reports:
                 over=agreement.over,
                 cut=self._copies.cut.iteration,
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
+                saved=self._copies.saved(),
                 ranks=statuses,
                 cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
             )

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgpack
 
-from transition.memory.images import PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
+from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
 from unicron_ctl.agent.sums import sound
 
 SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
@@ -52,7 +52,8 @@ class TransferError(OSError):
 
 def copy_name(key: Key) -> str:
     """Of the file that holds a copy."""
-    return f"{PREFIX}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
+    kind = "" if key.kind == STATE else f"{key.kind}-"
+    return f"{PREFIX}{kind}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
 
 
 # ------------------------------------------------------------ the server
@@ -183,7 +184,7 @@ class _Draft:
         """It gets its name. Raises BadImage where its first page is not sound."""
         self._file.flush()
         found = look(self._path)
-        if found.key.kind != STATE:
+        if found.key.kind not in COPIED:
             raise BadImage(f"an image of the kind {found.key.kind!r} is no copy")
         if found.used != self._length:
             raise BadImage(f"an image of {found.used} bytes came as {self._length}")

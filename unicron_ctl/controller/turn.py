@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, copies, events, machine, spares, transitions
+from unicron_ctl.controller.job import adoption, copies, events, machine, spares, transitions, user_copies
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.job.orders import Letter, due, later
@@ -175,7 +175,9 @@ class Turns:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._look_again(view)
-        for agent, order in copies.cut(self._view, view, self._desk(job).cuts):
+        cuts = self._desk(job).cuts
+        orders = [each for part in (copies, user_copies) for each in part.cut(self._view, view, cuts)]
+        for agent, order in orders:
             self._order(agent, f"cut {order.iteration}", order)
         if view.live.touched:
             self._send_orders(job)

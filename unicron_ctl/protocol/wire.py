@@ -234,6 +234,7 @@ class Status(Message, tag="status"):
     cut: ranges.Iteration = -1  # the last Cut that the agent has heard of
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
+    saved: Image | None = None  # the newest that a script without a session keeps in this node
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
     cold: Annotated[
         dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)
@@ -485,8 +486,9 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cut(Message, tag="cut"):
-    """Keep the training state of `iteration` when it comes, and give it to `targets`. That of `good`, which is in
-    enough nodes, stays until then; older ones are not needed any more. -1: none."""
+    """Keep the training state of `iteration` when it comes, and give it to `targets`; of a script without a session the
+    first that it saves from then on. That of `good`, which is in enough nodes, stays until then; older ones are not
+    needed any more. -1: none."""
 
     iteration: ranges.Iteration
     good: ranges.Iteration = -1

@@ -36,6 +36,17 @@ State = tuple[int, str]  # (iteration, mark)
 
 
 @dataclass
+class Pace:
+    """Of scripts without a session: what was the newest that they had saved, when, and how many a second. late: how
+    often a cut came too late for some of the ranks."""
+
+    iteration: int = -1
+    at: float = 0.0
+    rate: float = 0.0
+    late: int = 0
+
+
+@dataclass
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
     on; and, of one generation, in how many more nodes which places are to be, and who gives what he has to whom."""
@@ -47,6 +58,7 @@ class Cuts:
     plan: int = -1
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
+    pace: Pace = field(default_factory=lambda: Pace())
 
 
 # ---------------------------------------------------------------- who has what

@@ -80,6 +80,8 @@ class AgentView:
     """The last cut that it has heard of."""
     images: list[Image] = field(default_factory=list)
     """What lies in its node's memory."""
+    saved: Image | None = None
+    """The newest that a script without a session keeps there."""
     cold: dict[int, str] = field(default_factory=dict)
     """slot -> why its process was started cold; others that have a process were started warm."""
 
@@ -104,7 +106,7 @@ class AgentView:
             return []
         self.number, self.store, self.left = status.number, status.store, status.leaving
         self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
-        self.cut, self.images = status.cut, status.images
+        self.cut, self.images, self.saved = status.cut, status.images, status.saved
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

@@ -1,0 +1,119 @@
+"""Copies of what scripts without a session keep: between which nodes, and when a cut of it is good."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from tests.support.plain_agent import PlainAgent
+from tests.support.world import World
+from transition.memory.images import SAME, USER
+from unicron_ctl.protocol import wire
+
+
+class Node(PlainAgent):
+    """An agent of a job in restart mode, whose node has a memory."""
+
+    mark = ""
+
+    def __init__(self, world: World, element: int, nodes: int, **settings):
+        super().__init__(world, "1", element, f"n{element + 1}", nodes=nodes)
+        self.settings = replace(self.settings, **settings)
+
+    def register(self) -> None:
+        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
+
+    def image(self, iteration: int, place: int) -> wire.Image:
+        world = self.world.job()
+        size, base = len(world.members), world.plan.generation
+        return wire.Image(USER, place, iteration, place, size, 0, 1, base, self.mark)
+
+    def saves(self, iteration: int) -> None:
+        """The newest that its rank has saved."""
+        self.user = self.image(iteration, self.element)
+        self.status()
+
+    def has(self, iteration: int, *places: int) -> None:
+        """What stays, of these ranks."""
+        self.images = [*self.images, *(self.image(iteration, place) for place in places)]
+        self.status()
+
+    def orders(self) -> list[wire.Cut]:
+        return [message for message in self.heard if isinstance(message, wire.Cut)]
+
+
+def started(nodes: int, mark: str = "", **settings) -> tuple[World, list[Node]]:
+    world = World()
+    agents = [Node(world, element, nodes, **settings) for element in range(nodes)]
+    for agent in agents:
+        agent.mark = mark
+        agent.register()
+        agent.status()
+    world.run(3.0)
+    assert world.job().phase == "running" and world.job().restart_mode
+    return world, agents
+
+
+def save_on(world: World, agents: list[Node], seconds: float, begin: int = 1, rate: int = 10) -> int:
+    """They save so many iterations a second; returns the last one."""
+    iteration = begin
+    for second in range(round(seconds)):
+        iteration = begin + rate * (second + 1)
+        for agent in agents:
+            agent.saves(iteration)
+        world.run(1.0)
+    return iteration
+
+
+def elements(order: wire.Cut) -> list[int]:
+    return [target.element for target in order.targets]
+
+
+def test_each_node_gives_its_own_to_the_next_one_once_something_is_saved():
+    world, agents = started(3)
+    world.run(10.0)
+    assert not any(agent.orders() for agent in agents), "the script saves nothing"
+    last = save_on(world, agents, 4.0)
+    first = [agent.orders()[0] for agent in agents]
+    assert [elements(order) for order in first] == [[1], [2], [0]] and len({order.iteration for order in first}) == 1
+    assert last < first[0].iteration + 20 and first[0].good == -1
+    _, agents = started(1)
+    assert not agents[0].orders(), "there is no other node"
+
+
+def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
+    world, agents = started(2)
+    save_on(world, agents, 4.0)
+    cut = agents[0].orders()[-1].iteration
+    for agent in agents:
+        agent.has(cut + 3, agent.element)
+        agent.keeps = cut
+    save_on(world, agents, 8.0, begin=41)
+    assert {agent.orders()[-1].iteration for agent in agents} == {cut}, "nobody has a copy yet"
+    agents[0].has(cut + 3, 1)
+    agents[1].has(cut + 3, 0)
+    last = save_on(world, agents, 6.0, begin=121)
+    order = agents[0].orders()[-1]
+    assert order.good == cut + 3 and order.iteration > last - 60
+
+
+def test_where_the_word_came_too_late_for_some_the_next_cut_is_named_at_once_and_further_ahead():
+    world, agents = started(2)
+    newest = save_on(world, agents, 4.0)
+    first = agents[0].orders()[-1].iteration
+    agents[0].has(first, 0)
+    agents[1].has(first + 1, 1)
+    for agent in agents:
+        agent.keeps = first
+    again = save_on(world, agents, 6.0, begin=newest)
+    second = agents[0].orders()[-1]
+    assert second.iteration > first and second.good == -1
+    assert second.iteration - again < 60 and len({agent.orders()[-1].iteration for agent in agents}) == 1
+
+
+def test_what_all_ranks_have_alike_is_copied_where_too_few_nodes_have_it():
+    world, agents = started(2, SAME)
+    save_on(world, agents, 6.0)
+    assert not any(agent.orders() for agent in agents)
+    world, agents = started(2, SAME, copies=2)
+    save_on(world, agents, 4.0)
+    assert [elements(agent.orders()[0]) for agent in agents] == [[1], [0]]

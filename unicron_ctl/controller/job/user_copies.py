@@ -1,0 +1,140 @@
+"""Copies of what scripts without a session keep with `transition.memory`: which nodes give theirs to which, and from
+what the job can go on. Pure (docs/design/memory.md, "For scripts without a session").
+
+A state of which each rank has its own part is of use only if the parts are of one iteration. So the controller names
+cuts here, too, but it does not know which iterations a script saves: a cut is the first one from a number on. Where the
+word came too late for some of the ranks they have kept different ones, and the next cut is named further ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from transition.memory.images import SAME, USER
+from unicron_ctl.controller.job.copies import (
+    AHEAD,
+    AHEAD_SECONDS,
+    CUT_LIMIT_SECONDS,
+    CUT_SECONDS,
+    LOOK_SECONDS,
+    Cuts,
+    Pace,
+    holder,
+)
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.protocol import wire
+
+HEARD_SECONDS = 1.0  # how old the word of an agent may be
+MOST_LATE = 10  # doublings of how far ahead a cut is named
+
+
+# ---------------------------------------------------------------- which copies are made
+def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
+    state = job.state
+    if not state.restart_mode or state.over or state.phase is not Phase.RUNNING or state.plan is None:
+        return
+    if cuts.plan != state.plan.generation:
+        cuts.plan, cuts.targets = state.plan.generation, {}
+        cuts.asked_at, cuts.look_at, cuts.pace = -math.inf, 0.0, Pace()
+    newest = _newest(job)
+    if newest is None or view.now < cuts.look_at:
+        return
+    cuts.look_at = view.now + LOOK_SECONDS
+    if _measured(view, cuts.pace, newest.iteration):
+        _ask(view, job, cuts, newest)
+    for agent in [agent for agent in job.alive() if cuts.targets and agent.cut != cuts.asked]:
+        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+
+
+def _newest(job: JobView) -> wire.Image | None:
+    """That the present world has saved."""
+    plan = job.state.plan
+    saved = [agent.saved for agent in job.alive() if agent.saved is not None]
+    mine = [one for one in saved if plan is not None and one.base == plan.generation]
+    return max(mine, key=lambda one: one.iteration, default=None)
+
+
+def _measured(view: View, pace: Pace, iteration: int) -> bool:
+    """Takes in what the ranks have saved; whether it is known how fast they get on."""
+    if pace.iteration < 0:
+        pace.iteration, pace.at = iteration, view.now
+    if view.now - pace.at >= 2 * HEARD_SECONDS:
+        pace.rate = max(0, iteration - pace.iteration) / (view.now - pace.at)
+        pace.iteration, pace.at = iteration, view.now
+        return True
+    return pace.rate > 0.0
+
+
+def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
+    """Name another cut where the last one is good, or has come to nothing."""
+    cuts.targets = targets(job, newest.mark == SAME)
+    waited = view.now - cuts.asked_at
+    if not cuts.targets or waited < CUT_SECONDS:
+        return
+    good = newest_good(job)
+    late = cuts.asked > good and _differ(job, cuts.asked)
+    if cuts.asked > good and waited < CUT_LIMIT_SECONDS and not late:
+        return
+    pace = cuts.pace
+    pace.late = min(MOST_LATE, pace.late + 1) if late else 0
+    cuts.good = good if good >= 0 else newest_good(job, enough=False)
+    known = [cuts.asked, newest.iteration, *(agent.cut for agent in job.alive())]
+    ahead = max(AHEAD, math.ceil((AHEAD_SECONDS + HEARD_SECONDS) * pace.rate)) << pace.late
+    cuts.asked, cuts.asked_at = 1 + max(known) + ahead, view.now
+
+
+def _differ(job: JobView, asked: int) -> bool:
+    """Ranks have kept different iterations for this cut."""
+    images = (image for agent in job.alive() for image in agent.images)
+    return len({image.iteration for image in images if image.kind == USER and image.iteration >= asked}) > 1
+
+
+def targets(job: JobView, replicated: bool = False) -> dict[int, list[wire.Holder]]:
+    """By element of the world, to whom it gives what its ranks have kept: the next ones of the world on other nodes,
+    then those that wait; nothing where all nodes have the same and are enough."""
+    inside = sorted(job.state.elements(job.state.members))
+    able = {agent.element: agent for agent in job.alive() if agent.images_at}
+    more = job.state.settings.copies
+    if replicated and len({able[element].node for element in inside if element in able}) > more:
+        return {}
+    waiting = [element for element in sorted(able) if element not in inside]
+    found: dict[int, list[wire.Holder]] = {}
+    for place, element in enumerate(inside):
+        if element not in able:
+            continue
+        has = {able[element].node}
+        chosen: list[wire.Holder] = []
+        others = [*inside[place + 1 :], *inside[:place], *waiting]
+        for one in (able[other] for other in others if other in able):
+            if one.node not in has and len(chosen) < more:
+                has.add(one.node)
+                chosen.append(holder(one))
+        if chosen:
+            found[element] = chosen
+    return found
+
+
+# ---------------------------------------------------------------- from what the job can go on
+def newest_good(job: JobView, enough: bool = True) -> int:
+    """The newest iteration of which every rank's part lies in enough nodes' memory, or, if that is not asked, in any;
+    of what all ranks have alike any part is one. -1 where there is none."""
+    agents, size = [agent for agent in job.alive() if agent.images_at], len(job.state.members)
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
+    nodes: dict[tuple[int, str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for agent in agents:
+        for image in agent.images:
+            if image.kind == USER and (image.mark == SAME or image.size == size):
+                place = 0 if image.mark == SAME else image.place
+                nodes[image.iteration, image.mark, image.base][place].add(agent.node)
+    whole = [
+        iteration
+        for (iteration, mark, _), places in nodes.items()
+        if len(places) == (1 if mark == SAME else size) and all(len(each) >= most for each in places.values())
+    ]
+    return max(whole, default=-1)
