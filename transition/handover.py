@@ -58,15 +58,15 @@ class Handover:
             if plan.joiners:
                 iteration = self._migrate(plan, plan.source, newcomer, iteration)
         if kept is not None and not plan.boundary:
-            iteration = self._take_shards(kept, plan, iteration)
+            iteration = self._take_shards(kept, plan, iteration, before[1])
         self._unread, self._trained = False, True
         return iteration
 
-    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int) -> int:
+    def _take_shards(self, kept: Safekeeping, plan: Plan, iteration: int, before: int) -> int:
         """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
-        parameters."""
+        parameters. before: the version that this rank had."""
         if plan.state is not None:
-            kept.adopt(*plan.state, lacking=not self._trained)
+            kept.adopt(*plan.state, lacking=not self._trained or plan.state[1] < before)
             return plan.state[1]
         if self._checkpoints is not None and iteration > self._start:
             self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch
 
+from transition.cutting import Cutting
 from transition.memory import contents
-from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Image, Key, look
+from transition.memory.cuts import COPY_PREFIX, CUT_PREFIX
+from transition.memory.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, look
 from transition.saying import say
 
-SHARD = "shard"  # the kind of these images, and how their names begin
+STAY = (CUT_PREFIX, COPY_PREFIX)  # names of images that nobody writes over while they are of use
 
 
 @dataclass(eq=False)
@@ -48,7 +50,8 @@ class Rooms:
     """Of one rank, for its training thread. folder: where images are made; None: none are.
 
     device: of rooms that are no images. pinned: a card copies to and from them. tell: called once when there is no room
-    for an image, and of each image that an earlier process left and that cannot be used, with one line.
+    for an image, and of each image that an earlier process left and that cannot be used, with one line. cuts: what is
+    sealed for a cut goes there, too.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class Rooms:
         device: torch.device,
         pinned: bool = False,
         tell: Callable[[str], None] | None = None,
+        cuts: Cutting | None = None,
     ):
         self._folder = folder if device.type == "cpu" else None
         self.slot, self._device, self._pinned, self._tell = slot, device, pinned, tell or say
         self._own = f"{SHARD}-{slot}."  # how the names of this rank's files begin
+        self._cuts = cuts
         self._spare: list[Room] = []
         self._pending: list[Room] = []
         self._worker: ThreadPoolExecutor | None = None
@@ -146,14 +151,14 @@ class Rooms:
         return len(self._spare)
 
     # ------------------------------------------------------------ images
-    def seal(self, room: Room, key: Key, head: bytes) -> None:
+    def seal(self, room: Room, key: Key, head: bytes, cut: bool = False) -> None:
         """The content of a room is there, and does not change before the room is given back: a thread makes its image
-        whole."""
+        whole. cut: and a copy that stays."""
         if room.image is None:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "unicron-images")
-        room.sums = self._worker.submit(_finish, room, room.image, key, head)
+        room.sums = self._worker.submit(_finish, room, room.image, key, head, self._cuts if cut else None)
         self._pending.append(room)
 
     def settle(self) -> None:
@@ -173,14 +178,24 @@ class Rooms:
         self._tell(f"training state in memory passed over: {path}: changed since it was written")
         self.discard(room)
 
-    def claim(self, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]) -> list[Claimed]:
+    def claim(
+        self,
+        here: Sequence[int],
+        place: int,
+        size: int,
+        usable: Callable[[Found], str],
+        lacks: Callable[[Key], bool] | None = None,
+    ) -> list[Claimed]:
         """The sound images that earlier processes have left and that are this rank's to use, the newest first.
 
         here: the slots of this node at this `place` of `size` (:func:`claimant`). usable(found): why an image is of no
-        use in spite of its first page; empty for one that is. Own files that are of no use are removed.
+        use in spite of its first page; empty for one that is. Own files that are of no use are removed. lacks: for a
+        process that has rooms of its own: of cuts and copies those that it says yes to, and nothing else.
         """
         found: list[Found] = []
         for path in sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []:
+            if lacks is not None and not path.name.startswith(STAY):
+                continue
             own = re.match(rf"{re.escape(self._own)}(\d+)\b", path.name)
             self._number = max(self._number, int(own[1])) if own else self._number
             try:
@@ -191,7 +206,8 @@ class Rooms:
                     if claimant(about.key, here) == self.slot:
                         if why := usable(about):
                             raise BadImage(f"{path}: {why}")
-                        found.append(about)
+                        if lacks is None or lacks(about.key):
+                            found.append(about)
                 elif own:
                     raise BadImage(f"{path}: of another layout")
             except (BadImage, OSError) as error:
@@ -202,6 +218,8 @@ class Rooms:
                 claimed.append(_read(about))
             except (BadImage, OSError) as error:
                 self._pass_over(about.path, error)
+                if about.path.name.startswith(STAY):  # else the agent would go on saying that it is here
+                    about.path.unlink(missing_ok=True)
         return claimed
 
     def _pass_over(self, path: Path, error: Exception | None) -> None:
@@ -216,9 +234,11 @@ def claimant(key: Key, here: Sequence[int]) -> int:
     return key.slot if key.slot in here else here[key.shard % len(here)]
 
 
-def _finish(room: Room, image: Image, key: Key, head: bytes) -> bytes:
+def _finish(room: Room, image: Image, key: Key, head: bytes, cuts: Cutting | None) -> bytes:
     sums = contents.sums(room.flat)
     image.finish(key, head, room.flat.nbytes, sums)
+    if cuts is not None:
+        cuts.keep(key, head, room.flat, sums)
     return sums
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgpack
 import torch
 
 from transition import auxiliary, elastic_buckets, groups, sharding
+from transition.cutting import Cutting
 from transition.exchange import Exchange
 from transition.layout import replicas
+from transition.memory.cuts import Wanted
 from transition.memory.images import folder
 from transition.migrate import TrainingState
 from transition.process import Process
 from transition.rooms import Rooms
 from transition.saying import say
-from transition.shards import MARK_BITS, Shards, named
+from transition.sharding import MARK_BITS, named
+from transition.shards import Shards
 from transition.snapshots import Where
 from transition.untrained import Untrained
 
@@ -36,11 +40,14 @@ class Safekeeping:
         here: torch.device = next(state.model[0].parameters()).device
         memory = torch.device("cpu") if where is Where.HOST else here
         images = folder() if memory.type == "cpu" else None
-        rooms = Rooms(images, slot, memory, pinned=memory.type == "cpu" and here.type == "cuda")
+        self._cuts = Cutting(images, slot, say)
+        rooms = Rooms(images, slot, memory, pinned=memory.type == "cpu" and here.type == "cuda", cuts=self._cuts)
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, rooms, process.device, slot % size, size)
         self._untrained = Untrained(state, images, slot, slot % size, size, say)
         first = slot // self._per_node * self._per_node
-        self.shards.claim([each for each in range(first, first + self._per_node) if each % size == slot % size])
+        self._here = [each for each in range(first, first + self._per_node) if each % size == slot % size]
+        self.shards.claim(self._here)
+        self._came = False  # an image of another node's
         self._shifts: list[int] = []
         self._version = -1
 
@@ -62,8 +69,19 @@ class Safekeeping:
         """The newest version that earlier processes left in the memory of this node; -1 for none."""
         return max((version for _, version, _, _ in self.held()), default=-1)
 
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """What the agent says of the node's memory, in the channel's thread: a cut that is to be kept, or an image that
+        has come."""
+        if message["kind"] == "fetch":
+            self._came = True
+        else:
+            self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
+
     def held(self) -> list[tuple[int, int, int, list[int]]]:
-        """What this rank could give, for its report."""
+        """What this rank, at rest, could give, for its report."""
+        if self._came:
+            self._came = False
+            self.shards.claim(self._here, again=True)
         return self.shards.held()
 
     def settle(self) -> None:
@@ -96,15 +114,18 @@ class Safekeeping:
 
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
-        state = self._state
+        state, untrained = self._state, self._untrained.keep()
+        cut = self._cuts.due(version)
+        if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
+            cut = self._untrained.cut(self._cuts, version)
         extra = {
             "scheduler": state.schedule(),
             "biases": auxiliary.biases(state.model),
             "seed": state.seed,
             "loss": state.loss,
-            "untrained": self._untrained.keep(),
+            "untrained": untrained,
         }
-        self.shards.export(version, msgpack.packb(extra))
+        self.shards.export(version, msgpack.packb(extra), cut)
         self._confirm(version)
 
     @property

@@ -145,7 +145,7 @@ class Session:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
         self._remembered = Remembered(self.slot, self._state)
-        self._watch.on_memory = self._remembered.hear
+        self._watch.on_memory = self._kept.hear if self._kept is not None else self._remembered.hear
         unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
             self.iteration = self._remembered.look(checkpoints, start_iteration, self._writer())
@@ -554,6 +554,7 @@ class Session:
             "saved": -1 if self._checkpoints is None else self._checkpoints.newest,
             **self._remembered.status(),
             "kept": self._has(state),
+            "sharded": self._kept is not None,
         }
 
     def _has(self, state: str) -> list[tuple[int, str]]:

@@ -13,7 +13,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 TRIED = 8  # distances of whole nodes that are tried before all others
+MARK_BITS = 20  # of a base that are chosen at random; above them is the number of the generation
 QUANTUM = 128  # elements; Megatron starts buckets at 256-byte boundaries for parameters of two bytes
+
+
+def named(generation: int, mark: int) -> int:
+    """The name of the states that a generation makes: its number, and what tells it from another of that number. A
+    controller that has lost its log begins to count anew."""
+    return generation << MARK_BITS | mark % (1 << MARK_BITS)
 
 
 class Uncovered(RuntimeError):

@@ -26,24 +26,17 @@ import torch.distributed as dist
 
 from detector.inject import injector
 from transition import elastic_buckets
-from transition.memory.images import Found, Key
+from transition.memory.images import SHARD, Found, Key
 from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
-from transition.rooms import SHARD, Claimed, Room, Rooms
-from transition.sharding import Uncovered
+from transition.rooms import Claimed, Room, Rooms
+from transition.sharding import MARK_BITS, Uncovered, named
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
 SUM_WORDS = 4  # of 32 bits in a checksum
 TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
-MARK_BITS = 20  # of a base that are chosen at random; above them is the number of the generation
 MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.protocol.ranges)
 _MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
-
-
-def named(generation: int, mark: int) -> int:
-    """The name of the states that a generation makes: its number, and what tells it from another of that number. A
-    controller that has lost its log begins to count anew."""
-    return generation << MARK_BITS | mark % (1 << MARK_BITS)
 
 
 class CopyFailed(RuntimeError):
@@ -105,11 +98,15 @@ class Shards:
         elastic_buckets.resize(self.model, self.optimizer)
         self.base, self.count, self.index = base, self.group.size(), self.group.rank()
 
-    def claim(self, here: Sequence[int]) -> None:
+    def claim(self, here: Sequence[int], again: bool = False) -> None:
         """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
-        place. Before the first :meth:`enter`."""
-        for claimed in self.rooms.claim(here, self._place, self._size, self._misfit):
+        place. Before the first :meth:`enter`; again: at rest, those of cuts and copies that this rank lacks."""
+        for claimed in self.rooms.claim(here, self._place, self._size, self._misfit, self._lacks if again else None):
             self._take_back(claimed)
+
+    def _lacks(self, key: Key) -> bool:
+        found = self._sets.get((named(key.base, int(key.mark, 16)), key.iteration))
+        return found is None or key.shard not in found.shards
 
     def _misfit(self, found: Found) -> str:
         """Why an image is no shard of this model."""
@@ -136,8 +133,9 @@ class Shards:
 
     # ------------------------------------------------------------ snapshots and copies
     @torch.no_grad()
-    def export(self, version: int, extra: bytes = b"") -> None:
-        """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it."""
+    def export(self, version: int, extra: bytes = b"", cut: bool = False) -> None:
+        """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
+        cut: in a file that stays, too."""
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
         header = self._header(extra)
@@ -151,7 +149,7 @@ class Shards:
                 step = float(tensors.get("step", step))
             _copy(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
-        self._add(version, self.index, room)
+        self._add(version, self.index, room, cut)
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
         """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
@@ -220,7 +218,7 @@ class Shards:
         self._add(version, self.index, room)
         return extra
 
-    def _add(self, version: int, shard: int, room: Room) -> None:
+    def _add(self, version: int, shard: int, room: Room, cut: bool = False) -> None:
         """A room of the present generation has its content: from now on it is part of the set of `version`."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = room
@@ -236,7 +234,7 @@ class Shards:
             generation,
             f"{mark:0{MARK_BITS // 4}x}",
         )
-        self.rooms.seal(room, key, self._head(mine.step, mine.header))
+        self.rooms.seal(room, key, self._head(mine.step, mine.header), cut)
 
     def _head(self, step: float, header: bytes) -> bytes:
         """Of an image."""

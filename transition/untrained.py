@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transition.cutting import Cutting
 from transition.memory import contents
-from transition.memory.images import SUFFIX, BadImage, Image, Key, inventory
+from transition.memory.images import SUFFIX, UNTRAINED, BadImage, Image, Key, inventory
 from transition.migrate import TrainingState, broadcast_bytes, checksum
 
-KIND = "untrained"  # of these images, and how their names begin
 KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
 WORD = 8  # bytes; every tensor begins at a multiple
 
@@ -55,25 +55,33 @@ class Untrained:
 
     def _write(self, folder: Path, mark: str) -> None:
         before = self._own(folder)
-        image = Image(folder / f"{KIND}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
+        image = Image(folder / f"{UNTRAINED}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
         flat = torch.frombuffer(image.data, dtype=torch.uint8, count=self.bytes)
         for place, tensor in self._places(flat):
             place.copy_(_raw(tensor))
-        key = Key(KIND, self._slot, 0, self._place, self._size, mark=mark)
+        key = Key(UNTRAINED, self._slot, 0, self._place, self._size, mark=mark)
         image.finish(key, b"", self.bytes, contents.sums(flat))
         for number in sorted(before)[: 1 - KEPT]:
             before[number].unlink(missing_ok=True)
 
+    def cut(self, cuts: Cutting, iteration: int) -> bool:
+        """Keep them as they are now with a cut's shards; whether they are there."""
+        flat = torch.zeros(self.bytes, dtype=torch.uint8)
+        for place, tensor in self._places(flat):
+            place.copy_(_raw(tensor))
+        key = Key(UNTRAINED, self._slot, iteration, self._place, self._size, mark=self._kept)
+        return cuts.keep(key, b"", flat, contents.sums(flat))
+
     def _own(self, folder: Path) -> dict[int, Path]:
         """The files that processes of this slot have made, by number."""
-        name = re.compile(rf"{KIND}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
+        name = re.compile(rf"{UNTRAINED}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
         return {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
 
     def restore(self, mark: str) -> bool:
         """Take them from an image of that mark, whoever of this node has made it; whether there was a sound one."""
         for found in inventory(self._folder) if self._folder is not None and mark else ():
             key = found.key
-            if (key.kind, key.place, key.size, key.mark) != (KIND, self._place, self._size, mark):
+            if (key.kind, key.place, key.size, key.mark) != (UNTRAINED, self._place, self._size, mark):
                 continue
             try:
                 _, flat = contents.read(found)
@@ -84,7 +92,7 @@ class Untrained:
                 continue
             for place, tensor in self._places(flat):
                 _raw(tensor).copy_(place)
-            if key.slot == self._slot:
+            if found.path in self._own(found.path.parent).values():
                 self._kept = mark
             return True
         return False

@@ -130,6 +130,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),
     Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),
     Limit("controller", "AHEAD_SECONDS", 1.0, "before such an iteration, for the word to reach all ranks"),
+    Limit(
+        "controller",
+        "HEARD_SECONDS",
+        1.0,
+        "how old the word of what a restart-mode script has saved may be",
+    ),
     Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "for its copies to be made; then another one is tried"),
     Limit("controller", "FETCH_SECONDS", 120.0, "for copies to be got; then the job goes on from what its ranks have"),
     Limit("controller", "FETCH_AGAIN_SECONDS", 1.0, "between two orders to get one"),

@@ -182,7 +182,7 @@ def test_another_element_takes_over_rank_numbers_move_and_a_damaged_copy_is_not_
         again = job.wait_begun(2, 2)
         assert len(set(again)) == 1 and again[0] >= first
         wait_for(lambda: job.copied(("n1", {1}), ("n2", {0})) > again[0], "copies of the new world", now=job.told)
-        job.job.agents[2].kill()
+        job.job.agents.pop(2).kill()
         for found in inventory(job.memory("n1")):
             if found.path.name.startswith("copy-") and found.key.iteration == max(job.copies("n1")):
                 flip(found.path)

@@ -11,6 +11,7 @@ import msgpack
 
 NOTE = "cut.msgpack"  # beside the images
 CUT_PREFIX = "cut-"  # names of images that the next ones do not overwrite
+COPY_PREFIX = "copy-"  # names of images that came from another node
 
 
 class Wanted(NamedTuple):

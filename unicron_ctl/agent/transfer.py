@@ -32,6 +32,7 @@ from typing import Any
 
 import msgpack
 
+from transition.memory.cuts import COPY_PREFIX as PREFIX
 from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
 from unicron_ctl.agent.sums import sound
 
@@ -42,7 +43,6 @@ PIECE = 1 << 22  # bytes between two looks at the clock
 MOST_REQUEST = 4096  # bytes
 NONCE, PROOF = 16, hashlib.sha256().digest_size
 GO, WHOLE, KEPT = b"go", b"whole", b"kept"
-PREFIX = "copy-"  # names of images that came from another node
 _LENGTH = struct.Struct("<Q")
 
 

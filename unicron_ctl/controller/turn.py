@@ -9,7 +9,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, copies, events, machine, spares, transitions, user_copies
+from unicron_ctl.controller.job import (
+    adoption,
+    copies,
+    events,
+    machine,
+    shard_copies,
+    spares,
+    transitions,
+    user_copies,
+)
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.job.orders import Letter, due, later
@@ -176,7 +185,7 @@ class Turns:
         view = self._view.job(job)
         self._look_again(view)
         cuts = self._desk(job).cuts
-        orders = [each for part in (copies, user_copies) for each in part.cut(self._view, view, cuts)]
+        orders = [each for part in (copies, shard_copies, user_copies) for each in part.cut(self._view, view, cuts)]
         for agent, order in orders:
             self._order(agent, f"cut {order.iteration}", order)
         if view.live.touched:

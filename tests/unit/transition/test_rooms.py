@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from transition import rooms
+from transition.cutting import Cutting
 from transition.memory import images
-from transition.memory.images import PAGE, BadImage, Found, Key, look
-from transition.rooms import SHARD, Rooms, claimant
+from transition.memory.cuts import Wanted
+from transition.memory.images import PAGE, SHARD, BadImage, Found, Key, look
+from transition.rooms import Rooms, claimant
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")
@@ -210,3 +212,41 @@ def test_a_shard_without_an_element_is_one_too(tmp_path, store):
     keep(store, 0.0, key(3), 0)
     (found,) = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert found.room.flat.numel() == 0
+
+
+def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_path, said):
+    cuts = Cutting(tmp_path, 3, said.append)
+    store = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
+
+    def cut(version: int) -> None:
+        with store.take(1, ELEMENTS, 100) as (room,):
+            room.flat.fill_(float(version))
+        store.seal(room, key(3, version), b"head", cut=True)
+        store.settle()
+        store.give_back(room)
+
+    def kept() -> list[int]:
+        return sorted(look(path).key.iteration for path in tmp_path.glob("cut-shard-3-*"))
+
+    for version, good in ((4, -1), (6, 4), (8, 4), (9, 8)):
+        cuts.wanted = Wanted(version, good)
+        cut(version)
+    assert kept() == [8, 9], "of two files the one that is not good was written over"
+    found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert {each.key.iteration: float(each.room.flat.mean()) for each in found}[8] == 8.0
+    assert not said
+
+
+def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):
+    room = keep(store, 1.0, key(3, 5))
+    for number, (slot, shard) in enumerate([(7, 1), (8, 2), (9, 3)]):
+        keep(Rooms(tmp_path, slot, CPU), 2.0, key(slot, 4, shard))
+        next(tmp_path.glob(f"shard-{slot}.*")).rename(tmp_path / f"copy-shard-{number}.image")
+    spoiled = tmp_path / "copy-shard-2.image"
+    data = bytearray(spoiled.read_bytes())
+    data[-1] ^= 1
+    spoiled.write_bytes(data)
+    found = store.claim([3], 0, 1, usable, lambda about: about.shard != 2)
+    assert [(each.key.iteration, each.key.shard) for each in found] == [(4, 1)]
+    assert len(said) == 1 and not spoiled.exists(), "the agent does not say any more that it is there"
+    assert room.image.path.exists() and (tmp_path / "copy-shard-0.image").exists()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transition.memory.images import inventory
+from transition.cutting import Cutting
+from transition.memory.cuts import Wanted
+from transition.memory.images import UNTRAINED, inventory
 from transition.migrate import TrainingState
 from transition.untrained import Untrained
 
@@ -100,3 +102,30 @@ def test_without_memory_nothing_is_written(said):
 
 def test_where_there_is_no_room_training_goes_on(tmp_path, said):
     assert untrained(state(), tmp_path / "missing", said).keep()
+
+
+def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_it(tmp_path, said):
+    first, cuts = state(), Cutting(tmp_path, 0, said.append)
+    fill(first, 5.0)
+    its = untrained(first, tmp_path, said)
+    mark = its.keep()
+    cuts.wanted = Wanted(8)
+    assert cuts.due(8) and not cuts.due(9) and its.cut(cuts, 8)
+    (cut,) = [each for each in inventory(tmp_path) if each.path.name.startswith("cut-")]
+    assert (cut.key.kind, cut.key.iteration, cut.key.mark, cut.key.size) == (UNTRAINED, 8, mark, 2)
+    for path in tmp_path.glob("untrained-*"):
+        path.unlink()
+    other = state()
+    again = untrained(other, tmp_path, said)
+    assert again.restore(mark) and float(other.model[0].module[1].weight.mean()) == 5.0
+    again.keep()
+    assert len(list(tmp_path.glob("untrained-0.*"))) == 1, "the cut's file is written over later"
+    assert not said
+
+
+def test_without_room_there_is_no_cut_and_it_is_said_once(tmp_path, said):
+    first, cuts = state(), Cutting(tmp_path / "nothing", 0, said.append)
+    its = untrained(first, tmp_path, said)
+    its.keep()
+    assert not its.cut(cuts, 1) and not its.cut(cuts, 2)
+    assert len(said) == 1 and "the training goes on" in said[0]

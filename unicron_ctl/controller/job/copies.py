@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
@@ -112,17 +112,19 @@ def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.
     if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
         return
     job.live.fetch_since = None
+    if job.live.sharded:  # another way (shard_copies)
+        return
     if cuts.plan != state.plan.generation:  # whoever came in has heard of no cut, and what was lost is to be made again
         cuts.plan, cuts.wanting = state.plan.generation, wanting(job)
         cuts.targets, cuts.asked_at, cuts.look_at = targets(job, cuts.wanting), -math.inf, 0.0
     if not cuts.wanting:
         return
-    _ask(view, job, cuts)
+    ask(view, job, cuts)
     for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
         yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
 
 
-def _ask(view: View, job: JobView, cuts: Cuts) -> None:
+def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = newest_good) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
     waited = view.now - cuts.asked_at
     if waited < CUT_SECONDS or view.now < cuts.look_at:
@@ -171,11 +173,10 @@ class Wanted:
     orders: list[tuple[AgentView, wire.Fetch]]
 
 
-def waits(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Outcome | None:
+def waits(view: View, job: JobView, more: Wanted | None) -> Outcome | None:
     """The job is not formed yet: its ranks get a newer state first. None where there is none, or it has not come in
     time."""
     live = job.live
-    more = None if job.state.restart_mode else wanted(job, reports, found)
     if more is None:
         return None
     if live.fetch_since is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from transition import layout
 from unicron_ctl.agreement import resume
-from unicron_ctl.controller.job import copies, spares
+from unicron_ctl.controller.job import copies, shard_copies, spares
 from unicron_ctl.controller.job.candidates import formed, left_behind, remaining, without_match
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Action, Event
@@ -29,7 +29,9 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
     start again, from the script's newest checkpoint if there is one."""
     reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
     found, out = formed(reports, job.replica), Outcome()
-    if (fetching := copies.waits(view, job, reports, found)) is not None:
+    kind = shard_copies if job.live.sharded else copies
+    more = None if job.state.restart_mode else kind.wanted(job, reports, found)
+    if (fetching := copies.waits(view, job, more)) is not None:
         return fetching
     if found is None:
         again = without_match(reports)

@@ -107,6 +107,8 @@ class LiveJob:
     """Until when it counts as known that no survivors make a complete replica."""
     remembers: bool = False
     """Its ranks say with which states of their places they could go on: they keep them whole, and in memory."""
+    sharded: bool = False
+    """Its ranks have a distributed optimizer's state in shards."""
     fetch_since: float | None = None
     fetch_at: float = 0.0
     """Since when the job waits for images, and when those that lack are asked for again."""
@@ -118,6 +120,7 @@ class LiveJob:
             if rank is not None and rank.state in READY:
                 self.replica, self.layout = rank.replica, rank.layout
                 self.remembers = self.remembers or bool(rank.kept)
+                self.sharded = self.sharded or rank.sharded
 
 
 @dataclass

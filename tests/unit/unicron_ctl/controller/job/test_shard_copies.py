@@ -1,0 +1,135 @@
+"""Copies of shards in other nodes: where the ranks' own lie in one node, and how a job without a holder gets them."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from tests.support.world import FakeAgent, World
+from transition.sharding import named
+from unicron_ctl.protocol import wire
+
+MARK, BASE = "0000a", 1
+NAME = named(BASE, int(MARK, 16))
+
+
+class Node(FakeAgent):
+    """An agent whose node has a memory; its ranks have a distributed optimizer."""
+
+    def __init__(self, world: World, element: int, ranks: int, node: str = "", **settings):
+        super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
+
+    def register(self) -> None:
+        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
+
+    def ready(self) -> None:
+        for slot in self.slots:
+            self.set(slot, state="waiting", sharded=True)
+
+    def has(self, version: int, *parts: tuple[int, int], ways: int = 1, untrained: bool = False) -> None:
+        """Images of a cut: (place, shard)."""
+        for place, shard in parts:
+            slot = shard * self.replica + place
+            about = (slot, version, place, self.replica)
+            self.images = [*self.images, wire.Image("shard", *about, shard, ways, BASE, MARK)]
+            if untrained:
+                self.images = [*self.images, wire.Image("untrained", *about, 0, 1, 0, "f00")]
+        self.status()
+
+    def orders(self, kind: type) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1, **settings) -> tuple[World, list[Node]]:
+    world = World()
+    agents = [Node(world, e, ranks, nodes=nodes, replica=replica) for e in range(nodes)]
+    for agent in agents:
+        agent.settings = replace(agent.settings, copies=copies, **settings)
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    assert world.job().phase == "running"
+    return world, agents
+
+
+def told(agents: list[Node]) -> list[list[int]]:
+    """To whom each gives."""
+    return [[target.element for target in order.targets] for order in (agent.orders(wire.Cut)[0] for agent in agents)]
+
+
+def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
+    _, agents = started(nodes=2, replica=2)
+    assert told(agents) == [[1], [0]]
+    _, agents = started(nodes=3, replica=3, copies=2)
+    assert told(agents) == [[1, 2], [2, 0], [0, 1]]
+
+
+def test_replicas_in_one_node_give_theirs_to_the_spare():
+    _, agents = started(nodes=2, replica=1, ranks=2, spares=1)
+    assert told(agents)[0] == [1]
+
+
+def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
+    world, agents = started(nodes=2, replica=1, ranks=2)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
+    world, agents = started(nodes=4, replica=2, ranks=1)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
+
+
+def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes():
+    world, agents = started(nodes=2, replica=2)
+    cut = agents[0].orders(wire.Cut)[0].iteration
+    agents[0].keeps = agents[1].keeps = cut
+    agents[0].has(cut, (0, 0), (1, 0), untrained=True)
+    agents[1].has(cut, (1, 0), untrained=True)
+    world.run(10.0)
+    assert agents[0].orders(wire.Cut)[-1].iteration == cut, "that of place 0 lies in one node"
+    agents[1].has(cut, (0, 0))
+    world.run(2.0)
+    assert agents[0].orders(wire.Cut)[-1].iteration == cut, "and what goes with it, still"
+    agents[1].has(cut, (0, 0), untrained=True)
+    world.run(2.0)
+    last = agents[0].orders(wire.Cut)[-1]
+    assert last.iteration > cut and last.good == cut
+
+
+def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
+    """Each of two nodes has one half of the model; the second one is gone, and another one is there instead."""
+    world, agents = started(nodes=2, replica=2)
+    agents[0].has(20, (0, 0), (1, 0), untrained=untrained)
+    agents[1].has(20, (0, 0), (1, 0), untrained=untrained)
+    world.run(1.0)
+    agents[1].silent = True
+    world.dead_nodes.add("n2")
+    agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[wire.Shards(NAME, 23, 1, [0])])
+    new = Node(world, 1, 1, "n5", nodes=2, replica=2)
+    world.run(60.0)
+    new.register()
+    new.ready()
+    world.run(3.0)
+    return world, agents, new
+
+
+def test_after_a_loss_each_shard_comes_to_a_rank_of_its_place_and_the_job_goes_back_to_it():
+    world, agents, new = lost()
+    assert world.job().phase == "forming"
+    (here,) = {(o.image.place, o.holder.element) for o in agents[0].orders(wire.Fetch)}
+    (there,) = {(o.image.place, o.holder.element, o.image.iteration) for o in new.orders(wire.Fetch)}
+    assert here == (0, 0) and there == (1, 0, 20)
+    held = [wire.Shards(NAME, 20, 1, [0])]
+    agents[0].set(0, shards=[*held, wire.Shards(NAME, 23, 1, [0])])
+    new.set(1, shards=held)
+    world.run(2.0)
+    plan = [event.record.plan for event in world.log if event.kind == "plan"][-1]
+    assert plan.state == (NAME, 20) and plan.members == [0, 1] and world.job().phase != "forming"
+
+
+def test_what_goes_with_the_shards_comes_before_them():
+    world, _, new = lost(untrained=True)
+    assert {order.image.kind for order in new.orders(wire.Fetch)} == {"untrained"}
+    new.has(20, (1, 0), untrained=True)
+    new.images = [image for image in new.images if image.kind == "untrained"]
+    new.status()
+    world.run(3.0)
+    assert new.orders(wire.Fetch)[-1].image.kind == "shard"

@@ -1,0 +1,161 @@
+"""Copies of a distributed optimizer's shards in other nodes, where the ranks' own copies all lie in one: which are
+made, and how they come to ranks that need them. Pure (docs/design/sharded-optimizer.md).
+
+Ranks give their shards to heirs in other nodes of their place; with one replica, or with all replicas of a place in one
+node, there are none. A job goes on from one state of all its shards, so where one shard lacks a copy the controller
+names cuts, and every node gives what it has of them to the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from transition import layout
+from transition.memory.images import SHARD, UNTRAINED
+from transition.sharding import MARK_BITS, heirs, named
+from unicron_ctl.controller.job.candidates import Formed
+from unicron_ctl.controller.job.copies import Cuts, Wanted, ask, holder
+from unicron_ctl.controller.job.user_copies import targets
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job import Phase
+from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.wire import RankStatus
+
+Part = tuple[int, int]  # (place, shard)
+Where = dict[str, tuple[AgentView, wire.Image]]  # node -> who has it
+
+
+class State(NamedTuple):
+    """Of all shards: `version` steps, made in the generation that is named by `base`, `ways` shards of each place."""
+
+    version: int
+    base: int
+    ways: int
+
+
+# ---------------------------------------------------------------- who has what
+def lacking(job: JobView) -> list[Part]:
+    """Shards that fewer nodes hold than are wanted and could, as the ranks of this generation keep them."""
+    agents, plan = [agent for agent in job.alive() if agent.images_at], job.state.plan
+    if plan is None or not job.live.sharded or len(agents) < len(job.alive()):
+        return []
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents}))
+    found = []
+    for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
+        elements = [str(job.state.element(slot)) for slot in slots]  # as the ranks choose their heirs
+        nodes = [agent.node if (agent := job.agent(slot)) is not None else "" for slot in slots]
+        shifts = heirs(elements, job.state.settings.copies)
+        for shard, node in enumerate(nodes):
+            if len({node, *(nodes[(shard + shift) % len(nodes)] for shift in shifts)}) < most:
+                found.append((place, shard))
+    return found
+
+
+def images(agents: Iterable[AgentView]) -> dict[State, dict[Part, Where]]:
+    """state -> shard -> where it lies."""
+    found: dict[State, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
+    for agent in agents:
+        for image in agent.images:
+            if image.kind == SHARD and (mark := _number(image.mark)) is not None:
+                state = State(image.iteration, named(image.base, mark), image.count)
+                found[state][image.place, image.shard][agent.node] = agent, image
+    return found
+
+
+def untrained(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
+    """place -> where that lies which goes with a state's shards."""
+    found: dict[int, Where] = defaultdict(dict)
+    for agent in agents:
+        for image in agent.images:
+            if image.kind == UNTRAINED and image.iteration == version:
+                found[image.place][agent.node] = agent, image
+    return found
+
+
+def _number(mark: str) -> int | None:
+    try:
+        return int(mark, 16) if len(mark) == MARK_BITS // 4 else None
+    except ValueError:
+        return None
+
+
+def newest_good(job: JobView, enough: bool = True) -> int:
+    """The newest version of which every shard, and what goes with it, lies in enough nodes' memory, or, if that is not
+    asked, in any; -1 where there is none."""
+    agents, size = [agent for agent in job.alive() if agent.images_at], job.replica
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
+    whole = [-1]
+    for state, parts in images(agents).items():
+        there = [*parts.values(), *untrained(agents, state.version).values()]
+        if len(parts) == size * state.ways and all(len(nodes) >= most for nodes in there):
+            whole.append(state.version)
+    return max(whole)
+
+
+# ---------------------------------------------------------------- making copies
+def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
+    state = job.state
+    if not job.live.sharded or state.over or state.phase is not Phase.RUNNING or state.plan is None:
+        return
+    if cuts.plan != state.plan.generation:
+        cuts.plan, cuts.asked_at, cuts.look_at = state.plan.generation, -math.inf, 0.0
+        cuts.targets = targets(job) if lacking(job) else {}
+    if not cuts.targets:
+        return
+    ask(view, job, cuts, newest_good)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
+        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+
+
+# ---------------------------------------------------------------- getting them back
+def wanted(job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+    """The newest state of which every shard is with a rank that can enter, or in a living node's memory; None where the
+    ranks have nothing newer to get."""
+    there = images(agent for agent in job.alive() if agent.images_at)
+    for state in sorted(there, reverse=True):
+        if found is not None and state.version <= found.iteration:
+            return None
+        orders = _orders(job, reports, state, there[state])
+        if orders:
+            return Wanted((state.version, f"{state.base:x}"), orders)
+    return None
+
+
+def _orders(
+    job: JobView, reports: Mapping[int, RankStatus], state: State, there: Mapping[Part, Where]
+) -> list[tuple[AgentView, wire.Fetch]]:
+    """What has to be got so that the ranks have all shards of this state; nothing where that cannot be. What goes with
+    the shards comes first: a rank that has them begins."""
+    besides = untrained((agent for agent in job.alive() if agent.images_at), state.version)
+    given: dict[int, int] = defaultdict(int)
+    orders: list[tuple[AgentView, wire.Fetch]] = []
+    for place in range(job.replica):
+        able = [slot for slot in sorted(reports) if slot % job.replica == place]
+        have = {shard for slot in able for shard in _held(reports[slot], state)}
+        for shard in (shard for shard in range(state.ways) if shard not in have):
+            where = there.get((place, shard), {})
+            agents = [agent for slot in able if (agent := job.agent(slot)) is not None]
+            if not where or not agents:
+                return []
+            receiver = next((agent for agent in agents if agent.node in where), agents[shard % len(agents)])
+            first = besides.get(place, {})
+            orders.append(_fetch(receiver, first if first and receiver.node not in first else where, given))
+    return orders
+
+
+def _held(status: RankStatus, state: State) -> list[int]:
+    return [shard for its in status.shards if (its.version, its.base, its.count) == tuple(state) for shard in its.held]
+
+
+def _fetch(receiver: AgentView, where: Where, given: dict[int, int]) -> tuple[AgentView, wire.Fetch]:
+    """From its own node, else from the one that gives least."""
+    near = where.get(receiver.node)
+    source, image = near or min(where.values(), key=lambda each: (given[each[0].element], each[0].element))
+    given[source.element] += 1
+    return receiver, wire.Fetch(image=image, holder=holder(source))
