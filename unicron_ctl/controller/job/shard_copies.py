@@ -17,7 +17,7 @@ from transition import layout
 from transition.memory.images import SHARD, UNTRAINED
 from transition.sharding import MARK_BITS, heirs, named
 from unicron_ctl.controller.job.candidates import Formed
-from unicron_ctl.controller.job.copies import Cuts, Wanted, ask, holder
+from unicron_ctl.controller.job.copies import LOOK_SECONDS, Cuts, Wanted, ask, holder
 from unicron_ctl.controller.job.user_copies import targets
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -105,10 +105,16 @@ def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.
         return
     if cuts.plan != state.plan.generation:
         cuts.plan, cuts.asked_at, cuts.look_at = state.plan.generation, -math.inf, 0.0
+        cuts.targets = {}
+    if not cuts.targets and view.now >= cuts.look_at:  # a spare may have come
         cuts.targets = targets(job) if lacking(job) else {}
+        cuts.look_at = 0.0 if cuts.targets else view.now + LOOK_SECONDS
     if not cuts.targets:
         return
+    before = cuts.asked
     ask(view, job, cuts, newest_good)
+    if cuts.asked != before:
+        cuts.targets = targets(job)
     for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
         yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
 

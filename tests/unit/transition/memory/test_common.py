@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transition.memory import common
 from transition.memory.common import Choice, There, World, choices
 
 
@@ -49,3 +51,14 @@ def test_every_rank_gets_its_own_from_who_has_it_or_nobody_gets_anything(images)
         assert way.sender // 2 * 2 == way.image.node, "a rank of the node that has it"
         if any(each.place == rank and each.node == rank // 2 * 2 for each in found):
             assert way.sender == rank
+
+
+def test_what_was_spoiled_on_its_way_is_seen_and_said(capsys):
+    head, data = b"head", torch.arange(40, dtype=torch.uint8)
+    front = common._front((head, data)).tolist()
+    assert common._sound(head, data.clone(), front, 3) is not None
+    other = data.clone()
+    other[17] ^= 4
+    assert common._sound(head, other, front, 3) is None
+    assert common._sound(b"heaf", data, front, 3) is None
+    assert capsys.readouterr().err.count("what rank 3 has sent of the state in its node's memory was spoiled") == 2

@@ -68,6 +68,26 @@ def test_replicas_in_one_node_give_theirs_to_the_spare():
     assert told(agents)[0] == [1]
 
 
+def test_a_spare_that_comes_later_gets_copies_too():
+    world = World()
+
+    def node(element: int) -> Node:
+        made = Node(world, element, 2, nodes=2, replica=1)
+        made.settings = replace(made.settings, spares=1, min_nodes=1)
+        return made
+
+    first = node(0)
+    first.register()
+    first.ready()
+    world.run(60.0)
+    assert world.job().phase == "running" and not first.orders(wire.Cut)
+    spare = node(1)
+    spare.register()
+    spare.ready()
+    world.run(2.0)
+    assert told([first]) == [[1]]
+
+
 def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
     world, agents = started(nodes=2, replica=1, ranks=2)
     world.run(10.0)
