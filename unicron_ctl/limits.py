@@ -125,7 +125,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
-    Limit("controller", "PRIVATE_SECONDS", 60.0, "between two looks at Slurm's PrivateData"),
+    Limit("controller", "SETTINGS_SECONDS", 60.0, "between two looks at Slurm's PrivateData and topology"),
     Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
     Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),
     Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),

@@ -9,13 +9,13 @@ say that they have, so a controller that was restarted knows it, too.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
+from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -38,13 +38,14 @@ State = tuple[int, str]  # (iteration, mark)
 @dataclass
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
-    on; and, of one generation, in how many more nodes which places are to be, and who gives what he has to whom."""
+    on; and, of those who were there then, in how many more nodes which places are to be, and who gives what he has to
+    whom."""
 
     asked: int = -1
     asked_at: float = 0.0
     good: int = -1
     look_at: float = 0.0
-    plan: int = -1
+    there: tuple[object, ...] = ()
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
 
@@ -100,22 +101,31 @@ def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.
     if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
         return
     job.live.fetch_since = None
-    if cuts.plan != state.plan.generation:  # whoever came in has heard of no cut, and what was lost is to be made again
-        cuts.plan, cuts.wanting = state.plan.generation, wanting(job)
-        cuts.targets, cuts.asked_at, cuts.look_at = targets(job, cuts.wanting), -math.inf, 0.0
-    if not cuts.wanting:
-        return
-    _ask(view, job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
+    if view.now >= cuts.look_at or state.plan.generation != next(iter(cuts.there), -1):
+        cuts.look_at = view.now + LOOK_SECONDS
+        _look(view, job, cuts)
+        _ask(view, job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.wanting else []:
         yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+
+
+def _look(view: View, job: JobView, cuts: Cuts) -> None:
+    """Who is there to keep copies: whoever came has heard of no cut, and what was lost is to be made again."""
+    assert job.state.plan is not None
+    waits = [element for element, how in spares.standing(job).items() if how == "ready"]
+    agents = [(one.element, one.node, one.images_at) for one in job.alive()]
+    there = job.state.plan.generation, *agents, *waits
+    if there != cuts.there:
+        cuts.there, cuts.wanting, cuts.asked_at = there, wanting(job), -math.inf
+        cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waits)
 
 
 def _ask(view: View, job: JobView, cuts: Cuts) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
     waited = view.now - cuts.asked_at
-    if waited < CUT_SECONDS or view.now < cuts.look_at:
+    if waited < CUT_SECONDS or not cuts.wanting:
         return
-    good, cuts.look_at = newest_good(job), view.now + LOOK_SECONDS
+    good = newest_good(job)
     if cuts.asked > good and waited < CUT_LIMIT_SECONDS:
         return
     cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
@@ -124,25 +134,59 @@ def _ask(view: View, job: JobView, cuts: Cuts) -> None:
     cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + max(known)), view.now
 
 
-def targets(job: JobView, missing: Mapping[int, int]) -> dict[int, list[wire.Holder]]:
-    """By element, to whom it gives what it has of a cut: those that come after it, on nodes that do not have it. Of
-    several that train a place the first gives it."""
+def targets(
+    job: JobView, missing: Mapping[int, int], domains: Mapping[str, str], waiting: Collection[int] = ()
+) -> dict[int, list[wire.Holder]]:
+    """By element, to whom it gives what it has of a cut; of several that train a place the first gives it. domains:
+    node -> with what it fails. waiting: elements that are hot spares, which begin with what they have when they take a
+    place."""
     if not missing:
         return {}
-    trained, order = holders(job), [one for one in job.alive() if one.images_at]
-    position = {one.element: place for place, one in enumerate(order)}
+    trained, room = holders(job), Receivers(job, domains, waiting)
     chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
     for place, left in missing.items():
         giver = min(trained[place])
         has = {job.agents[element].node for element in trained[place] if element in job.agents}
-        for one in itertools.islice(itertools.cycle(order), position[giver] + 1, position[giver] + len(order)):
-            if not left:
+        for _ in range(left):
+            if (one := room.next(place, giver, has)) is None:
                 break
-            if one.node not in has:
-                has.add(one.node)
-                chosen[giver][one.element] = holder(one)
-                left -= 1
+            has.add(one.node)
+            chosen[giver][one.element] = holder(one)
     return {giver: list(each.values()) for giver, each in chosen.items()}
+
+
+class Receivers:
+    """Who could be given a copy. Whatever fails with the nodes that have the state comes last: with their switch, or
+    their block. Of the rest a hot spare whose ranks would take that place comes first, then the elements after the
+    giver's."""
+
+    def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
+        self._ring = [one for one in job.alive() if one.images_at]
+        self._domains, self._all = domains, {domains.get(one.node, "") for one in self._ring}
+        self._position = {one.element: place for place, one in enumerate(self._ring)}
+        self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
+        for one in self._ring:
+            for place in {slot % job.replica for slot in one.slots} if one.element in waiting else ():
+                self._spares[place].append(one)
+
+    def next(self, place: int, giver: int, has: Collection[str]) -> AgentView | None:
+        """The next one for a state of which these nodes have a copy."""
+        used = {self._domains.get(node, "") for node in has}
+        able, begin = self._spares.get(place, []), self._position.get(giver, -1) + 1
+        for avoid in (used, set[str]()) if self._all - used else (set[str](),):
+            for agents, first in (able, 0), (self._ring, begin):
+                if (found := self._first(agents, first, has, avoid)) is not None:
+                    return found
+        return None
+
+    def _first(
+        self, agents: Sequence[AgentView], first: int, has: Collection[str], avoid: Collection[str]
+    ) -> AgentView | None:
+        for step in range(len(agents)):
+            one = agents[(first + step) % len(agents)]
+            if one.node not in has and self._domains.get(one.node, "") not in avoid:
+                return one
+        return None
 
 
 def holder(agent: AgentView) -> wire.Holder:

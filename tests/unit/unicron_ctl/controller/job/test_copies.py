@@ -73,6 +73,49 @@ def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
 
 
+def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
+    world, _ = started(nodes=4, replica=4)
+    world.core.view.slurm.domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
+    cuts = copies.targets(world.core.view.job(world.job()), {0: 1, 1: 1, 2: 1, 3: 1}, world.core.view.slurm.domains)
+    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [2], 2: [0], 3: [0]}
+    two = copies.targets(world.core.view.job(world.job()), {0: 2}, world.core.view.slurm.domains)
+    assert [one.element for one in two[0]] == [2, 1], "where nothing else is left another node of the same has to do"
+
+
+def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
+    world = World()
+    agents = [Node(world, e, nodes=5, replica=4, spares=1) for e in range(5)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    assert sorted(world.job().members) == [0, 1, 2, 3]
+    first = agents[0].orders(wire.Cut)[-1].iteration
+    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [4], []]
+    assert all(agent.orders(wire.Cut)[-1].iteration == first for agent in agents)
+    job, missing = world.core.view.job(world.job()), {0: 1, 1: 1}
+    found = copies.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
+    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [2]]
+
+
+def test_a_spare_that_comes_later_is_given_copies_from_then_on():
+    world = World()
+    agents = [Node(world, e, nodes=4, replica=3, spares=1) for e in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    before = agents[0].orders(wire.Cut)[-1]
+    assert elements(before) == [1] and elements(agents[2].orders(wire.Cut)[-1]) == [0]
+    spare = Node(world, 3, nodes=4, replica=3, spares=1)
+    spare.register()
+    spare.ready()
+    world.run(2.0)
+    after = agents[0].orders(wire.Cut)[-1]
+    assert after.iteration > before.iteration and elements(after) == [3]
+    assert spare.orders(wire.Cut)[-1].iteration == after.iteration
+
+
 def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
     world, agents = started(nodes=2, replica=2, copies=0)
     world.run(6.0)
