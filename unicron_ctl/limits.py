@@ -130,8 +130,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),
     Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),
     Limit("controller", "AHEAD_SECONDS", 1.0, "before such an iteration, for the word to reach all ranks"),
-    Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "for its copies to be made; then another one is tried"),
-    Limit("controller", "FETCH_SECONDS", 120.0, "for copies to be got; then the job goes on from what its ranks have"),
+    Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "of a cut, while no byte of a copy moves; then another is tried"),
+    Limit(
+        "controller", "FETCH_SECONDS", 120.0, "for copies, while no byte moves; then it goes on with what ranks have"
+    ),
     Limit("controller", "FETCH_AGAIN_SECONDS", 1.0, "between two orders to get one"),
     Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
     Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),

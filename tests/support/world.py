@@ -85,6 +85,7 @@ class FakeAgent:
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[wire.Image] = []  # in its node's memory
+        self.moved = 0  # bytes of images
         self.keeps = -1  # the last cut that it was told
         self.steps = 0
         world.agents.append(self)
@@ -147,6 +148,7 @@ class FakeAgent:
                     over=self.over,
                     cut=self.keeps,
                     images=self.images,
+                    moved=self.moved,
                     ranks=dict(self.ranks),
                 ),
             )

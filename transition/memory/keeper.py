@@ -14,7 +14,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Keeper:
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
+        self.none = False  # no cut is to be kept, and what there is goes
         self._images: dict[int, Image] = {}
         self._next: int | None = None  # the file that is written next
         self._failures = self._pause = 0
@@ -89,6 +90,7 @@ class Keeper:
     def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
         to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
+        self._drop_cuts()
         if iteration != self.cut and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
@@ -111,6 +113,7 @@ class Keeper:
     def hand_over(self, slot: int) -> None:
         """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
+        self._drop_cuts()
         mine = {self.path(number) for number in range(BUFFERS)}
         newest, its = -1, -1
         for found in inventory(self.folder):
@@ -120,11 +123,21 @@ class Keeper:
                 its = max(its, found.key.iteration)
         if its < newest:
             return
-        for number in range(BUFFERS):
+        self._drop(range(BUFFERS))
+        self._next = None
+
+    def _drop_cuts(self) -> None:
+        """The controller wants none."""
+        if self.none:
+            self.none = False
+            self._done.wait()
+            self._drop(range(BUFFERS, 2 * BUFFERS))
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
             self._forget(number)
             with contextlib.suppress(OSError):
                 self.path(number).unlink()
-        self._next = None
 
     @property
     def holds(self) -> bool:

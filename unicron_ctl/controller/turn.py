@@ -175,7 +175,8 @@ class Turns:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._look_again(view)
-        for agent, order in copies.cut(self._view, view, self._desk(job).cuts):
+        desk = self._desk(job)
+        for agent, order in copies.cut(self._view, view, desk.cuts, desk.waiting.ready):
             self._order(agent, f"cut {order.iteration}", order)
         if view.live.touched:
             self._send_orders(job)

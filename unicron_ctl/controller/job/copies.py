@@ -15,22 +15,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
-from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.live import Fetching, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus
 
 CUT_SECONDS = 5.0  # between two cuts, at least
 LOOK_SECONDS = 0.5  # between two looks whether it is good
-CUT_LIMIT_SECONDS = 120.0  # for a cut to become good; then another one is tried
+CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
-FETCH_SECONDS = 120.0  # for images to be got; then the job goes on from what its ranks have
+FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0
+FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
+NAMED = 3  # places in a text
 
 State = tuple[int, str]  # (iteration, mark)
 
@@ -38,14 +40,19 @@ State = tuple[int, str]  # (iteration, mark)
 @dataclass
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
-    on; and, of those who were there then, in how many more nodes which places are to be, and who gives what he has to
-    whom."""
+    on; and, of those who were there at the last look, in how many more nodes which places are to be, and who gives what
+    he has to whom. moved: bytes of images that all agents together had moved, and when that rose last. none: nobody is
+    to keep any."""
 
     asked: int = -1
     asked_at: float = 0.0
+    moved: int = 0
+    moved_at: float = 0.0
     good: int = -1
     look_at: float = 0.0
     there: tuple[object, ...] = ()
+    since: int = 0  # the iteration at which they were there first
+    none: bool = False
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
 
@@ -94,44 +101,87 @@ def newest_good(job: JobView, enough: bool = True) -> int:
     return max(whole, default=-1)
 
 
+def behind(job: JobView) -> float:
+    """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
+    they have no whole state."""
+    newest = newest_good(job, enough=False)
+    return (job.state.iteration + 1 - newest) * (job.state.seconds or 0.0) if newest >= 0 else math.inf
+
+
 # ---------------------------------------------------------------- making copies
-def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
-    """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
+def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut that each agent is to keep, for those that have not heard of it. waiting: elements that are hot spares.
+    Called at every tick."""
     state = job.state
     if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
         return
-    job.live.fetch_since = None
     if view.now >= cuts.look_at or state.plan.generation != next(iter(cuts.there), -1):
         cuts.look_at = view.now + LOOK_SECONDS
-        _look(view, job, cuts)
+        _look(view, job, cuts, waiting)
         _ask(view, job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.wanting else []:
-        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.wanting or cuts.none else []:
+        yield agent, _order(job, cuts, agent)
 
 
-def _look(view: View, job: JobView, cuts: Cuts) -> None:
+def _order(job: JobView, cuts: Cuts, agent: AgentView) -> wire.Cut:
+    if cuts.none:
+        return wire.Cut(iteration=cuts.asked, none=True)
+    members = job.state.members
+    places = {slot % job.replica for slot in agent.slots if slot in members}
+    to = cuts.targets.get(agent.element, [])
+    return wire.Cut(iteration=cuts.asked, good=cuts.good, targets=to, places=len(places))
+
+
+def _look(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int]) -> None:
     """Who is there to keep copies: whoever came has heard of no cut, and what was lost is to be made again."""
     assert job.state.plan is not None
-    waits = [element for element, how in spares.standing(job).items() if how == "ready"]
     agents = [(one.element, one.node, one.images_at) for one in job.alive()]
-    there = job.state.plan.generation, *agents, *waits
+    there = job.state.plan.generation, *agents, *waiting
     if there != cuts.there:
         cuts.there, cuts.wanting, cuts.asked_at = there, wanting(job), -math.inf
-        cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waits)
+        cuts.since, cuts.none = job.state.iteration, False
+        cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waiting)
 
 
 def _ask(view: View, job: JobView, cuts: Cuts) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
+    if not cuts.wanting:
+        return _end(job, cuts)
     waited = view.now - cuts.asked_at
-    if waited < CUT_SECONDS or not cuts.wanting:
-        return
-    good = newest_good(job)
-    if cuts.asked > good and waited < CUT_LIMIT_SECONDS:
-        return
+    if waited < CUT_SECONDS:
+        return None
+    moved, good = sum(agent.moved for agent in job.alive()), newest_good(job)
+    if moved != cuts.moved:
+        cuts.moved, cuts.moved_at = moved, view.now
+    still = view.now - max(cuts.asked_at, cuts.moved_at)
+    if cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job):
+        return None
     cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
-    known = [cuts.asked, *(agent.cut for agent in job.alive())]
     ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3)))
-    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + max(known)), view.now
+    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + _newest(job, cuts)), view.now
+    return None
+
+
+def _newest(job: JobView, cuts: Cuts) -> int:
+    """The last cut that anybody has heard of."""
+    return max([cuts.asked, *(agent.cut for agent in job.alive())])
+
+
+def _seconds(job: JobView) -> float:
+    """That the longest way of a copy should take, by what is known of images and of how they went before: one node
+    sends all that it keeps."""
+    sizes = [sum(image.bytes for image in agent.images) for agent in job.alive()]
+    return max(sizes, default=0) / nearest.usual(job.alive())
+
+
+def _end(job: JobView, cuts: Cuts) -> None:
+    """The job has grown: every place is in enough nodes that train it, and has been for a while. Copies only take
+    memory then."""
+    agents = job.alive()
+    left = any(image.kind == STATE for agent in agents for image in agent.images)
+    able = job.live.remembers and all(agent.images_at for agent in agents)
+    if not cuts.none and left and able and job.state.iteration > cuts.since + AHEAD:
+        cuts.none, cuts.good, cuts.asked = True, -1, 1 + _newest(job, cuts)
 
 
 def targets(
@@ -197,74 +247,67 @@ def holder(agent: AgentView) -> wire.Holder:
 # ---------------------------------------------------------------- getting them back
 @dataclass(frozen=True)
 class Wanted:
-    """state: newer than what the ranks could form with; orders: what makes it theirs."""
+    """state: newer than what the ranks could form with; ways: what makes it theirs, place by place."""
 
     state: State
-    orders: list[tuple[AgentView, wire.Fetch]]
+    ways: list[nearest.Way]
+
+    @property
+    def words(self) -> str:
+        """Where the pieces come from, for people."""
+        said = [f"place {way.image.place}: {way.words}" for way in self.ways[:NAMED]]
+        more = f" and {len(self.ways) - NAMED} more" if len(self.ways) > NAMED else ""
+        return f"{'; '.join(said)}{more}; the other places have a rank with it" if said else ""
 
 
 def waits(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Outcome | None:
-    """The job is not formed yet: its ranks get a newer state first. None where there is none, or it has not come in
-    time."""
-    live = job.live
-    more = None if job.state.restart_mode else wanted(job, reports, found)
+    """The job is not formed yet: its ranks get a newer state first. None where there is none, or it does not come."""
+    fetching = job.live.fetching
+    more = None if job.state.restart_mode else wanted(view, job, reports, found)
     if more is None:
+        fetching.began = None
         return None
-    if live.fetch_since is None:
-        live.fetch_since = view.now
-    if view.now - live.fetch_since >= FETCH_SECONDS:
+    moved = sum(agent.moved for agent in job.alive())
+    if fetching.began is None or fetching.state != more.state:
+        longest = max((way.seconds for way in more.ways), default=0.0)
+        job.live.fetching = fetching = Fetching(
+            more.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest, words=more.words
+        )
+    elif moved != fetching.moved or len(more.ways) != fetching.left:
+        fetching.moved, fetching.moved_at = moved, view.now
+    fetching.left = len(more.ways)
+    assert fetching.began is not None
+    if view.now - fetching.moved_at >= FETCH_SECONDS or view.now - fetching.began >= fetching.most:
         return None
     out = Outcome()
-    if view.now >= live.fetch_at:
-        live.fetch_at = view.now + FETCH_AGAIN_SECONDS
-        for agent, order in more.orders:
-            out.send(agent, order)
+    if view.now >= fetching.again_at:
+        fetching.again_at = view.now + FETCH_AGAIN_SECONDS
+        for way in more.ways:
+            out.send(way.receiver, wire.Fetch(image=way.image, holder=holder(way.source)))
     return out
 
 
-def wanted(job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+def fetched(job: JobView, iteration: int) -> str:
+    """For the plan's reason: where the state came from, if some of it had to be got; what is remembered of that is
+    over then."""
+    fetching, job.live.fetching = job.live.fetching, Fetching()
+    return f" ({fetching.words})" if fetching.words and fetching.state[0] == iteration else ""
+
+
+def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
     """The newest state of which every place is with a rank that could begin with it, or in a living node's memory; None
-    where the ranks have nothing newer to get. Each image comes from the node that gives least so far."""
-    size, given = job.replica, defaultdict[int, int](int)
+    where the ranks have nothing newer to get."""
+    size = job.replica
     there = images(agent for agent in job.alive() if agent.images_at)
-    ranks: dict[State, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for slot, status in sorted(reports.items()):
+    ranks: dict[State, set[int]] = defaultdict(set)
+    for slot, status in reports.items():
         for one in states(status):
-            ranks[one][slot % size].append(slot)
+            ranks[one].add(slot % size)
     for one in sorted(there, reverse=True):
         if found is not None and one[0] <= found.iteration:
             return None
-        orders = _orders(job, reports, size, ranks[one], there[one], given)
-        if orders:
-            return Wanted(one, orders)
+        missing = [place for place in range(size) if place not in ranks[one]]
+        ways = nearest.ways(job, reports, missing, there[one], view.slurm.domains)
+        if ways:
+            return Wanted(one, ways)
     return None
-
-
-def _orders(
-    job: JobView,
-    reports: Mapping[int, RankStatus],
-    size: int,
-    ranks: Mapping[int, list[int]],
-    there: Mapping[int, Mapping[str, tuple[AgentView, wire.Image]]],
-    given: dict[int, int],
-) -> list[tuple[AgentView, wire.Fetch]]:
-    """What has to be got so that there is a rank with this state for every place; nothing where that cannot be."""
-    orders = []
-    by_place: dict[int, list[int]] = defaultdict(list)
-    for slot in sorted(reports):
-        by_place[slot % size].append(slot)
-    for place in range(size):
-        if ranks.get(place):
-            continue
-        able = by_place[place]
-        if not able or not there.get(place):
-            return []
-        own = [slot for slot in able if (agent := job.agent(slot)) is not None and agent.node in there[place]]
-        receiver = job.agent((own or able)[0])
-        if receiver is None:
-            return []
-        near = there[place].get(receiver.node)
-        source, image = near or min(there[place].values(), key=lambda each: (given[each[0].element], each[0].element))
-        given[source.element] += 1
-        orders.append((receiver, wire.Fetch(image=image, holder=holder(source))))
-    return orders
