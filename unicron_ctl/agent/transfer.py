@@ -321,6 +321,21 @@ def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
 
 def _send_image(connection: socket.socket, found: Found, rate: float, meter: Meter) -> None:
     """Its bytes, and at the end that they were those of one image."""
+    try:
+        _send_bytes(connection, found, rate, meter)
+    except ConnectionError:
+        _compare(found)  # whoever sees it torn takes no more of it
+        raise
+    _compare(found)
+    connection.sendall(WHOLE)
+
+
+def _compare(found: Found) -> None:
+    if look(found.path) != found:
+        raise BadImage(f"{found.path}: overwritten while it was sent")
+
+
+def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter) -> None:
     began, sent, until = time.monotonic(), 0, _latest(found.used)
     with found.path.open("rb") as file:
         while sent < found.used:
@@ -334,9 +349,6 @@ def _send_image(connection: socket.socket, found: Found, rate: float, meter: Met
             ahead = sent / rate - (time.monotonic() - began) if rate else 0.0
             if ahead > 0:
                 time.sleep(min(ahead, SILENT_SECONDS / 2))
-    if look(found.path) != found:
-        raise BadImage(f"{found.path}: overwritten while it was sent")
-    connection.sendall(WHOLE)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
