@@ -170,7 +170,7 @@ class Copies:
     def rows(self, trains: bool) -> list[wire.Image]:
         """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
         folder = self._folder()
-        if folder is None or (trains and self.cut.iteration < 0):
+        if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
         stays = (CUT_PREFIX, transfer.PREFIX)
         found = (one for one in inventory(folder) if one.key.kind == STATE)

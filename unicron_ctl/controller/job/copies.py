@@ -104,8 +104,10 @@ def newest_good(job: JobView, enough: bool = True) -> int:
 def behind(job: JobView) -> float:
     """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
     they have no whole state."""
-    newest = newest_good(job, enough=False)
-    return (job.state.iteration + 1 - newest) * (job.state.seconds or 0.0) if newest >= 0 else math.inf
+    newest, times = newest_good(job, enough=False), [seconds for _, seconds, _ in job.state.recent]
+    if newest < 0 or not times:
+        return math.inf
+    return (job.state.iteration + 1 - newest) * sum(times) / len(times)
 
 
 # ---------------------------------------------------------------- making copies
