@@ -59,7 +59,9 @@ class Remembered:
         if message["kind"] == "fetch":
             self._came = True
         elif self._keeper is not None:
-            self._keeper.good, self._keeper.cut = int(message.get("good", -1)), int(message.get("iteration", -1))
+            none = self._keeper.none = bool(message.get("none", False))
+            self._keeper.good = -1 if none else int(message.get("good", -1))
+            self._keeper.cut = -1 if none else int(message.get("iteration", -1))
 
     def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
         """With what this rank, at rest, could go on, the newest first. own: the iteration that comes next for the state

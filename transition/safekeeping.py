@@ -74,6 +74,8 @@ class Safekeeping:
         has come."""
         if message["kind"] == "fetch":
             self._came = True
+        elif message.get("none"):
+            self._cuts.wanted = Wanted()  # the agent removes what there is
         else:
             self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
 

@@ -125,7 +125,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
-    Limit("controller", "PRIVATE_SECONDS", 60.0, "between two looks at Slurm's PrivateData"),
+    Limit("controller", "SETTINGS_SECONDS", 60.0, "between two looks at Slurm's PrivateData and topology"),
     Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
     Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),
     Limit("controller", "CUT_SECONDS", 5.0, "at least between two iterations whose state is copied to other nodes"),
@@ -136,8 +136,10 @@ LIMITS: tuple[Limit, ...] = (
         1.0,
         "how old the word of what a restart-mode script has saved may be",
     ),
-    Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "for its copies to be made; then another one is tried"),
-    Limit("controller", "FETCH_SECONDS", 120.0, "for copies to be got; then the job goes on from what its ranks have"),
+    Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "of a cut, while no byte of a copy moves; then another is tried"),
+    Limit(
+        "controller", "FETCH_SECONDS", 120.0, "for copies, while no byte moves; then it goes on with what ranks have"
+    ),
     Limit("controller", "FETCH_AGAIN_SECONDS", 1.0, "between two orders to get one"),
     Limit("controller", "LISTING_SECONDS", 30.0, "after which a listing of Slurm confirms nobody"),
     Limit("controller", "AFTER_END_SECONDS", 30.0, "after its job's end; an element that is requeued later runs again"),

@@ -67,6 +67,25 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
         assert incarnations == [0, 0], "the survivor went back without a new process"
 
 
+def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(tmp_path: Path) -> None:
+    """Only the spare has a copy of that half, and nobody has to send it anything."""
+    with Halves(tmp_path, nodes=3, UNICRON_SPARES="1", **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1], 1) and job.job()["spares_ready"] == 1, "two train, one is ready")
+        job.wait(lambda: job.copies("n2", 0) and job.copies("n2", 1), "a copy of each half in the spare's node")
+        cut = job.copies("n2", 0)[0].key.iteration
+        job.wait(lambda: job.trains([0, 1], cut + 3), "some iterations more")
+        assert not job.copies("n1", 0)
+        job.power_failure(0, "n0")
+        before = job.array.losses(1)
+        plan = job.on_again()
+        assert sorted(plan["members"]) == [1, 2] and plan["iteration"] >= cut and not plan.get("joiners")
+        spare, first = losses(job.array.losses(2)), losses(before)
+        assert min(spare) == plan["iteration"]
+        both = spare.keys() & first.keys()
+        assert {i: spare[i] for i in both} == pytest.approx({i: first[i] for i in both}, rel=1e-6)
+        assert job.job()["ledger_violations"] == 0
+
+
 def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_path: Path) -> None:
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:
         job.both_copied()

@@ -85,6 +85,7 @@ class FakeAgent:
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[wire.Image] = []  # in its node's memory
+        self.moved = 0  # bytes of images
         self.keeps = -1  # the last cut that it was told
         self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
@@ -149,6 +150,7 @@ class FakeAgent:
                     cut=self.keeps,
                     images=self.images,
                     saved=self.user,
+                    moved=self.moved,
                     ranks=dict(self.ranks),
                 ),
             )

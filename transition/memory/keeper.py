@@ -69,6 +69,7 @@ class Keeper:
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
         self._turns, self._cuts = self._files("state"), self._files("cut")
+        self.none = False  # no cut is to be kept, and what there is goes
         self._failures = self._pause = 0
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
@@ -87,6 +88,7 @@ class Keeper:
     def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
         to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
+        self._drop_cuts()
         if iteration != self.cut and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
@@ -109,6 +111,7 @@ class Keeper:
     def hand_over(self, slot: int) -> None:
         """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
+        self._drop_cuts()
         newest, its = -1, -1
         for found in inventory(self.folder):
             if found.path in self._turns.paths:
@@ -119,6 +122,14 @@ class Keeper:
             return
         with contextlib.suppress(OSError):
             self._turns.clear()
+
+    def _drop_cuts(self) -> None:
+        """The controller wants none."""
+        if self.none:
+            self.none = False
+            self._done.wait()
+            with contextlib.suppress(OSError):
+                self._cuts.clear()
 
     @property
     def holds(self) -> bool:

@@ -1,8 +1,9 @@
 """The agent's part in keeping copies of the training state in other nodes (docs/design/memory.md).
 
 The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
-agent gives these to the agents that it was told, in a thread of its own and no faster than it may. A cut that enough
-nodes have is good, and the one before it is removed. Nothing here decides, and nothing waits for a rank.
+agent gives these to the agents that it was told, in a thread of its own and no faster than it may; what it is to get
+has another, since a job may wait for that. A cut that enough nodes have is good, and the one before it is removed.
+Nothing here decides, and nothing waits for a rank.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from transition.memory.cuts import CUT_PREFIX
-from transition.memory.images import COPIED, STATE, USER, Found, Key, inventory
+from transition.memory.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
-from unicron_ctl.agent.place import Place, memory_rate
+from unicron_ctl.agent.place import Place, memory_every, memory_rate
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.protocol import wire
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
+LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,33 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
+    """rate: bytes a second, 0 for too little to tell."""
+
     task: _Task
     problem: str = ""
+    rate: float = 0.0
+
+
+class _Lane:
+    """One task after the other, in a thread that begins with the first."""
+
+    def __init__(self, perform: Callable[[_Task], None]):
+        self._perform = perform
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, task: _Task) -> None:
+        self._tasks.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._perform(task)
 
 
 class Copies:
@@ -56,8 +84,15 @@ class Copies:
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = memory_rate(environment)
         self.results: Mailbox[_Done | str] = Mailbox()  # or news of the server's
-        self._server = transfer.Server(folder, collectives_address(environment) or place.address, self.results.put)
-        self.address, self.token = self._server.address, self._server.token
+        self._meter = transfer.Meter()
+        self._server: transfer.Server | None = None
+        self.address = self.token = ""
+        if keeps_copies(place, environment):
+            host = collectives_address(environment) or place.address
+            self._server = transfer.Server(folder, host, self.results.put, self._meter)
+            self.address, self.token = self._server.address, self._server.token
+        self.failed = 0  # transfers that came to nothing
+        self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
         self.cut = wire.Cut(iteration=-1)
         self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
         self._under_way: set[tuple[Key, int, bool]] = set()
@@ -65,8 +100,12 @@ class Copies:
         self._complained: set[str] = set()
         self.plain = False  # the ranks say nothing of what they keep
         self._look_at = 0.0
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="unicron-copies", daemon=True).start()
+        self._giving, self._getting = _Lane(self._do), _Lane(self._do)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of images that were sent and received; it rises while one is on its way."""
+        return self._meter.moved
 
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:
@@ -74,7 +113,8 @@ class Copies:
         if order.iteration < self.cut.iteration:
             return
         self.cut, self._look_at = order, 0.0
-        self._tell(wire.Cut(iteration=order.iteration, good=order.good))  # whom it goes to is not for the ranks
+        # Whom it goes to is not for the ranks.
+        self._tell(wire.Cut(iteration=order.iteration, good=order.good, none=order.none))
         self._prune(order)
 
     def fetch(self, order: wire.Fetch, now: float) -> None:
@@ -93,14 +133,17 @@ class Copies:
         return max(0.0, self._look_at - now) if self.cut.targets else float("inf")
 
     def turn(self, now: float) -> None:
-        """Give away what is there of the cut."""
+        """Give away what is there of the cut, until all of it has gone."""
         if not self.cut.targets or now < self._look_at:
             return
         self._look_at = now + CUT_LOOK_SECONDS
-        for found in self._own():
-            for holder in self.cut.targets:
-                if found.key.iteration >= self.cut.iteration and (found.key, holder.element) not in self._sent:
-                    self._submit(_Task(found.key, holder, found), now)
+        mine = [found for found in self._images(CUT_PREFIX) if found.key.iteration >= self.cut.iteration]
+        todo = [(one, to) for one in mine for to in self.cut.targets if (one.key, to.element) not in self._sent]
+        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED}  # which come first
+        if not todo and len(parts) >= self.cut.parts:
+            self._look_at = float("inf")
+        for found, holder in todo:
+            self._submit(_Task(found.key, holder, found), now)
 
     def finish(self, now: float) -> bool:
         """Take in what the threads have done; True when the controller is to know of it."""
@@ -108,103 +151,122 @@ class Copies:
         for done in self.results.take():
             if isinstance(done, str):
                 news = True
-                if done:
-                    self._say(done)
+                self._say_once(done)
                 continue
             mark = _mark(done.task)
             self._under_way.discard(mark)
+            if done.rate:
+                self.rates[done.task.holder.element] = done.rate
             if done.problem:
+                self.failed += 1
                 self._not_before[mark] = now + AGAIN_SECONDS
                 self._complain(done)
             elif done.task.found is not None:
                 self._sent.add((done.task.key, done.task.holder.element))
             else:
                 news = True
-                self._tell(wire.Fetch(image=row(done.task.key), holder=done.task.holder))
+                self._tell(wire.Fetch(image=wire.Image(**asdict(done.task.key)), holder=done.task.holder))
         return news
 
     def rows(self, trains: bool) -> list[wire.Image]:
         """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
         folder = self._folder()
-        if folder is None or (trains and self.cut.iteration < 0):
+        if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
         stays = (CUT_PREFIX, transfer.PREFIX)
         found = (one for one in inventory(folder) if one.key.kind in COPIED)
         all_states = () if trains else (STATE,)
-        return [row(one.key) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
+        return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
 
     def saved(self) -> wire.Image | None:
         """The newest that a script without a session keeps in this node."""
         folder = self._folder() if self.plain else None
-        keys = [one.key for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
-        return row(max(keys, key=lambda key: (key.base, key.iteration))) if keys else None
+        kept = [one for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
+        return row(max(kept, key=lambda one: (one.key.base, one.key.iteration))) if kept else None
 
     def refuse(self) -> None:
         """There is no memory here: nobody gives anything to this node."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self.address = self.token = ""
 
     def close(self) -> None:
         """Nothing is taken, given or got any more."""
-        self._server.close()
-        self._tasks.put(None)
+        self.refuse()
+        self._giving.close()
+        self._getting.close()
         self.results.close()
 
     # ------------------------------------------------------------ inside
-    def _own(self) -> Iterable[Found]:
+    def _images(self, prefix: str) -> Iterable[Found]:
         folder = self._folder()
         found = inventory(folder) if folder is not None else ()
-        return [each for each in found if each.path.name.startswith(CUT_PREFIX)]
+        return [each for each in found if each.path.name.startswith(prefix)]
 
     def _submit(self, task: _Task, now: float) -> None:
         mark = _mark(task)
         if mark not in self._under_way and now >= self._not_before.get(mark, 0.0):
             self._under_way.add(mark)
-            self._tasks.put(task)
+            (self._getting if task.found is None else self._giving).put(task)
 
     def _prune(self, order: wire.Cut) -> None:
-        """Copies of cuts that are not needed any more; the ranks write over their own."""
+        """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
+        too, also of ranks that are no more."""
 
         def needed(iteration: int) -> bool:
-            return iteration == order.good or 0 <= order.iteration <= iteration
+            return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
 
-        folder = self._folder()
-        for found in inventory(folder) if folder is not None else ():
-            if found.path.name.startswith(transfer.PREFIX) and not needed(found.key.iteration):
-                with contextlib.suppress(OSError):
-                    found.path.unlink()
+        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none else (transfer.PREFIX,):
+            for found in self._images(prefix):
+                if found.key.kind in COPIED and not needed(found.key.iteration):
+                    with contextlib.suppress(OSError):
+                        found.path.unlink()
         self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
 
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
         text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
-        if text not in self._complained:
+        self._say_once(text, f": {done.problem}; it is tried again")
+
+    def _say_once(self, text: str, more: str = "") -> None:
+        if text and text not in self._complained:
             self._complained.add(text)
-            self._say(f"{text}: {done.problem}; it is tried again")
+            self._say(text + more)
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self.results.put(_Done(task, self._problem(task)))
-
-    def _problem(self, task: _Task) -> str:
+    # ------------------------------------------------------------ the threads
+    def _do(self, task: _Task) -> None:
+        began = time.monotonic()
         try:
-            if task.found is not None:
-                transfer.put(task.found, task.holder.address, task.holder.token, self._rate)
-            elif (folder := self._folder()) is not None:
-                transfer.get(task.key, folder, task.holder.address, task.holder.token)
+            size = self._transfer(task)
         except Exception as error:  # what a peer sends must not end the thread
-            return str(error) or type(error).__name__
-        return ""
+            self.results.put(_Done(task, str(error) or type(error).__name__))
+            return
+        rate = size / max(1e-6, time.monotonic() - began) if size >= LEAST_MEASURED else 0.0
+        self.results.put(_Done(task, rate=rate))
+
+    def _transfer(self, task: _Task) -> int:
+        """Bytes."""
+        if task.found is not None:
+            transfer.put(task.found, task.holder.address, task.holder.token, self._meter, self._rate)
+            return task.found.used
+        if (folder := self._folder()) is None:
+            return 0
+        return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
 
 
-def row(key: Key) -> wire.Image:
+def keeps_copies(place: Place, environment: Mapping[str, str]) -> bool:
+    """There may be something here to give and to take. Raises UserError."""
+    return memory_every(environment) > 0 and place.settings.mode == wire.SESSION
+
+
+def row(found: Found) -> wire.Image:
     """As the controller is told of it."""
-    return wire.Image(**asdict(key))
+    return wire.Image(**asdict(found.key), bytes=found.used)
 
 
 def _key(image: wire.Image) -> Key:
-    return Key(*(getattr(image, field) for field in image.__struct_fields__))
+    return Key(**{field.name: getattr(image, field.name) for field in fields(Key)})
 
 
 def _mark(task: _Task) -> tuple[Key, int, bool]:

@@ -13,21 +13,38 @@ _PIECE = 1 << 18  # words at a time: their weights stay in the cache
 assert _SUMS.size == SUMS
 
 
-def sums(data: memoryview) -> bytes:
+class Sums:
     """As :func:`transition.migrate.checksum`: the sum of the 64-bit words, and that of the words times the odd numbers,
-    both modulo 2^64; bytes behind the last whole word count as words from the beginning."""
-    whole = len(data) // 8 * 8
-    words = numpy.frombuffer(data[:whole], dtype="<u8")
-    rest = numpy.frombuffer(data[whole:], dtype=numpy.uint8).astype(numpy.uint64)
-    weights = 2 * numpy.arange(max(1, min(_PIECE, len(words)), len(rest)), dtype=numpy.uint64) + numpy.uint64(1)
-    plain = int(rest.sum())
-    weighted = int((rest * weights[: len(rest)]).sum())
-    for begin in range(0, len(words), _PIECE):
-        part = words[begin : begin + _PIECE]
-        total = int(part.sum(dtype=numpy.uint64))
-        plain += total
-        weighted += int((part * weights[: len(part)]).sum(dtype=numpy.uint64)) + 2 * begin * total
-    return _SUMS.pack(plain & (1 << 64) - 1, weighted & (1 << 64) - 1)
+    both modulo 2^64; bytes behind the last whole word count as words from the beginning. Taken piece by piece."""
+
+    def __init__(self) -> None:
+        self._plain = self._weighted = self._words = 0
+
+    def add(self, data: memoryview) -> None:
+        """The next piece; all but the last are whole words."""
+        whole = len(data) // 8 * 8
+        words = numpy.frombuffer(data[:whole], dtype="<u8")
+        rest = numpy.frombuffer(data[whole:], dtype=numpy.uint8).astype(numpy.uint64)
+        weights = 2 * numpy.arange(max(1, min(_PIECE, len(words)), len(rest)), dtype=numpy.uint64) + numpy.uint64(1)
+        self._plain += int(rest.sum())
+        self._weighted += int((rest * weights[: len(rest)]).sum())
+        for begin in range(0, len(words), _PIECE):
+            part = words[begin : begin + _PIECE]
+            total = int(part.sum(dtype=numpy.uint64))
+            self._plain += total
+            self._weighted += int((part * weights[: len(part)]).sum(dtype=numpy.uint64)) + 2 * self._words * total
+            self._words += len(part)
+
+    def digest(self) -> bytes:
+        """Of all so far."""
+        return _SUMS.pack(self._plain & (1 << 64) - 1, self._weighted & (1 << 64) - 1)
+
+
+def sums(data: memoryview) -> bytes:
+    """Of data that are all there."""
+    found = Sums()
+    found.add(data)
+    return found.digest()
 
 
 def sound(found: Found) -> bool:

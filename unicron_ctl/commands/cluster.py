@@ -34,6 +34,7 @@ def command() -> None:
 @click.option("--plugstack", "plugstack_lines", multiple=True, metavar="LINE", help="A line of plugstack.conf.")
 @click.option("--unicron", "protected", is_flag=True, help="With unicrond and the plugin: jobs can be healed.")
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
+@click.option("--topology", "topology_lines", multiple=True, metavar="LINE", help="A line of topology.conf (a tree).")
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @_state_dir
 def up(
@@ -43,6 +44,7 @@ def up(
     plugstack_lines: tuple[str, ...],
     protected: bool,
     config_lines: tuple[str, ...],
+    topology_lines: tuple[str, ...],
     links: bool,
     state_dir: Path,
 ) -> None:
@@ -52,7 +54,7 @@ def up(
     if protected:
         protection.plugin_line("")  # before anything is started
         plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))
-    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links)
+    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links, topology_lines)
     try:
         cluster.up()
     except BaseException:

@@ -249,6 +249,7 @@ def _elements(core: Core, state: JobState) -> list[dict[str, Any]]:
             "agent": record.agent,
             "gone": record.gone,
             "last_heard": view.agents[element].last_heard if element in view.agents else None,
+            "copies_failed": view.agents[element].unmoved if element in view.agents else 0,
             "ranks": [
                 {
                     "slot": slot,

@@ -49,7 +49,7 @@ from unicron_ctl.controller.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.turn import Turns
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.reach import Reach
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+from unicron_ctl.slurm.client import UNSAID, ElementInfo, NodeInfo, Site
 
 log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
@@ -439,11 +439,9 @@ class Core:
             self.append("", 0, records.SlurmFailed(reason=message))
         self.view.slurm.error = message
 
-    def on_listing(
-        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], private: frozenset[str] = frozenset()
-    ) -> None:
-        """A fresh listing. private: Slurm's PrivateData."""
-        self.view.slurm.private = private
+    def on_listing(self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID) -> None:
+        """A fresh listing."""
+        self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))

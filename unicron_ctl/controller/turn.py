@@ -184,8 +184,9 @@ class Turns:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._look_again(view)
-        cuts = self._desk(job).cuts
-        orders = [each for part in (copies, shard_copies, user_copies) for each in part.cut(self._view, view, cuts)]
+        desk = self._desk(job)
+        kinds = (copies, shard_copies, user_copies)
+        orders = [each for kind in kinds for each in kind.cut(self._view, view, desk.cuts, desk.waiting.ready)]
         for agent, order in orders:
             self._order(agent, f"cut {order.iteration}", order)
         if view.live.touched:

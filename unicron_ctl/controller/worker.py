@@ -7,6 +7,7 @@ changes the same element or node keeps its order over both (`Order`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -22,13 +23,13 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
-from unicron_ctl.slurm.client import SlurmClient, SlurmError, SlurmTimeout
+from unicron_ctl.slurm.client import UNSAID, Site, SlurmClient, SlurmError, SlurmTimeout
 
 Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
-PRIVATE_SECONDS = 60.0  # between two looks at Slurm's PrivateData
+SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
 RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
@@ -84,8 +85,8 @@ class Worker:
         self._client, self._probe_timeout = client, probe_timeout
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
-        self._private: frozenset[str] = frozenset()
-        self._looked = -PRIVATE_SECONDS
+        self._site = UNSAID
+        self._looked = -SETTINGS_SECONDS
         self.results: Mailbox[Result] = Mailbox()
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
@@ -144,9 +145,12 @@ class Worker:
         assert self._client is not None
         try:
             nodes, elements = self._client.nodes(), self._client.elements()
-            if time.monotonic() - self._looked >= PRIVATE_SECONDS:
-                self._private, self._looked = self._client.private_data(), time.monotonic()
-            private = self._private
+            if time.monotonic() - self._looked >= SETTINGS_SECONDS:
+                private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
+                with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
+                    domains = self._client.domains()
+                self._site = Site(private, domains)
+            site = self._site
         except SlurmError as error:
             message = str(error)
             self.results.put(lambda: core.on_slurm_error(message))
@@ -156,7 +160,7 @@ class Worker:
             text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
             self.results.put(lambda: core.on_slurm_error(text))
         else:
-            self.results.put(lambda: core.on_listing(nodes, elements, private))
+            self.results.put(lambda: core.on_listing(nodes, elements, site))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         """Goes on for RUN_SECONDS, and no further than the first call that Slurm does not answer."""

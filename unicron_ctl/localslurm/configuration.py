@@ -1,4 +1,4 @@
-"""The text of slurm.conf, gres.conf and plugstack.conf. Pure. See docs/local-cluster.md and `man slurm.conf`."""
+"""The text of slurm.conf, gres.conf, plugstack.conf and topology.conf. Pure (docs/local-cluster.md, slurm.conf(5))."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "JobRequeue=1",
         "MaxArraySize=4001",
         "GresTypes=gpu" if spec.gpus_per_node else "",
+        "TopologyPlugin=topology/tree" if spec.topology_lines else "",
         *spec.config_lines,
         f"NodeName=DEFAULT CPUs={CPUS_PER_NODE} Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} "
         f"ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN{gres}",
@@ -103,6 +104,10 @@ def gres_conf(layout: Layout, spec: Spec) -> str:
 def gpu_files(layout: Layout, spec: Spec) -> list[str]:
     """The files that stand for GPUs. All virtual nodes share them."""
     return [f"{layout.gpu_dir}/gpu{i}" for i in range(spec.gpus_per_node)]
+
+
+def topology_conf(spec: Spec) -> str:
+    return "".join(line + "\n" for line in spec.topology_lines)
 
 
 def plugstack_conf(spec: Spec) -> str:

@@ -27,6 +27,7 @@ class Spec:
     auth: str
     plugstack_lines: tuple[str, ...] = ()
     config_lines: tuple[str, ...] = ()
+    topology_lines: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
     links: bool = False
     network: str = ""

@@ -34,7 +34,8 @@ _SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all
 class LocalCluster:
     """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
 
-    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes). With `links`, which needs
+    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes), `topology_lines`, a tree of
+    switches, to topology.conf. With `links`, which needs
     root, each node and the head are in a network namespace of their own, and `links` cuts and mends what is between
     them. Jobs and their history live as long as the cluster is up. Methods raise UserError, one line, for whatever
     people can mend.
@@ -49,9 +50,11 @@ class LocalCluster:
         auth: str = "munge",
         config_lines: Sequence[str] = (),
         links: bool = False,
+        topology_lines: Sequence[str] = (),
     ) -> None:
         self.layout = Layout(state_dir)
-        self.spec = Spec(nodes, gpus_per_node, auth, tuple(plugstack_lines), tuple(config_lines), links=links)
+        lines = tuple(plugstack_lines), tuple(config_lines), tuple(topology_lines)
+        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links)
         self.spec.check()
 
     @classmethod
@@ -289,6 +292,7 @@ class LocalCluster:
         layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
         (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
         (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
+        (layout.etc_dir / "topology.conf").write_text(configuration.topology_conf(self.spec))
         layout.task_prolog.write_text(configuration.task_prolog(layout))
         layout.task_prolog.chmod(0o755)
 

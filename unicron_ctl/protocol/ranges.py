@@ -93,6 +93,7 @@ Shards = Annotated[list[Shard], Meta(max_length=MOST_SLOTS)]
 State = tuple[Count, Count]  # of sharded state: the generation in whose layout, and the number of steps
 Runs = Annotated[list[tuple[Slot, Slot]], Meta(max_length=MOST_SLOTS)]
 Values = Annotated[dict[Kind, Value], Meta(max_length=KINDS)]
+Rates = Annotated[dict[Element, Annotated[float, Meta(ge=0.0, le=MOST_VALUE)]], Meta(max_length=MOST_ELEMENTS)]
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]
 Words = Annotated[list[Kind], Meta(max_length=MOST_TARGETS)]
 Addresses = Annotated[list[NoName], Meta(max_length=MOST_TARGETS)]

@@ -205,7 +205,8 @@ class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Training state in the memory of a node that outlives its ranks (:class:`transition.memory.images.Key`): a rank's
-    part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`."""
+    part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`;
+    `bytes` of it in all."""
 
     kind: ranges.Kind
     slot: ranges.Slot
@@ -216,6 +217,7 @@ class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
     count: ranges.Ways
     base: ranges.Count
     mark: ranges.NoName
+    bytes: ranges.Count = 0
 
 
 class Status(Message, tag="status"):
@@ -233,6 +235,9 @@ class Status(Message, tag="status"):
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
     cut: ranges.Iteration = -1  # the last Cut that the agent has heard of
+    moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
+    unmoved: ranges.Count = 0  # images that came to nothing on their way; they are tried again
+    rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
@@ -487,12 +492,15 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cut(Message, tag="cut"):
-    """Keep the training state of `iteration` when it comes, and give it to `targets`; of a script without a session the
-    first that it saves from then on. That of `good`, which is in enough nodes, stays until then; older ones are not
-    needed any more. -1: none."""
+    """Keep the training state of `iteration` when it comes, and give it to `targets`, so many `parts` of it; of a
+    script without a session the first that it saves from then on. That of `good`, which is in enough nodes, stays until
+    then; older ones are not needed any more. -1: none. none: no copies are needed any more, so nothing is kept, and
+    what is there goes."""
 
     iteration: ranges.Iteration
     good: ranges.Iteration = -1
+    parts: ranges.Count = 1
+    none: bool = False
     targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_COPIES)] = []
 
 

@@ -5,7 +5,8 @@ A job is an array job of one-node elements. A plain job counts as an array of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from unicron_ctl.errors import UserError, one_line
@@ -144,6 +145,18 @@ class ElementInfo:
         return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
 
 
+@dataclass(frozen=True)
+class Site:
+    """What seldom changes. private: Slurm's PrivateData, kinds of things of which users see their own only. domains:
+    node -> the leaf switch or block with which it fails."""
+
+    private: frozenset[str] = frozenset()
+    domains: Mapping[str, str] = field(default_factory=dict)
+
+
+UNSAID = Site()
+
+
 class SlurmClient(Protocol):
     """What the controller needs of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails.
 
@@ -158,6 +171,9 @@ class SlurmClient(Protocol):
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+
+    def domains(self) -> dict[str, str]:
+        """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""
 
     def down(self, node: str, reason: str) -> None:
         """Sets a node down: what runs on it is requeued or ended at once.

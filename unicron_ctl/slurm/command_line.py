@@ -97,6 +97,9 @@ class CommandLineClient:
         """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
         return frozenset(self._setting("PrivateData").lower().split(",")) - {"none", ""}
 
+    def domains(self) -> dict[str, str]:
+        return parse_topology(self._run(["scontrol", "--oneliner", "show", "topology"]))
+
     def return_to_service(self) -> int:
         """Slurm's ReturnToService: 2 if a node that was set down comes back as soon as its slurmd registers
         (slurm.conf(5))."""
@@ -262,6 +265,18 @@ def parse_reservations(text: str) -> dict[str, list[Reserved]]:
             reserved = Reserved(fields["ReservationName"], starts, ends)
             for node in listing.hosts(listing.known(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
+    return found
+
+
+def parse_topology(text: str) -> dict[str, str]:
+    """`scontrol -o show topology`: node -> its leaf switch (topology/tree) or its block (topology/block). A node of
+    several has the first."""
+    found: dict[str, str] = {}
+    for line in text.split("\n"):
+        fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
+        name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
+        for node in listing.hosts(listing.known(fields.get("Nodes", ""))) if name else ():
+            found.setdefault(node, name)
     return found
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from unicron_ctl.controller.job import copies
 from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.desk import JobDesk
@@ -324,10 +325,10 @@ def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
 def may_come_back(view: View, job: JobView) -> list[int]:
     """Lost members that may live and hold the training state, when nobody else does: nothing has shown them dead.
 
-    Nobody waits for them longer than `state_wait_seconds`. In restart mode there is no state.
+    Nobody waits for them longer than `_patience` says. In restart mode there is no state.
     """
     state = job.state
-    if state.restart_mode or state.phase is not Phase.BREAKING or job.waited(view.now) > view.config.state_wait_seconds:
+    if state.restart_mode or state.phase is not Phase.BREAKING or job.waited(view.now) > _patience(view, job):
         return []
     found = []
     for slot, identity in state.lost.items():
@@ -336,6 +337,12 @@ def may_come_back(view: View, job: JobView) -> list[int]:
             if not elsewhere.shown_dead(view, state, state.element(slot)):
                 found.append(slot)
     return found
+
+
+def _patience(view: View, job: JobView) -> float:
+    """Seconds that they are worth: no longer than the work takes that is done again from what other nodes' memory
+    has."""
+    return min(view.config.state_wait_seconds, copies.behind(job))
 
 
 def _say_incomplete(view: View, job: JobView) -> Outcome:
@@ -388,7 +395,7 @@ def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
         nodes = ", ".join(sorted({state.node(slot) for slot in slots}))
         reason = (
             f"slots {slots} on {nodes} are silent, may live, and nobody else has the training state: the job is not "
-            f"formed anew for {view.config.state_wait_seconds:g} s, unless Slurm shows that they ended "
+            f"formed anew for {_patience(view, job):.0f} s, unless Slurm shows that they ended "
             f"(`scontrol requeue` does)"
         )
         out.record(state, records.StateAwaited(slots=slots, reason=reason))

@@ -176,6 +176,19 @@ def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
     )
 
 
+def taken_over(reports: Mapping[int, RankStatus], found: Formed) -> str:
+    """Of joiners that could begin with an older state of their own, for people: a whole replica has a newer one, so
+    they take that, and nobody does work again; empty where there are none."""
+    older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
+    behind = {slot: iteration for slot, iteration in older.items() if 0 < iteration < found.iteration}
+    if not behind or found.source is None:
+        return ""
+    return (
+        f"; slots {sorted(behind)[:20]} have iteration {max(behind.values())} at most, and take the state from the "
+        f"replica of slot {found.source}: that costs a transfer, and no iteration is done again"
+    )
+
+
 def trained(status: RankStatus) -> int:
     """The iteration that comes next for the parameters that the rank has."""
     return status.iteration + (status.phase == "stepped")

@@ -9,28 +9,30 @@ say that they have, so a controller that was restarted knows it, too.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transition.memory.images import STATE
+from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.live import Fetching, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus
 
 CUT_SECONDS = 5.0  # between two cuts, at least
 LOOK_SECONDS = 0.5  # between two looks whether it is good
-CUT_LIMIT_SECONDS = 120.0  # for a cut to become good; then another one is tried
+CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
-FETCH_SECONDS = 120.0  # for images to be got; then the job goes on from what its ranks have
+FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0
+FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
+NAMED = 3  # places in a text
 
 State = tuple[int, str]  # (iteration, mark)
 
@@ -49,13 +51,19 @@ class Pace:
 @dataclass
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
-    on; and, of one generation, in how many more nodes which places are to be, and who gives what he has to whom."""
+    on; and, of those who were there at the last look, in how many more nodes which places are to be, and who gives what
+    he has to whom. moved: bytes of images that all agents together had moved, and when that rose last. none: nobody is
+    to keep any."""
 
     asked: int = -1
     asked_at: float = 0.0
+    moved: int = 0
+    moved_at: float = 0.0
     good: int = -1
     look_at: float = 0.0
-    plan: int = -1
+    there: tuple[object, ...] = ()
+    since: int = 0  # the iteration at which they were there first
+    none: bool = False
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
     pace: Pace = field(default_factory=lambda: Pace())
@@ -105,58 +113,154 @@ def newest_good(job: JobView, enough: bool = True) -> int:
     return max(whole, default=-1)
 
 
+def behind(job: JobView) -> float:
+    """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
+    they have no whole state."""
+    newest, times = newest_good(job, enough=False), [seconds for _, seconds, _ in job.state.recent]
+    if newest < 0 or not times:
+        return math.inf
+    return (job.state.iteration + 1 - newest) * sum(times) / len(times)
+
+
 # ---------------------------------------------------------------- making copies
-def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
-    """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
+def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut that each agent is to keep, for those that have not heard of it. waiting: elements that are hot spares.
+    Called at every tick."""
     state = job.state
     if state.over or state.phase is not Phase.RUNNING or state.plan is None or state.restart_mode:
         return
-    job.live.fetch_since = None
     if job.live.sharded:  # another way (shard_copies)
         return
-    if cuts.plan != state.plan.generation:  # whoever came in has heard of no cut, and what was lost is to be made again
-        cuts.plan, cuts.wanting = state.plan.generation, wanting(job)
-        cuts.targets, cuts.asked_at, cuts.look_at = targets(job, cuts.wanting), -math.inf, 0.0
-    if not cuts.wanting:
-        return
-    ask(view, job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
-        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+    if view.now >= cuts.look_at or changed(job, cuts):
+        cuts.look_at = view.now + LOOK_SECONDS
+        if note_change(job, cuts, waiting):
+            cuts.wanting = wanting(job)
+            cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waiting)
+        if cuts.wanting:
+            ask(view, job, cuts)
+        else:
+            end(job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.wanting or cuts.none else []:
+        places = {slot % job.replica for slot in agent.slots if slot in state.members}
+        yield agent, order(cuts, agent, len(places))
+
+
+def order(cuts: Cuts, agent: AgentView, parts: int) -> wire.Cut:
+    """What an agent is told. parts: of the state that its ranks keep."""
+    if cuts.none:
+        return wire.Cut(iteration=cuts.asked, none=True)
+    to = cuts.targets.get(agent.element, [])
+    return wire.Cut(iteration=cuts.asked, good=cuts.good, targets=to, parts=parts)
+
+
+def changed(job: JobView, cuts: Cuts) -> bool:
+    """There is another generation than at the last look."""
+    return job.state.plan is not None and job.state.plan.generation != next(iter(cuts.there), -1)
+
+
+def note_change(job: JobView, cuts: Cuts, waiting: Sequence[int]) -> bool:
+    """Whether somebody else is there than at the last look to keep copies: whoever came has heard of no cut, and what
+    was lost is to be made again."""
+    assert job.state.plan is not None
+    agents = [(one.element, one.node, one.images_at) for one in job.alive()]
+    there = job.state.plan.generation, *agents, *waiting
+    if there == cuts.there:
+        return False
+    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, job.state.iteration, False
+    return True
 
 
 def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = newest_good) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
     waited = view.now - cuts.asked_at
-    if waited < CUT_SECONDS or view.now < cuts.look_at:
+    if waited < CUT_SECONDS:
         return
-    good, cuts.look_at = newest_good(job), view.now + LOOK_SECONDS
-    if cuts.asked > good and waited < CUT_LIMIT_SECONDS:
+    moved, good = sum(agent.moved for agent in job.alive()), newest_good(job)
+    if moved != cuts.moved:
+        cuts.moved, cuts.moved_at = moved, view.now
+    still = view.now - max(cuts.asked_at, cuts.moved_at)
+    if cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job):
         return
     cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
-    known = [cuts.asked, *(agent.cut for agent in job.alive())]
     ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3)))
-    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + max(known)), view.now
+    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + _newest(job, cuts)), view.now
 
 
-def targets(job: JobView, missing: Mapping[int, int]) -> dict[int, list[wire.Holder]]:
-    """By element, to whom it gives what it has of a cut: those that come after it, on nodes that do not have it. Of
-    several that train a place the first gives it."""
+def _newest(job: JobView, cuts: Cuts) -> int:
+    """The last cut that anybody has heard of."""
+    return max([cuts.asked, *(agent.cut for agent in job.alive())])
+
+
+def _seconds(job: JobView) -> float:
+    """That the longest way of a copy should take, by what is known of images and of how they went before: one node
+    sends all that it keeps."""
+    sizes = [sum(image.bytes for image in agent.images) for agent in job.alive()]
+    return max(sizes, default=0) / nearest.usual(job.alive())
+
+
+def end(job: JobView, cuts: Cuts) -> None:
+    """The job has grown: every place is in enough nodes that train it, and has been for a while. Copies only take
+    memory then."""
+    agents = job.alive()
+    left = any(agent.images for agent in agents)
+    able = (job.live.remembers or job.live.sharded) and all(agent.images_at for agent in agents)
+    if not cuts.none and left and able and job.state.iteration > cuts.since + AHEAD:
+        cuts.none, cuts.good, cuts.asked = True, -1, 1 + _newest(job, cuts)
+
+
+def targets(
+    job: JobView, missing: Mapping[int, int], domains: Mapping[str, str], waiting: Collection[int] = ()
+) -> dict[int, list[wire.Holder]]:
+    """By element, to whom it gives what it has of a cut; of several that train a place the first gives it. domains:
+    node -> with what it fails. waiting: elements that are hot spares, which begin with what they have when they take a
+    place."""
     if not missing:
         return {}
-    trained, order = holders(job), [one for one in job.alive() if one.images_at]
-    position = {one.element: place for place, one in enumerate(order)}
+    trained, room = holders(job), Receivers(job, domains, waiting)
     chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
     for place, left in missing.items():
         giver = min(trained[place])
         has = {job.agents[element].node for element in trained[place] if element in job.agents}
-        for one in itertools.islice(itertools.cycle(order), position[giver] + 1, position[giver] + len(order)):
-            if not left:
+        for _ in range(left):
+            if (one := room.next(place, giver, has)) is None:
                 break
-            if one.node not in has:
-                has.add(one.node)
-                chosen[giver][one.element] = holder(one)
-                left -= 1
+            has.add(one.node)
+            chosen[giver][one.element] = holder(one)
     return {giver: list(each.values()) for giver, each in chosen.items()}
+
+
+class Receivers:
+    """Who could be given a copy. Whatever fails with the nodes that have the state comes last: with their switch, or
+    their block. Of the rest a hot spare whose ranks would take that place comes first, then the elements after the
+    giver's."""
+
+    def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
+        self._ring = [one for one in job.alive() if one.images_at]
+        self._domains, self._all = domains, {domains.get(one.node, "") for one in self._ring}
+        self._position = {one.element: place for place, one in enumerate(self._ring)}
+        self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
+        for one in self._ring:
+            for place in {slot % job.replica for slot in one.slots} if one.element in waiting else ():
+                self._spares[place].append(one)
+
+    def next(self, place: int, giver: int, has: Collection[str]) -> AgentView | None:
+        """The next one for a state of which these nodes have a copy."""
+        used = {self._domains.get(node, "") for node in has}
+        able, begin = self._spares.get(place, []), self._position.get(giver, -1) + 1
+        for avoid in (used, set[str]()) if self._all - used else (set[str](),):
+            for agents, first in (able, 0), (self._ring, begin):
+                if (found := self._first(agents, first, has, avoid)) is not None:
+                    return found
+        return None
+
+    def _first(
+        self, agents: Sequence[AgentView], first: int, has: Collection[str], avoid: Collection[str]
+    ) -> AgentView | None:
+        for step in range(len(agents)):
+            one = agents[(first + step) % len(agents)]
+            if one.node not in has and self._domains.get(one.node, "") not in avoid:
+                return one
+        return None
 
 
 def holder(agent: AgentView) -> wire.Holder:
@@ -167,73 +271,66 @@ def holder(agent: AgentView) -> wire.Holder:
 # ---------------------------------------------------------------- getting them back
 @dataclass(frozen=True)
 class Wanted:
-    """state: newer than what the ranks could form with; orders: what makes it theirs."""
+    """state: newer than what the ranks could form with; ways: what makes it theirs, place by place."""
 
     state: State
-    orders: list[tuple[AgentView, wire.Fetch]]
+    ways: list[nearest.Way]
+
+    @property
+    def words(self) -> str:
+        """Where the pieces come from, for people."""
+        said = [f"place {way.image.place}: {way.words}" for way in self.ways[:NAMED]]
+        more = f" and {len(self.ways) - NAMED} more" if len(self.ways) > NAMED else ""
+        return f"{'; '.join(said)}{more}; the other places have a rank with it" if said else ""
 
 
 def waits(view: View, job: JobView, more: Wanted | None) -> Outcome | None:
-    """The job is not formed yet: its ranks get a newer state first. None where there is none, or it has not come in
-    time."""
-    live = job.live
+    """The job is not formed yet: its ranks get a newer state first. None where there is none, or it does not come."""
+    fetching = job.live.fetching
     if more is None:
+        fetching.began = None
         return None
-    if live.fetch_since is None:
-        live.fetch_since = view.now
-    if view.now - live.fetch_since >= FETCH_SECONDS:
+    moved = sum(agent.moved for agent in job.alive())
+    if fetching.began is None or fetching.state != more.state:
+        longest = max((way.seconds for way in more.ways), default=0.0)
+        job.live.fetching = fetching = Fetching(
+            more.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest, words=more.words
+        )
+    elif moved != fetching.moved or len(more.ways) != fetching.left:
+        fetching.moved, fetching.moved_at = moved, view.now
+    fetching.left = len(more.ways)
+    assert fetching.began is not None
+    if view.now - fetching.moved_at >= FETCH_SECONDS or view.now - fetching.began >= fetching.most:
         return None
     out = Outcome()
-    if view.now >= live.fetch_at:
-        live.fetch_at = view.now + FETCH_AGAIN_SECONDS
-        for agent, order in more.orders:
-            out.send(agent, order)
+    if view.now >= fetching.again_at:
+        fetching.again_at = view.now + FETCH_AGAIN_SECONDS
+        for way in more.ways:
+            out.send(way.receiver, wire.Fetch(image=way.image, holder=holder(way.source)))
     return out
 
 
-def wanted(job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+def fetched(job: JobView, iteration: int) -> str:
+    """For the plan's reason: where the state came from, if some of it had to be got; what is remembered of that is
+    over then."""
+    fetching, job.live.fetching = job.live.fetching, Fetching()
+    return f" ({fetching.words})" if fetching.words and fetching.state[0] == iteration else ""
+
+
+def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
     """The newest state of which every place is with a rank that could begin with it, or in a living node's memory; None
-    where the ranks have nothing newer to get. Each image comes from the node that gives least so far."""
-    size, given = job.replica, defaultdict[int, int](int)
+    where the ranks have nothing newer to get."""
+    size = job.replica
     there = images(agent for agent in job.alive() if agent.images_at)
-    ranks: dict[State, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for slot, status in sorted(reports.items()):
+    ranks: dict[State, set[int]] = defaultdict(set)
+    for slot, status in reports.items():
         for one in states(status):
-            ranks[one][slot % size].append(slot)
+            ranks[one].add(slot % size)
     for one in sorted(there, reverse=True):
         if found is not None and one[0] <= found.iteration:
             return None
-        orders = _orders(job, reports, size, ranks[one], there[one], given)
-        if orders:
-            return Wanted(one, orders)
+        missing = [place for place in range(size) if place not in ranks[one]]
+        ways = nearest.ways(job, reports, missing, there[one], view.slurm.domains)
+        if ways:
+            return Wanted(one, ways)
     return None
-
-
-def _orders(
-    job: JobView,
-    reports: Mapping[int, RankStatus],
-    size: int,
-    ranks: Mapping[int, list[int]],
-    there: Mapping[int, Mapping[str, tuple[AgentView, wire.Image]]],
-    given: dict[int, int],
-) -> list[tuple[AgentView, wire.Fetch]]:
-    """What has to be got so that there is a rank with this state for every place; nothing where that cannot be."""
-    orders = []
-    by_place: dict[int, list[int]] = defaultdict(list)
-    for slot in sorted(reports):
-        by_place[slot % size].append(slot)
-    for place in range(size):
-        if ranks.get(place):
-            continue
-        able = by_place[place]
-        if not able or not there.get(place):
-            return []
-        own = [slot for slot in able if (agent := job.agent(slot)) is not None and agent.node in there[place]]
-        receiver = job.agent((own or able)[0])
-        if receiver is None:
-            return []
-        near = there[place].get(receiver.node)
-        source, image = near or min(there[place].values(), key=lambda each: (given[each[0].element], each[0].element))
-        given[source.element] += 1
-        orders.append((receiver, wire.Fetch(image=image, holder=holder(source))))
-    return orders

@@ -8,16 +8,16 @@ names cuts, and every node gives what it has of them to the next ones.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from transition import layout
 from transition.memory.images import SHARD, UNTRAINED
 from transition.sharding import MARK_BITS, heirs, named
+from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed
-from unicron_ctl.controller.job.copies import LOOK_SECONDS, Cuts, Wanted, ask, holder
+from unicron_ctl.controller.job.copies import LOOK_SECONDS, Cuts, Wanted, ask, changed, end, note_change, order
 from unicron_ctl.controller.job.user_copies import targets
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -98,70 +98,60 @@ def newest_good(job: JobView, enough: bool = True) -> int:
 
 
 # ---------------------------------------------------------------- making copies
-def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
+def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> Iterator[tuple[AgentView, wire.Cut]]:
     """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
     state = job.state
     if not job.live.sharded or state.over or state.phase is not Phase.RUNNING or state.plan is None:
         return
-    if cuts.plan != state.plan.generation:
-        cuts.plan, cuts.asked_at, cuts.look_at = state.plan.generation, -math.inf, 0.0
-        cuts.targets = {}
-    if not cuts.targets and view.now >= cuts.look_at:  # a spare may have come
-        cuts.targets = targets(job) if lacking(job) else {}
-        cuts.look_at = 0.0 if cuts.targets else view.now + LOOK_SECONDS
-    if not cuts.targets:
-        return
-    before = cuts.asked
-    ask(view, job, cuts, newest_good)
-    if cuts.asked != before:
-        cuts.targets = targets(job)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked]:
-        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+    if view.now >= cuts.look_at or changed(job, cuts):
+        cuts.look_at = view.now + LOOK_SECONDS
+        if note_change(job, cuts, waiting):  # a spare may have come
+            cuts.targets = targets(job, view.slurm.domains) if lacking(job) else {}
+        if cuts.targets:
+            ask(view, job, cuts, newest_good)
+        else:
+            end(job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.targets or cuts.none else []:
+        yield agent, order(cuts, agent, len([slot for slot in agent.slots if slot in state.members]))
 
 
 # ---------------------------------------------------------------- getting them back
-def wanted(job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
     """The newest state of which every shard is with a rank that can enter, or in a living node's memory; None where the
     ranks have nothing newer to get."""
     there = images(agent for agent in job.alive() if agent.images_at)
     for state in sorted(there, reverse=True):
         if found is not None and state.version <= found.iteration:
             return None
-        orders = _orders(job, reports, state, there[state])
-        if orders:
-            return Wanted((state.version, f"{state.base:x}"), orders)
+        ways = _ways(view, job, reports, state, there[state])
+        if ways:
+            return Wanted((state.version, f"{state.base:x}"), ways)
     return None
 
 
-def _orders(
-    job: JobView, reports: Mapping[int, RankStatus], state: State, there: Mapping[Part, Where]
-) -> list[tuple[AgentView, wire.Fetch]]:
-    """What has to be got so that the ranks have all shards of this state; nothing where that cannot be. What goes with
-    the shards comes first: a rank that has them begins."""
+def _ways(
+    view: View, job: JobView, reports: Mapping[int, RankStatus], state: State, there: Mapping[Part, Where]
+) -> list[nearest.Way]:
+    """How the ranks get all shards of this state that they lack; nothing where that cannot be. What goes with the
+    shards comes first: a rank that has them begins."""
     besides = untrained((agent for agent in job.alive() if agent.images_at), state.version)
-    given: dict[int, int] = defaultdict(int)
-    orders: list[tuple[AgentView, wire.Fetch]] = []
+    load, ways = nearest.Load(), []
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]
         have = {shard for slot in able for shard in _held(reports[slot], state)}
+        agents = [agent for slot in able if (agent := job.agent(slot)) is not None]
         for shard in (shard for shard in range(state.ways) if shard not in have):
             where = there.get((place, shard), {})
-            agents = [agent for slot in able if (agent := job.agent(slot)) is not None]
             if not where or not agents:
                 return []
             receiver = next((agent for agent in agents if agent.node in where), agents[shard % len(agents)])
             first = besides.get(place, {})
-            orders.append(_fetch(receiver, first if first and receiver.node not in first else where, given))
-    return orders
+            source = first if first and receiver.node not in first else where
+            way = nearest.nearest([receiver], source, load, nearest.usual(job.alive()), view.slurm.domains)
+            assert way is not None  # there is a receiver, and a source
+            ways.append(way)
+    return ways
 
 
 def _held(status: RankStatus, state: State) -> list[int]:
     return [shard for its in status.shards if (its.version, its.base, its.count) == tuple(state) for shard in its.held]
-
-
-def _fetch(receiver: AgentView, where: Where, given: dict[int, int]) -> tuple[AgentView, wire.Fetch]:
-    """From its own node, else from the one that gives least."""
-    near = where.get(receiver.node)
-    source, image = near or min(where.values(), key=lambda each: (given[each[0].element], each[0].element))
-    given[source.element] += 1
-    return receiver, wire.Fetch(image=image, holder=holder(source))

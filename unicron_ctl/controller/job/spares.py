@@ -181,6 +181,11 @@ class Told:
     misfit: str = ""
     look_at: float = 0.0
 
+    @property
+    def ready(self) -> list[int]:
+        """Elements that wait, and could enter."""
+        return [element for element, how in self.said if how == "ready"]
+
 
 def say(view: View, job: JobView, told: Told) -> Outcome:
     """Puts on record who waits as a spare, when that changes, and once that their number does not fit."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from transition import layout
 from unicron_ctl.agreement import resume
 from unicron_ctl.controller.job import copies, shard_copies, spares
-from unicron_ctl.controller.job.candidates import formed, left_behind, remaining, without_match
+from unicron_ctl.controller.job.candidates import formed, left_behind, remaining, taken_over, without_match
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Action, Event
 from unicron_ctl.controller.job.modes import Happening
@@ -30,7 +30,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
     reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
     found, out = formed(reports, job.replica), Outcome()
     kind = shard_copies if job.live.sharded else copies
-    more = None if job.state.restart_mode else kind.wanted(job, reports, found)
+    more = None if job.state.restart_mode else kind.wanted(view, job, reports, found)
     if (fetching := copies.waits(view, job, more)) is not None:
         return fetching
     if found is None:
@@ -56,7 +56,8 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),
-        reason=f"{happening.reason}; {found.why or f'from iteration {found.iteration}'}{left_behind(reports, found)}",
+        reason=f"{happening.reason}; {found.why or f'from iteration {found.iteration}'}"
+        f"{copies.fetched(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
         replica=job.replica,
         state=found.state,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
@@ -21,7 +21,10 @@ from unicron_ctl.controller.job.copies import (
     LOOK_SECONDS,
     Cuts,
     Pace,
+    changed,
     holder,
+    note_change,
+    order,
 )
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -34,14 +37,14 @@ MOST_LATE = 10  # doublings of how far ahead a cut is named
 
 
 # ---------------------------------------------------------------- which copies are made
-def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.Cut]]:
+def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> Iterator[tuple[AgentView, wire.Cut]]:
     """The cut that each agent is to keep, for those that have not heard of it. Called at every tick."""
     state = job.state
     if not state.restart_mode or state.over or state.phase is not Phase.RUNNING or state.plan is None:
         return
-    if cuts.plan != state.plan.generation:
-        cuts.plan, cuts.targets = state.plan.generation, {}
-        cuts.asked_at, cuts.look_at, cuts.pace = -math.inf, 0.0, Pace()
+    if changed(job, cuts):
+        note_change(job, cuts, waiting)
+        cuts.targets, cuts.look_at, cuts.pace = {}, 0.0, Pace()
     newest = _newest(job)
     if newest is None or view.now < cuts.look_at:
         return
@@ -49,7 +52,7 @@ def cut(view: View, job: JobView, cuts: Cuts) -> Iterator[tuple[AgentView, wire.
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
     for agent in [agent for agent in job.alive() if cuts.targets and agent.cut != cuts.asked]:
-        yield agent, wire.Cut(iteration=cuts.asked, good=cuts.good, targets=cuts.targets.get(agent.element, []))
+        yield agent, order(cuts, agent, 1 if newest.mark == SAME else len(agent.slots))
 
 
 def _newest(job: JobView) -> wire.Image | None:
@@ -73,7 +76,7 @@ def _measured(view: View, pace: Pace, iteration: int) -> bool:
 
 def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
-    cuts.targets = targets(job, newest.mark == SAME)
+    cuts.targets = targets(job, view.slurm.domains, newest.mark == SAME)
     waited = view.now - cuts.asked_at
     if not cuts.targets or waited < CUT_SECONDS:
         return
@@ -95,9 +98,10 @@ def _differ(job: JobView, asked: int) -> bool:
     return len({image.iteration for image in images if image.kind == USER and image.iteration >= asked}) > 1
 
 
-def targets(job: JobView, replicated: bool = False) -> dict[int, list[wire.Holder]]:
+def targets(job: JobView, domains: Mapping[str, str], replicated: bool = False) -> dict[int, list[wire.Holder]]:
     """By element of the world, to whom it gives what its ranks have kept: the next ones of the world on other nodes,
-    then those that wait; nothing where all nodes have the same and are enough."""
+    then those that wait, and before all of these those that fail with another switch; nothing where all nodes have the
+    same and are enough. domains: node -> with what it fails."""
     inside = sorted(job.state.elements(job.state.members))
     able = {agent.element: agent for agent in job.alive() if agent.images_at}
     more = job.state.settings.copies
@@ -110,8 +114,10 @@ def targets(job: JobView, replicated: bool = False) -> dict[int, list[wire.Holde
             continue
         has = {able[element].node}
         chosen: list[wire.Holder] = []
-        others = [*inside[place + 1 :], *inside[:place], *waiting]
-        for one in (able[other] for other in others if other in able):
+        ring = [*inside[place + 1 :], *inside[:place], *waiting]
+        others = [able[other] for other in ring if other in able]
+        mine = domains.get(able[element].node, "")
+        for one in sorted(others, key=lambda one: domains.get(one.node, "") == mine):
             if one.node not in has and len(chosen) < more:
                 has.add(one.node)
                 chosen.append(holder(one))

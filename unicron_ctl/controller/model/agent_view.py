@@ -82,6 +82,12 @@ class AgentView:
     """What lies in its node's memory."""
     saved: Image | None = None
     """The newest that a script without a session keeps there."""
+    moved: int = 0
+    """Bytes of images that it has sent and received."""
+    unmoved: int = 0
+    """Images that came to nothing on their way."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """element -> bytes a second of the last image that went between it and this one."""
     cold: dict[int, str] = field(default_factory=dict)
     """slot -> why its process was started cold; others that have a process were started warm."""
 
@@ -107,6 +113,7 @@ class AgentView:
         self.number, self.store, self.left = status.number, status.store, status.leaving
         self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
         self.cut, self.images, self.saved = status.cut, status.images, status.saved
+        self.moved, self.unmoved, self.rates = status.moved, status.unmoved, status.rates
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

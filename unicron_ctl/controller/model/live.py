@@ -38,6 +38,22 @@ class Stepped:
 
 
 @dataclass
+class Fetching:
+    """Images of a state on their way to ranks that lack them. moved: bytes that all agents had moved, and when that
+    rose, or an image came, last. most: seconds that are waited in all. left: how many lack. words: where they come
+    from."""
+
+    state: tuple[int, str] = (-1, "")
+    began: float | None = None
+    moved: int = 0
+    moved_at: float = 0.0
+    most: float = 0.0
+    again_at: float = 0.0
+    left: int = 0
+    words: str = ""
+
+
+@dataclass
 class LiveJob:
     """One job's agents and what has to be looked at."""
 
@@ -109,9 +125,8 @@ class LiveJob:
     """Its ranks say with which states of their places they could go on: they keep them whole, and in memory."""
     sharded: bool = False
     """Its ranks have a distributed optimizer's state in shards."""
-    fetch_since: float | None = None
-    fetch_at: float = 0.0
-    """Since when the job waits for images, and when those that lack are asked for again."""
+    fetching: Fetching = field(default_factory=lambda: Fetching())
+    """What the job waits for while it is formed."""
 
     def shape(self, agent: AgentView, slots: Iterable[int]) -> None:
         """What a new process says of the job's replicas once it is ready."""

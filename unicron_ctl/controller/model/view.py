@@ -94,6 +94,8 @@ class SlurmView:
     error: str = ""
     private: frozenset[str] = frozenset()
     """Slurm's PrivateData: kinds of things that users see of their own only."""
+    domains: Mapping[str, str] = field(default_factory=dict)
+    """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
 

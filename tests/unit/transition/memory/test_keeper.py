@@ -299,3 +299,17 @@ def test_an_image_that_is_overwritten_meanwhile_makes_no_file(tmp_path, monkeypa
     with pytest.raises(BadImage, match="overwritten"):
         files.persist(found, tmp_path / "saves")
     assert not [path for path in (tmp_path / "saves").rglob("*") if path.is_file()]
+
+
+def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_path: Path) -> None:
+    state = training()
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
+    keeper.cut = 1
+    for iteration in (1, 2, 3):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper.wait()
+    assert [path.name for path in sorted(tmp_path.glob("cut-*"))] == ["cut-0-0.image"]
+    keeper.cut, keeper.none = -1, True
+    keeper.copy(gatherer, 4, 1, WRITER)
+    keeper.close()
+    assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]

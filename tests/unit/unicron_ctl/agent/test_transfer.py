@@ -11,9 +11,10 @@ import pytest
 from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, inventory, look
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.sums import sums
-from unicron_ctl.agent.transfer import Server, copy_name, find, get, put
+from unicron_ctl.agent.transfer import Meter, Server, TransferError, copy_name, find, get, put
 
 DATA = bytes(range(256)) * 40_000  # three pieces
+METER = Meter()
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def there(tmp_path: Path):
     folder = tmp_path / "there"
     folder.mkdir()
     came, news = threading.Event(), []
-    server = Server(lambda: folder, "127.0.0.1", lambda problem: news.append(problem) or came.set())
+    server = Server(lambda: folder, "127.0.0.1", lambda problem: news.append(problem) or came.set(), METER)
     came.news = news
     yield folder, server, came
     server.close()
@@ -48,13 +49,13 @@ KEY = Key("state", slot=3, iteration=70, place=1, size=2, base=4, mark="aa")
 def test_an_image_comes_as_it_was_sent_and_goes_back_the_same_way(here: Path, there) -> None:
     folder, server, came = there
     _, found = image(here, KEY)
-    put(found, server.address, server.token)
+    put(found, server.address, server.token, METER)
     assert came.wait(5.0)
     (copy,) = inventory(folder)
     assert copy.key == KEY and copy.path.name == copy_name(KEY)
     assert [bytes(part) for part in copy.read()] == [b"head", DATA]
     found.path.unlink()
-    back = get(KEY, here, server.address, server.token)
+    back = get(KEY, here, server.address, server.token, METER)
     assert [bytes(part) for part in back.read()] == [b"head", DATA] and find(here, KEY) == back
 
 
@@ -62,10 +63,10 @@ def test_who_has_not_the_token_gets_and_leaves_nothing(here: Path, there) -> Non
     folder, server, _ = there
     _, found = image(here, KEY)
     with pytest.raises(OSError):
-        put(found, server.address, "another")
+        put(found, server.address, "another", METER)
     image(folder, KEY)
     with pytest.raises(OSError):
-        get(KEY, here, server.address, "another")
+        get(KEY, here, server.address, "another", METER)
     assert not list(folder.glob("copy-*")) and not list(here.glob("copy-*"))
 
 
@@ -95,7 +96,7 @@ def test_what_is_overwritten_while_it_is_sent_is_not_kept(here: Path, there, mon
 
     monkeypatch.setattr(socket.socket, "sendfile", slowly)
     with pytest.raises(BadImage, match="torn"):
-        put(found, server.address, server.token)
+        put(found, server.address, server.token, METER)
     assert not came.is_set() and not list(inventory(folder))
 
 
@@ -103,10 +104,10 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing(here: Path, there, monk
     folder, server, _ = there
     _, found = image(here, KEY)
     served = threading.active_count()
-    monkeypatch.setattr(transfer, "_send_image", lambda connection, found, rate: connection.sendall(b"some"))
+    monkeypatch.setattr(transfer, "_send_image", lambda connection, found, rate, meter: connection.sendall(b"some"))
     monkeypatch.setattr(transfer, "SILENT_SECONDS", 0.3)
     with pytest.raises(OSError):
-        put(found, server.address, server.token)
+        put(found, server.address, server.token, METER)
     for thread in threading.enumerate():
         if thread.name == "unicron-image":
             thread.join(5.0)
@@ -116,16 +117,16 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing(here: Path, there, monk
 def test_what_does_not_fit_is_an_error_of_the_sender_and_leaves_nothing(
     here: Path, there, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, server, _ = there
+    folder, server, came = there
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     _, found = image(here, KEY)
     monkeypatch.setattr(transfer.os, "posix_fallocate", full)
-    with pytest.raises(OSError):
-        put(found, server.address, server.token)
-    assert not list(folder.iterdir())
+    with pytest.raises(TransferError, match=r"no room for 10\.2 MB .*No space left"):
+        put(found, server.address, server.token, METER)
+    assert not list(folder.iterdir()) and came.wait(5.0) and "is not kept: there is no room" in came.news[0]
 
 
 def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None:
@@ -133,7 +134,7 @@ def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None
     made, found = image(folder, KEY)
     made.data[70_000] ^= 1
     with pytest.raises(OSError):
-        get(KEY, here, server.address, server.token)
+        get(KEY, here, server.address, server.token, METER)
     assert came.wait(5.0) and "do not match their checksum" in came.news[0]
     assert not found.path.exists() and not list(here.iterdir())
 
@@ -141,7 +142,53 @@ def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None
 def test_what_is_not_there_is_an_error(here: Path, there) -> None:
     _, server, _ = there
     with pytest.raises(OSError):
-        get(KEY, here, server.address, server.token)
+        get(KEY, here, server.address, server.token, METER)
     server.close()
     with pytest.raises(OSError):
-        get(KEY, here, server.address, server.token)
+        get(KEY, here, server.address, server.token, METER)
+
+
+def test_a_damaged_image_is_gone_on_both_sides_when_it_was_given(here: Path, there) -> None:
+    folder, server, _ = there
+    made, found = image(here, KEY)
+    made.data[9_000_000] ^= 1
+    with pytest.raises(BadImage, match="do not match their checksum"):
+        put(found, server.address, server.token, METER)
+    assert not found.path.exists() and not list(folder.iterdir())
+
+
+def test_what_the_network_damages_is_not_kept_and_stays_where_it_is_sound(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, server, _ = there
+    _, found = image(here, KEY)
+    fill = transfer._fill
+
+    def flipped(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
+        fill(connection, piece, meter)
+        piece[-1] ^= 1
+
+    monkeypatch.setattr(transfer, "_fill", flipped)
+    with pytest.raises(TransferError, match="came damaged"):
+        put(found, server.address, server.token, METER)
+    assert found.path.exists() and not list(folder.iterdir())
+
+
+def test_an_image_that_trickles_in_is_given_up(here: Path, there, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, server, _ = there
+    _, found = image(here, KEY)
+    monkeypatch.setattr(transfer, "_latest", lambda length: 0.0)
+    with pytest.raises(TransferError, match="too slowly"):
+        put(found, server.address, server.token, METER)
+    for thread in threading.enumerate():
+        if thread.name == "unicron-image":
+            thread.join(5.0)
+    assert not list(folder.iterdir())
+
+
+def test_bytes_on_their_way_are_counted_on_both_sides(here: Path, there) -> None:
+    _, server, _ = there
+    _, found = image(here, KEY)
+    before, mine = METER.moved, Meter()
+    put(found, server.address, server.token, mine)
+    assert mine.moved == found.used == METER.moved - before

@@ -12,7 +12,7 @@ from tests.support.processes import wait_for
 from unicron_ctl.controller import worker
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.worker import LEFT_OUT, PUT_OFF, Worker
-from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
+from unicron_ctl.slurm.client import Site, SlurmError, SlurmTimeout
 
 
 class SlowSlurm:
@@ -20,6 +20,7 @@ class SlowSlurm:
 
     def __init__(self) -> None:
         self.began: list[str] = []
+        self.looks = 0  # at the topology
         self.blocked: set[str] = set()
         self.refused: set[str] = set()
         self.hangs: set[str] = set()
@@ -27,6 +28,12 @@ class SlowSlurm:
 
     def private_data(self) -> frozenset[str]:
         return frozenset()
+
+    def domains(self) -> dict[str, str]:
+        self.looks += 1
+        if "topology" in self.refused:
+            raise SlurmError("no")
+        return {"n1": "s1"}
 
     def _call(self, what: str) -> None:
         self.began.append(what)
@@ -72,8 +79,9 @@ class Answers:
     def on_actions_done(self, urgent: bool) -> None:
         self.heard.append(("all", str(urgent)))
 
-    def on_listing(self, nodes: Any, elements: Any, private: Any) -> None:
+    def on_listing(self, nodes: Any, elements: Any, site: Site) -> None:
         self.heard.append(("listing", ""))
+        self.domains = site.domains
 
 
 class Bench:
@@ -154,3 +162,16 @@ def test_slurm_is_listed_again_before_a_long_run_is_through(bench: Bench, monkey
     monkeypatch.setattr(worker, "RUN_SECONDS", 0.0)
     bench.submit(*(act("hold", element) for element in range(3)))
     assert bench.heard(4) == [("hold 1_0", ""), ("hold 1_1", PUT_OFF), ("hold 1_2", PUT_OFF), ("all", "False")]
+
+
+def test_topology_is_read_with_a_listing_and_not_with_each(bench: Bench) -> None:
+    bench.submit()
+    bench.submit()
+    assert len(bench.heard(2)) == 2
+    assert bench.core.domains == {"n1": "s1"} and bench.slurm.looks == 1
+
+
+def test_a_topology_that_slurm_does_not_tell_spoils_no_listing(bench: Bench) -> None:
+    bench.slurm.refused.add("topology")
+    bench.submit()
+    assert bench.heard(1) == [("listing", "")] and bench.core.domains == {} and bench.slurm.looks == 1

@@ -16,6 +16,7 @@ from unicron_ctl.slurm.command_line import (
     parse_node,
     parse_reservations,
     parse_states,
+    parse_topology,
 )
 
 NODE = (
@@ -161,3 +162,17 @@ def test_formats_that_people_set_for_themselves_do_not_matter(tmp_path: Path, mo
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     _program(tmp_path, "sinfo", 'echo "slurm ${SQUEUE_FORMAT:-22}.${SLURM_TIME_FORMAT:-05}.8"')
     assert CommandLineClient(env={"PATH": f"{tmp_path}"}).version() == "22.05.8"
+
+
+def test_a_topology_tells_what_fails_together() -> None:
+    tree = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
+SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n3,n2
+SwitchName=top Level=1 LinkSpeed=1 Nodes=n[1-3] Switches=s[1-2]
+"""
+    assert parse_topology(tree) == {"n1": "s1", "n2": "s1", "n3": "s2"}
+    blocks = """BlockName=b1 BlockIndex=0 Nodes=node[01-02] BlockSize=2
+BlockName=b2 BlockIndex=1 Nodes=node03 BlockSize=2
+AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[01-03] BlockSize=4
+"""
+    assert parse_topology(blocks) == {"node01": "b1", "node02": "b1", "node03": "b2"}
+    assert parse_topology("") == parse_topology("SwitchName=s1 Level=0 LinkSpeed=1 Nodes=(null)\n") == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.controller.job.candidates import formed, left_behind, states
+from unicron_ctl.controller.job.candidates import formed, left_behind, states, taken_over
 from unicron_ctl.protocol.wire import RankStatus
 
 
@@ -65,3 +65,14 @@ def test_all_ranks_of_the_source_have_its_state_and_no_newer_one_is_whole(kept, 
     source = [slot for slot in found.members if slot not in found.joiners]
     assert len(source) == size
     assert any(all((found.iteration, mark) in kept[slot] for slot in source) for mark in "ab")
+
+
+def test_where_a_whole_replica_lives_nobody_goes_back_and_the_plan_says_so():
+    reports = {slot: rank((50, "m"), size=2, state="stopped") for slot in (0, 1)}
+    reports |= {slot: rank((40, "m"), (0, ""), size=2) for slot in (2, 3)}
+    found = formed(reports, 2)
+    assert (found.iteration, found.source, found.joiners) == (50, 0, [2, 3])
+    said = taken_over(reports, found)
+    assert "slots [2, 3] have iteration 40 at most" in said and "replica of slot 0" in said
+    reports[2] = reports[3] = rank((0, ""), size=2)
+    assert taken_over(reports, formed(reports, 2)) == "", "who has nothing goes back to nothing"

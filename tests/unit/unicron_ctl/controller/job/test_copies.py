@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import copies
 from unicron_ctl.protocol import wire
@@ -71,6 +73,49 @@ def test_several_replicas_in_one_node_are_one_copy():
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     _, agents = started(nodes=4, replica=4, copies=2)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
+
+
+def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
+    world, _ = started(nodes=4, replica=4)
+    world.core.view.slurm.domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
+    cuts = copies.targets(world.core.view.job(world.job()), {0: 1, 1: 1, 2: 1, 3: 1}, world.core.view.slurm.domains)
+    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [2], 2: [0], 3: [0]}
+    two = copies.targets(world.core.view.job(world.job()), {0: 2}, world.core.view.slurm.domains)
+    assert [one.element for one in two[0]] == [2, 1], "where nothing else is left another node of the same has to do"
+
+
+def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
+    world = World()
+    agents = [Node(world, e, nodes=5, replica=4, spares=1) for e in range(5)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(2.0)
+    assert sorted(world.job().members) == [0, 1, 2, 3]
+    first = agents[0].orders(wire.Cut)[-1].iteration
+    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [4], []]
+    assert all(agent.orders(wire.Cut)[-1].iteration == first for agent in agents)
+    job, missing = world.core.view.job(world.job()), {0: 1, 1: 1}
+    found = copies.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
+    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [2]]
+
+
+def test_a_spare_that_comes_later_is_given_copies_from_then_on():
+    world = World()
+    agents = [Node(world, e, nodes=4, replica=3, spares=1) for e in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    before = agents[0].orders(wire.Cut)[-1]
+    assert elements(before) == [1] and elements(agents[2].orders(wire.Cut)[-1]) == [0]
+    spare = Node(world, 3, nodes=4, replica=3, spares=1)
+    spare.register()
+    spare.ready()
+    world.run(2.0)
+    after = agents[0].orders(wire.Cut)[-1]
+    assert after.iteration > before.iteration and elements(after) == [3]
+    assert spare.orders(wire.Cut)[-1].iteration == after.iteration
 
 
 def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
@@ -187,7 +232,7 @@ def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
     world.run(1.0)
     plan = world.job().plan
     assert world.job().phase == "running" and (plan.iteration, plan.members, plan.joiners) == (40, [0, 1], [])
-    assert "from iteration 40" in plan.reason
+    assert "from iteration 40 (place 1: n7 from n1 (" in plan.reason
     world.check_replay()
 
 
@@ -203,6 +248,114 @@ def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
     assert world.job().phase == "running" and plan.iteration == 0
     assert "iteration 40 is left behind" in plan.reason
     assert len(other.orders(wire.Fetch)) > 10
+
+
+def test_images_that_get_on_are_waited_for_but_not_without_end():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    agents[0].images = [wire.msgspec.structs.replace(one, bytes=int(100e9)) for one in agents[0].images]
+    other = lost(world, agents, [(0, ""), (40, "m")])
+    for _ in range(20):  # ten times what it should take with a gigabit a second would be almost three hours
+        world.run(60.0)
+        other.moved += 1
+        other.status()
+    assert world.job().phase == "forming"
+    world.run(copies.FETCH_SECONDS + 1.0)
+    assert world.job().phase == "running" and world.job().plan.iteration == 0, "then nothing more came"
+
+
+def test_bytes_alone_keep_a_fetch_alive_no_longer_than_ten_times_what_it_should_take():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    other = lost(world, agents, [(0, ""), (40, "m")])
+    world.run(copies.FETCH_SECONDS / 2)
+    other.moved += 1
+    other.status()
+    world.run(copies.FETCH_SECONDS / 2 + 1.0)
+    assert world.job().phase == "running" and world.job().plan.iteration == 0
+
+
+def test_a_second_loss_has_its_own_time_for_its_images():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    other = lost(world, agents, [(50, "l"), (40, "m")])
+    world.run(copies.FETCH_SECONDS - 10.0)
+    other.ready((40, "m"), (0, ""))
+    world.run(0.2)
+    assert world.job().plan.iteration == 40
+    live = world.core.view.job(world.job()).live
+    assert live.fetching.began is None and not live.fetching.words
+
+
+def test_a_cut_that_gets_on_is_not_given_up():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].images = [wire.Image("state", 0, 1, 0, 2, 0, 1, 1, "m", int(100e9))]
+    for _ in range(5):
+        world.run(copies.CUT_LIMIT_SECONDS / 2)
+        agents[0].moved += 1
+        agents[0].status()
+    assert len(agents[0].orders(wire.Cut)) == 1
+    world.run(copies.CUT_LIMIT_SECONDS + 2.0)
+    assert len(agents[0].orders(wire.Cut)) == 2
+
+
+def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
+    world = World()
+    agents = [Node(world, e, nodes=4, replica=2) for e in range(2)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(30.0)  # nobody else comes
+    world.iterate("1", 0)
+    cut = agents[0].orders(wire.Cut)[-1].iteration
+    for agent in agents:
+        agent.has(cut, 0, 1)
+    more = [Node(world, e, nodes=4, replica=2) for e in (2, 3)]
+    for agent in more:
+        agent.register()
+        agent.ready()
+    world.run(10.0)
+    for agent in [*agents, *more]:
+        agent.take_offer()
+    world.run(5.0)
+    assert sorted(world.job().members) == [0, 1, 2, 3]
+    assert not agents[0].orders(wire.Cut)[-1].none, "the new replica has no state in memory yet"
+    for iteration in range(1, 6):
+        world.iterate("1", iteration)
+    world.run(2.0)
+    ends = [agent.orders(wire.Cut)[-1] for agent in [*agents, *more]]
+    assert all(order.none and order.iteration == ends[0].iteration > cut for order in ends)
+    for agent in agents:
+        agent.images = []
+        agent.status()
+    count = len(agents[0].orders(wire.Cut))
+    world.run(10.0)
+    assert len(agents[0].orders(wire.Cut)) == count, "said once"
+
+
+def test_silent_holders_are_waited_for_no_longer_than_the_work_that_a_copy_lacks():
+    world = World()
+    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(0.3)
+    for iteration in range(12):
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.has(10, agent.element)
+    agents[2].has(10, 0)
+    job = world.core.view.job(world.job())
+    times = [seconds for _, seconds, _ in job.state.recent]
+    assert times and copies.behind(job) == pytest.approx(2 * sum(times) / len(times))
+    agents[0].images = []
+    agents[1].images = []
+    agents[0].status()
+    agents[1].status()
+    assert copies.behind(job) == float("inf")
 
 
 def test_what_nobody_has_a_copy_of_is_not_asked_for():

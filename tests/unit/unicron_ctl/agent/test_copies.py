@@ -1,0 +1,119 @@
+"""The agent's part in copies: it listens only where there may be some, looks no longer than there is something to give,
+and lets go of what is not wanted any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import wait_for
+from transition.memory.images import SUFFIX, Image, Key, inventory
+from unicron_ctl.agent.copies import Copies
+from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent.sums import sums
+from unicron_ctl.protocol import wire
+
+DATA = bytes(range(256)) * 8192  # enough to be measured
+KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")
+HERE = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURMD_NODENAME": "n0"}
+HERE |= {"SLURM_JOB_ID": "7", "UNICRON_NODE_ADDRESS": "127.0.0.1"}
+
+
+class Side:
+    """One agent's copies, with a folder of its own."""
+
+    def __init__(self, folder: Path, mode: str = wire.SESSION, **environment: str):
+        folder.mkdir()
+        self.now = 0.0
+        self.folder, self.told, self.said = folder, [], []
+        place = read_place(HERE).in_mode(mode, "")
+        self.copies = Copies(lambda: folder, place, HERE | environment, self.told.append, self.said.append)
+
+    def image(self, key: Key = KEY, name: str = "cut") -> None:
+        made = Image(self.folder / f"{name}-{key.slot}-0{SUFFIX}", 100, len(DATA))
+        made.begin()
+        made.data[: len(DATA)] = DATA
+        made.finish(key, b"head", len(DATA), sums(memoryview(DATA)))
+
+    def holder(self, element: int) -> wire.Holder:
+        return wire.Holder(element=element, address=self.copies.address, token=self.copies.token)
+
+    def names(self) -> list[str]:
+        return [found.path.name for found in inventory(self.folder)]
+
+    def until(self, done) -> None:
+        """Turn after turn, a second apart by its own clock."""
+
+        def turn() -> bool:
+            self.now += 1.0
+            self.copies.turn(self.now)
+            self.copies.finish(self.now)
+            return done()
+
+        wait_for(turn, "the threads are done")
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[tuple[Side, Side]]:
+    both = Side(tmp_path / "one"), Side(tmp_path / "other")
+    yield both
+    for side in both:
+        side.copies.close()
+
+
+def test_who_keeps_no_memory_does_not_listen(tmp_path: Path) -> None:
+    for name, side in {
+        "none": Side(tmp_path / "none", UNICRON_MEMORY_EVERY="0"),
+        "restart": Side(tmp_path / "restart", wire.RESTART),
+    }.items():
+        assert (side.copies.address, side.copies.token) == ("", ""), name
+        side.copies.close()
+
+
+def test_the_folder_is_looked_at_until_all_of_the_cut_is_given_and_no_longer(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)], places=2))
+    one.image()
+    one.until(lambda: other.names() == ["copy-0-0-70.image"])
+    assert one.copies.wait(one.now) < 1.0, "the second place's is not there yet"
+    one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
+    one.until(lambda: len(other.names()) == 2 and one.copies.wait(one.now) == float("inf"))
+    one.copies.obey(wire.Cut(iteration=90, good=70, targets=[other.holder(1)], places=2))
+    assert one.copies.wait(one.now) == 0.0, "until there is another one"
+
+
+def test_what_went_through_is_measured_and_counted(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.image()
+    one.until(lambda: 1 in one.copies.rates)
+    assert one.copies.rates[1] > 1e5 and not one.copies.failed
+    assert one.copies.moved == other.copies.moved > len(DATA)
+    assert [row.bytes for row in other.copies.rows(False)] == [one.copies.moved]
+
+
+def test_an_image_is_got_while_another_one_is_given(sides: tuple[Side, Side]) -> None:
+    """A job may wait for the one, and for the other nobody does."""
+    one, other = sides
+    other.image(name="copy")
+    slow = wire.Holder(element=2, address=other.copies.address, token="another")
+    one.copies._rate = 1e3  # the image would take half an hour
+    one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1), slow], places=1))
+    one.copies.turn(0.0)
+    one.copies.fetch(wire.Fetch(image=wire.Image("state", 0, 70, 0, 2, 0, 1, 1, "aa"), holder=other.holder(1)), 0.0)
+    one.until(lambda: [message for message in one.told if isinstance(message, wire.Fetch)])
+    assert "copy-0-0-70.image" in one.names()
+
+
+def test_when_no_copies_are_wanted_any_more_all_of_them_go(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.image()
+    one.image(name="copy")
+    one.image(name="state")
+    one.image(Key("shard", slot=0, iteration=70), name="shard")
+    one.copies.obey(wire.Cut(iteration=71, none=True))
+    assert one.names() == ["shard-0-0.image", "state-0-0.image"]
+    assert one.told == [wire.Cut(iteration=71, none=True)] and one.copies.rows(True) == []
