@@ -87,7 +87,7 @@ class Copies:
         self._meter = transfer.Meter()
         self._server: transfer.Server | None = None
         self.address = self.token = ""
-        if keeps_copies(place, environment):
+        if memory_every(environment) > 0:
             host = collectives_address(environment) or place.address
             self._server = transfer.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
@@ -253,11 +253,6 @@ class Copies:
         if (folder := self._folder()) is None:
             return 0
         return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
-
-
-def keeps_copies(place: Place, environment: Mapping[str, str]) -> bool:
-    """There may be something here to give and to take. Raises UserError."""
-    return memory_every(environment) > 0 and place.settings.mode == wire.SESSION
 
 
 def row(found: Found) -> wire.Image:

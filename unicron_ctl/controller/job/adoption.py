@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from unicron_ctl.controller.job import copies
+from unicron_ctl.controller.job import copies, shard_copies
 from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.desk import JobDesk
@@ -342,7 +342,8 @@ def may_come_back(view: View, job: JobView) -> list[int]:
 def _patience(view: View, job: JobView) -> float:
     """Seconds that they are worth: no longer than the work takes that is done again from what other nodes' memory
     has."""
-    return min(view.config.state_wait_seconds, copies.behind(job))
+    kind = shard_copies if job.live.sharded else copies
+    return min(view.config.state_wait_seconds, copies.behind(job, kind.newest_good))
 
 
 def _say_incomplete(view: View, job: JobView) -> Outcome:

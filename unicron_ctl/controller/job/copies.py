@@ -113,7 +113,7 @@ def newest_good(job: JobView, enough: bool = True) -> int:
     return max(whole, default=-1)
 
 
-def behind(job: JobView) -> float:
+def behind(job: JobView, newest_good: Callable[..., int] = newest_good) -> float:
     """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
     they have no whole state."""
     newest, times = newest_good(job, enough=False), [seconds for _, seconds, _ in job.state.recent]

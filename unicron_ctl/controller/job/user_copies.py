@@ -43,12 +43,12 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if not state.restart_mode or state.over or state.phase is not Phase.RUNNING or state.plan is None:
         return
     if changed(job, cuts):
-        note_change(job, cuts, waiting)
         cuts.targets, cuts.look_at, cuts.pace = {}, 0.0, Pace()
     newest = _newest(job)
     if newest is None or view.now < cuts.look_at:
         return
     cuts.look_at = view.now + LOOK_SECONDS
+    note_change(job, cuts, waiting)
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
     for agent in [agent for agent in job.alive() if cuts.targets and agent.cut != cuts.asked]:

@@ -74,13 +74,13 @@ def test_who_keeps_no_memory_does_not_listen(tmp_path: Path) -> None:
 
 def test_the_folder_is_looked_at_until_all_of_the_cut_is_given_and_no_longer(sides: tuple[Side, Side]) -> None:
     one, other = sides
-    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)], places=2))
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)], parts=2))
     one.image()
     one.until(lambda: other.names() == ["copy-0-0-70.image"])
     assert one.copies.wait(one.now) < 1.0, "the second place's is not there yet"
     one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
     one.until(lambda: len(other.names()) == 2 and one.copies.wait(one.now) == float("inf"))
-    one.copies.obey(wire.Cut(iteration=90, good=70, targets=[other.holder(1)], places=2))
+    one.copies.obey(wire.Cut(iteration=90, good=70, targets=[other.holder(1)], parts=2))
     assert one.copies.wait(one.now) == 0.0, "until there is another one"
 
 
@@ -101,7 +101,7 @@ def test_an_image_is_got_while_another_one_is_given(sides: tuple[Side, Side]) ->
     slow = wire.Holder(element=2, address=other.copies.address, token="another")
     one.copies._rate = 1e3  # the image would take half an hour
     one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
-    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1), slow], places=1))
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1), slow], parts=1))
     one.copies.turn(0.0)
     one.copies.fetch(wire.Fetch(image=wire.Image("state", 0, 70, 0, 2, 0, 1, 1, "aa"), holder=other.holder(1)), 0.0)
     one.until(lambda: [message for message in one.told if isinstance(message, wire.Fetch)])
