@@ -18,10 +18,8 @@ from pathlib import Path
 import torch
 
 from transition.memory import contents
-from transition.memory.images import PAGE, SUFFIX, BadImage, Found, Image, Key, look
+from transition.memory.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, look
 from transition.saying import say
-
-SHARD = "shard"  # the kind of these images, and how their names begin
 
 
 @dataclass(eq=False)

@@ -24,7 +24,8 @@ import msgpack
 PAGE = 4096
 VERSION = 1
 SUFFIX = ".image"
-STATE = "state"  # the kind of images that a checkpoint can be made of
+STATE = "state"  # the kind of images that hold a rank's part of the state
+SHARD = "shard"  # of those that hold a shard of a distributed optimizer
 FOLDER = "UNICRON_MEMORY"  # the folder, as the agent tells its ranks
 SUMS = 16  # bytes: two words of 64 bits (transition.migrate.checksum)
 _MAGIC = b"unicron\x00"

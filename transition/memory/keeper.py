@@ -5,7 +5,7 @@ Two files take turns, so one is whole while the other is written. A thread copie
 passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but the copy.
 
 The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
-take turns for these.
+take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from transition.memory import contents
+from transition.memory import contents, files
 from transition.memory.images import STATE, SUFFIX, Image, Key, folder, inventory
 from transition.saying import say
 
 EVERY = "UNICRON_MEMORY_EVERY"
+COPIES = "UNICRON_STATE_COPIES"
 BUFFERS = 2
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
@@ -46,6 +47,14 @@ class Settings:
         return cls(folder(environment) if int(text) else None, int(text))
 
 
+def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
+    """In how many other nodes each part of the state is to be. Raises ValueError, one line, for what is no number."""
+    text = environment.get(COPIES) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{COPIES}={text!r}: write a number of copies, 1 or more; 0 for none")
+    return int(text)
+
+
 @dataclass
 class _Task:
     """One copy. ready: of a card, when the tensors are what they are to be."""
@@ -56,6 +65,7 @@ class _Task:
     offsets: list[int]
     size: int
     ready: Any
+    aside: Path | None
 
 
 class Keeper:
@@ -68,6 +78,8 @@ class Keeper:
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
+        self._aside: Path | None = None  # the last copy that was to be set aside
+        self._setting_aside = False
         self._images: dict[int, Image] = {}
         self._next: int | None = None  # the file that is written next
         self._failures = self._pause = 0
@@ -86,23 +98,33 @@ class Keeper:
         return self.folder / f"{what}-{self.slot}-{number % BUFFERS}{SUFFIX}"
 
     # ------------------------------------------------------------ the main thread
-    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
+    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
-        to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
-        if iteration != self.cut and (iteration % self.every or self._pause):
+        to the whole (:class:`transition.checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
+        to make a file of it."""
+        if iteration != self.cut and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
         self._done.wait()
         found = gatherer.contents()
-        head = contents.head_of(gatherer.state, found, iteration, writer.layout)
+        head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
         key = writer.key(iteration, STATE, self.slot, base)
         self.size = found.size
         self._free.clear()
         self._done.clear()
-        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors)))
+        apart = None
+        if aside:
+            apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
+            self._setting_aside = True
+        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
             self._thread.start()
+
+    @property
+    def filing(self) -> bool:
+        """The agent has not made a file yet of what was set aside last."""
+        return self._setting_aside or (self._aside is not None and self._aside.exists())
 
     def wait(self) -> None:
         """Until the tensors that are copied may change."""
@@ -147,6 +169,8 @@ class Keeper:
             except Exception as error:  # whatever it is, the training goes on
                 self._failed(error)
             finally:
+                if task.aside is not None:
+                    self._setting_aside = False
                 self._free.set()
                 self._done.set()
 
@@ -165,7 +189,12 @@ class Keeper:
     def _copy(self, task: _Task) -> None:
         cut = task.key.iteration == self.cut
         number = self._turn_of_cuts() if cut else self._turn()
-        image = self._room(number, len(task.head), task.size)
+        try:
+            image = self._room(number, len(task.head), task.size)
+        except OSError:
+            if self.filing and task.aside is None:
+                return  # there is room again when the agent has made its file; what is set aside can be gone on from
+            raise
         image.begin()
         data = contents.raw(image.data[: task.size])
         if task.ready is None:
@@ -174,6 +203,8 @@ class Keeper:
             self._fetch(task, number, data)
         self._free.set()
         image.finish(task.key, task.head, task.size, contents.sums(data))
+        if task.aside is not None:
+            files.set_aside(image.path, task.aside)
         self.newest = task.key.iteration
         if not cut:
             self._next = (number + 1) % BUFFERS
@@ -195,7 +226,7 @@ class Keeper:
 
     def _room(self, number: int, head_bytes: int, data_bytes: int) -> Image:
         path, image = self.path(number), self._images.get(number)
-        if image is not None and image.fits(head_bytes, data_bytes) and path.exists():
+        if image is not None and image.fits(head_bytes, data_bytes) and path.exists() and not files.is_aside(path):
             return image
         self._forget(number)
         with contextlib.suppress(FileNotFoundError):
