@@ -104,14 +104,16 @@ def asides(memory: Path) -> list[Found]:
 
 
 def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
-    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. One that is there stays.
+    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. One that is there stays,
+    unless somebody has found its checkpoint damaged.
 
     pace: told the bytes of each piece that was written, it may wait, or raise what ends this. The data are not looked
     at: their checksums go with them, and whoever reads the file compares them. Raises BadImage where the writer has
     begun to overwrite the image meanwhile, and OSError.
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
-    if path.exists():
+    mark = path.name.split(".")[0]
+    if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     new = unfinished(path)
@@ -125,7 +127,7 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
             os.fsync(file.fileno())
         if look(found.path) != found or look(new).used != found.used:
             raise BadImage(f"{found.path}: overwritten while it was copied")
-        finished(path, path.name.split(".")[0])
+        finished(path, mark)
     finally:
         with contextlib.suppress(OSError):
             new.unlink()

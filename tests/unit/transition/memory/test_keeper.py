@@ -284,6 +284,10 @@ def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
     assert [each.iteration for each in Checkpoints(saves).found()] == [5, 4]
     assert Checkpoints(saves).load(other) == 5
     assert same(everything(other), everything(state))
+    spoil(path)
+    assert Checkpoints(saves).load(other) == 4, "the newest is damaged"
+    files.persist(found, saves)
+    assert Checkpoints(saves).load(other) == 5, "written again it is sound"
 
 
 def test_an_image_that_is_overwritten_meanwhile_makes_no_file(tmp_path, monkeypatch):
