@@ -235,3 +235,13 @@ def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_
     wanted, steps = (json_lines(folder / "losses.0") for folder in (folders_of[0], folders_of[2]))
     assert saved >= 4 and [one["iteration"] for one in steps] == list(range(saved, ITERATIONS))
     assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[saved:]]
+
+
+def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):
+    saves = tmp_path / "saves"
+    settings = {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}
+    settings |= {"UNICRON_CHECKPOINT_MINUTES": "0.01", "TINY_ITERATIONS": "1000"}
+    with Remembering(tmp_path, nodes=2, **SETTINGS | settings) as job:
+        job.wait(lambda: len(folders.whole(saves)) == 2, "two checkpoints")
+        job.wait(lambda: job.trains([0, 1], folders.whole(saves)[0].iteration + 2), "the training goes on")
+        assert all(job.rank(slot)["incarnation"] == 0 for slot in (0, 1))
