@@ -8,8 +8,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from transition.checkpoint import Checkpoints, Damaged, Found, load_image
+from transition.checkpoint import Checkpoints, Damaged, load_image
 from transition.memory import contents, images
+from transition.memory.folders import Found
 from transition.migrate import TrainingState
 from transition.saying import say
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
-import re
-import shutil
 import threading
 import time
 import zipfile
@@ -23,29 +22,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from transition import parts
-from transition.memory import contents, images
+from transition.memory import contents, folders, images
 from transition.memory.files import DAMAGED, finished, folder_name, stem, unfinished
+from transition.memory.folders import OLD_NAME, Found
 from transition.memory.images import SUFFIX, BadImage, Key
 from transition.migrate import StateMismatch, TrainingState, as_before
 from transition.saying import say
 
 TORCH_VERSION = 2  # a file of torch.save
 OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
-STALE_SECONDS = 86400.0  # a file that was being written when its writer died
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
 # to the RESCUERSth, unless one before it has done so.
 RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
 TURN_SECONDS = 5.0  # the same, where all of them are asked to save
-_OLD_NAME = re.compile(r"iteration-(\d+)\.pt")
-_FOLDER = re.compile(r"iteration-(\d+)")
-_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.(?:pt|image)")
+MINUTES = "UNICRON_CHECKPOINT_MINUTES"
 
 
 class CheckpointError(RuntimeError):
@@ -80,30 +77,21 @@ class Writer:
         return Key(kind, slot, iteration, self.place, self.size, self.shard, self.count, base, self.mark)
 
 
-class Found(NamedTuple):
-    """A checkpoint that has all its files. iteration: the one to go on with."""
-
-    iteration: int
-    paths: tuple[Path, ...]
-
-    @property
-    def mark(self) -> str:
-        """Of all its files; empty in those of the first release."""
-        match = _FILE.fullmatch(self.paths[0].name)
-        return match[1] if match else ""
-
-
 class Checkpoints:
     """The checkpoints of one job in `folder`, which all its nodes share.
 
-    interval: iterations between two of them; 0 writes one at the end only. keep: how many stay. A write that fails
-    costs nothing but itself: it is reported, and the next one is tried when it is due.
+    interval: iterations between two of them, minutes: minutes; with neither, which is 0, there is one at the end only.
+    keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next one is tried when it
+    is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line, for what makes no
+    sense.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], interval: int = 0, keep: int = 2):
+    def __init__(self, folder: str | os.PathLike[str], interval: int = 0, keep: int = 2, minutes: float = 0.0):
+        minutes = _minutes(minutes)
         if interval < 0 or keep < 1:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
-        self.folder, self.interval, self.keep = Path(folder), interval, keep
+        self.folder, self.interval, self.keep, self.minutes = Path(folder), interval, keep, minutes
+        self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.written: int | None = None  # the iteration of the last one that this process wrote
@@ -112,15 +100,7 @@ class Checkpoints:
     # ------------------------------------------------------------ reading
     def found(self) -> list[Found]:
         """All whole ones, the newest first."""
-        if not self.folder.is_dir():
-            return []
-        whole: list[Found] = []
-        for path in self.folder.iterdir():
-            if match := _OLD_NAME.fullmatch(path.name):
-                whole.append(Found(int(match[1]), (path,)))
-            elif match := _FOLDER.fullmatch(path.name):
-                whole += [Found(int(match[1]), paths) for paths in _whole(path)]
-        return sorted(whole, key=lambda each: (each.iteration, each.paths), reverse=True)
+        return folders.whole(self.folder)
 
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
         """Puts the newest sound one into `state`, or that of `iteration`; returns the iteration to go on with, None
@@ -174,6 +154,19 @@ class Checkpoints:
     def due(self, iteration: int) -> bool:
         """Whether one is to be written when `iteration` iterations are done."""
         return bool(self.interval) and iteration % self.interval == 0 and iteration != self.written
+
+    def overdue(self) -> bool:
+        """`minutes` are over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
+        return bool(self.minutes) and time.monotonic() - self._last >= 60.0 * self.minutes
+
+    def begun(self) -> None:
+        """One is written now, by whomever: the minutes begin anew."""
+        self._last = time.monotonic()
+
+    @property
+    def writing(self) -> bool:
+        """This process has not finished the last one."""
+        return self._thread is not None and self._thread.is_alive()
 
     def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
         """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
@@ -266,55 +259,23 @@ class Checkpoints:
                 os.fsync(file.fileno())
             finished(path, writer.mark)
             self.newest = iteration
-            self._prune()
+            folders.prune(self.folder, self.keep)
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
                 new.unlink()
             say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
-    def _prune(self) -> None:
-        """Remove what is older than those that stay. All ranks do, at the same time."""
-        whole = sorted({each.iteration for each in self.found()}, reverse=True)
-        oldest = whole[self.keep - 1] if len(whole) >= self.keep else 0
-        for path in self.folder.iterdir():
-            match = _OLD_NAME.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
-            if match and int(match[1]) < oldest:
-                _remove(path)
-        for new in [*self.folder.glob("iteration-*/*.new"), *self.folder.glob("iteration-*.new")]:
-            with contextlib.suppress(OSError):
-                if time.time() - new.stat().st_mtime > STALE_SECONDS:
-                    new.unlink()
 
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _whole(folder: Path) -> list[tuple[Path, ...]]:
-    """The sets of files in one checkpoint's folder that are complete."""
-    sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
-    names = {path.name for path in folder.iterdir()}
-    for path in map(folder.joinpath, names):
-        match = _FILE.fullmatch(path.name)
-        if match and f"{match[1]}.{DAMAGED}" not in names:
-            place, size, shard, count = map(int, match.groups()[1:])
-            sets[match[1], size][place, count][shard] = path
-    return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _chosen(files, size)) is not None]
-
-
-def _chosen(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
-    """For each place all its shards; None where some are missing. files: (place, count) -> shard -> path."""
-    chosen: list[Path] = []
-    for place in range(size):
-        whole = [shards for (at, count), shards in sorted(files.items()) if at == place and len(shards) == count]
-        if not whole:
-            return None
-        chosen += [path for _, path in sorted(whole[0].items())]
-    return tuple(chosen)
+def _minutes(given: float) -> float:
+    text = os.environ.get(MINUTES) or str(given)
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0.0 <= minutes < math.inf:
+        raise ValueError(f"{MINUTES}={text!r}: write minutes between two checkpoints, 0 for none by the clock")
+    return minutes
 
 
 # ------------------------------------------------------------ what is in a file
@@ -323,7 +284,7 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes
     found, _ = contents.gathered(state)
     data = torch.empty(found.size, dtype=torch.uint8)
     contents.fill(found.tensors, found.offsets, data)
-    return contents.head_of(state, found, iteration, writer.layout), data
+    return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
 class Damaged(CheckpointError):
@@ -333,7 +294,7 @@ class Damaged(CheckpointError):
 def _load(state: TrainingState, found: Found) -> None:
     """Raises Damaged, or CheckpointError for what is sound and yet of no use here."""
     first = found.paths[0]
-    if _OLD_NAME.fullmatch(first.name):
+    if OLD_NAME.fullmatch(first.name):
         return _load_old(state, first)
     try:
         _assemble(state, [_open(path) for path in found.paths], first.parent)

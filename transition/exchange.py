@@ -22,10 +22,13 @@ from transition.watch import Plan
 @dataclass(frozen=True)
 class Said:
     """What the members' commit came to. offer: the one that all of them hold. first: some rank does not know yet in
-    which order its gradients are made."""
+    which order its gradients are made. save: some rank wants a checkpoint of the state after this step; busy: some
+    rank's last one is still being written."""
 
-    offer: Plan | None
-    first: bool
+    offer: Plan | None = None
+    first: bool = False
+    save: bool = False
+    busy: bool = False
 
 
 class Exchange:
@@ -73,12 +76,13 @@ class Exchange:
         told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else told
 
-    def commit(self, offer: Plan | None, first: bool) -> Said:
-        """Over all members."""
+    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> Said:
+        """Over all members; each says what is so of itself."""
         held = float(offer.generation if offer else 0)
-        said = torch.tensor([held, -held, float(first)], dtype=torch.float64)
-        most, least, anybody = self._all_reduced(said, None, dist.ReduceOp.MAX).tolist()
-        return Said(offer if offer is not None and most == -least == held else None, anybody > 0)
+        said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
+        most, least, *anybody = self._all_reduced(said, None, dist.ReduceOp.MAX).tolist()
+        same = offer is not None and most == -least == held
+        return Said(offer if same else None, *(number > 0 for number in anybody))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
         """The (base, version) of the members; a newcomer has none, or an older one."""

@@ -11,8 +11,8 @@ from typing import Any
 from transition.beginnings import Beginnings
 from transition.checkpoint import Checkpoints, Writer
 from transition.memory import contents
-from transition.memory.files import note_destination
-from transition.memory.keeper import BUFFERS, Keeper, Settings
+from transition.memory.files import Destination, note_destination
+from transition.memory.keeper import BUFFERS, Keeper, Settings, wanted_copies
 from transition.migrate import TrainingState
 from transition.watch import Plan
 
@@ -35,6 +35,8 @@ class Remembered:
         self._has_state = False  # of the job's
         self._came = False  # an image, since the last look
         self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
+        self._cuts = False  # copies of its state may be asked for, in that generation
+        self.asked = False  # somebody wants a checkpoint
         self.active = False
 
     def look(self, checkpoints: Checkpoints | None, start: int, writer: Writer) -> int:
@@ -44,20 +46,38 @@ class Remembered:
         Raises :class:`transition.checkpoint.CheckpointError` where there are checkpoints and none can be used.
         """
         settings = Settings.chosen()
-        folder, self.active = settings.folder, True
-        self._folder, self._checkpoints, self._start = folder, checkpoints, start
+        self.active, self._start = True, start
+        self.note(checkpoints, settings.folder)
+        folder = self._folder
         self._beginnings = Beginnings(folder, checkpoints, start, writer)
         if folder is not None:
             self._keeper = Keeper(folder, self._slot, settings.every)
-        if folder is not None and checkpoints is not None and checkpoints.destination is not None:
-            with contextlib.suppress(OSError):  # a folder that cannot be written to is said of with the first copy
-                note_destination(folder, checkpoints.destination)
         return self._beginnings.newest
 
+    def note(self, checkpoints: Checkpoints | None, folder: Path | None) -> None:
+        """Tell the agent, beside the images in `folder`, where checkpoints go."""
+        self._folder, self._checkpoints = folder, checkpoints
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is said of with the first copy
+            self._note()
+
+    def _note(self) -> bool:
+        """Do so; False where there are none. Raises OSError."""
+        folder, checkpoints = self._folder, self._checkpoints
+        if folder is None or checkpoints is None or checkpoints.destination is None:
+            return False
+        note_destination(folder, Destination(checkpoints.destination, checkpoints.keep))
+        return True
+
     def hear(self, message: Mapping[str, Any]) -> None:
-        """What the agent says of the node's memory: a cut that is to be kept, or an image that has come."""
+        """What the agent says of the node's memory: a cut that is to be kept, an image that has come, a checkpoint that
+        is wanted or was made of what this rank has set aside."""
         if message["kind"] == "fetch":
             self._came = True
+        elif message["kind"] == "save":
+            self.asked = True
+        elif message["kind"] == "saved":
+            if self._checkpoints is not None:
+                self._checkpoints.newest = max(self._checkpoints.newest, int(message["iteration"]))
         elif self._keeper is not None:
             none = self._keeper.none = bool(message.get("none", False))
             self._keeper.good = -1 if none else int(message.get("good", -1))
@@ -95,21 +115,47 @@ class Remembered:
         """This rank has the state of the job."""
         self._has_state = True
 
-    def keep(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> None:
-        """At an iteration boundary: copy the state, if this rank is the one that does so for its place in the node."""
+    def files(self, members: Sequence[int], generation: int, writer: Writer) -> bool:
+        """Of what this rank sets aside the agent makes a checkpoint's file; where this is False the rank has to."""
+        if self._keeper is None or self._keeper.trouble:
+            return False
+        self._settle(members, generation, writer)
+        try:
+            return self._slot == self._writes and self._note()
+        except OSError:
+            return False
+
+    @property
+    def filing(self) -> bool:
+        """The agent is at that still."""
+        return self._keeper is not None and self._keeper.filing
+
+    def keep(
+        self, iteration: int, members: Sequence[int], generation: int, writer: Writer, aside: bool = False
+    ) -> None:
+        """At an iteration boundary: copy the state, if this rank is the one that does so for its place in the node.
+        aside: what is copied is to become a file (:meth:`files`)."""
         keeper = self._keeper
         if keeper is None:
             return
-        if generation != self._generation:  # a look at all members, which are many
-            here = [slot for slot in members if slot % writer.size == writer.place and self._is_here(slot)]
-            self._generation, self._writes = generation, min(here)
+        self._settle(members, generation, writer)
         if self._slot == self._writes:
-            keeper.copy(self._gatherer, iteration, generation, writer)
+            keeper.copy(self._gatherer, iteration, generation, writer, aside)
         elif keeper.holds:
             keeper.hand_over(self._writes)
 
-    def _is_here(self, slot: int) -> bool:
-        return slot // self._per_node == self._slot // self._per_node
+    def _settle(self, members: Sequence[int], generation: int, writer: Writer) -> None:
+        """Who keeps the state of this place in this node; once a generation, for it is a look at all members."""
+        if generation == self._generation:
+            return
+        same = [slot for slot in members if slot % writer.size == writer.place]
+        nodes, here = {self._node(slot) for slot in same}, self._node(self._slot)
+        self._generation, self._writes = generation, min(slot for slot in same if self._node(slot) == here)
+        wanted = min(1 + wanted_copies(), len({self._node(slot) for slot in members}))
+        self._cuts = len(nodes) < wanted
+
+    def _node(self, slot: int) -> int:
+        return slot // self._per_node
 
     def wait(self) -> None:
         """Until the state may change."""
@@ -123,9 +169,12 @@ class Remembered:
 
     @property
     def size(self) -> int:
-        """Bytes of the node's memory that its images take, once there are any."""
-        keeps = self._keeper is not None
-        return BUFFERS * self._gatherer.contents().size if keeps else 0
+        """Bytes of the node's memory that its images take at the most, once there are any: two that take turns, two
+        cuts where other nodes are given copies, and one while the agent makes a file of it."""
+        if self._keeper is None:
+            return 0
+        filed = self._checkpoints is not None and self._checkpoints.destination is not None
+        return (BUFFERS * (1 + self._cuts) + filed) * self._gatherer.contents().size
 
     def status(self) -> dict[str, Any]:
         """Of the rank's status."""

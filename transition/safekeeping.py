@@ -3,6 +3,7 @@ that made it are forgotten (docs/design/sharded-optimizer.md)."""
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,10 @@ from transition import auxiliary, elastic_buckets, groups, sharding
 from transition.cutting import Cutting
 from transition.exchange import Exchange
 from transition.layout import replicas
+from transition.memory import contents
 from transition.memory.cuts import Wanted
 from transition.memory.images import folder
+from transition.memory.keeper import wanted_copies
 from transition.migrate import TrainingState
 from transition.process import Process
 from transition.rooms import Rooms
@@ -26,15 +29,13 @@ from transition.shards import Shards
 from transition.snapshots import Where
 from transition.untrained import Untrained
 
-COPIES = 1  # UNICRON_STATE_COPIES: of each shard in other ranks; with two, a shard survives the loss of its heir too
-
 
 class Safekeeping:
     """Of one rank. Collective methods raise RuntimeError when a peer is lost."""
 
     def __init__(self, process: Process, state: TrainingState, exchange: Exchange, where: Where = Where.CARD):
         self._process, self._state, self._exchange = process, state, exchange
-        self._copies = _wanted_copies()
+        self._copies = wanted_copies()
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         slot, size = process.slot, process.layout.size
         here: torch.device = next(state.model[0].parameters()).device
@@ -127,8 +128,14 @@ class Safekeeping:
             "loss": state.loss,
             "untrained": untrained,
         }
-        self.shards.export(version, msgpack.packb(extra), cut)
+        whole = not self._untrained.bytes  # else a part of the model is in no shard
+        file = functools.partial(self._file, version) if whole else None
+        self.shards.export(version, msgpack.packb(extra), file, cut)
         self._confirm(version)
+
+    def _file(self, version: int, about: bytes, step: float) -> bytes:
+        """For whoever reads the image of this rank's shard as a file of a checkpoint."""
+        return contents.head_of(self._state, about, version, self._process.layout.text, step)
 
     @property
     def size(self) -> int:
@@ -140,10 +147,3 @@ class Safekeeping:
         self._exchange.all_there()
         self.shards.confirm(version)
         self._version = version
-
-
-def _wanted_copies() -> int:
-    text = os.environ.get("UNICRON_STATE_COPIES") or str(COPIES)
-    if not text.isdecimal():
-        raise ValueError(f"UNICRON_STATE_COPIES={text!r}: write a number of copies, 1 or more; 0 for none")
-    return int(text)

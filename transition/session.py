@@ -24,10 +24,13 @@ from transition.handover import Handover
 from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import RELAID, Member
+from transition.memory.images import folder
 from transition.pending import Pending, hold_scalers
 from transition.remembered import Remembered
 from transition.result import StepResult
 from transition.safekeeping import Safekeeping
+from transition.saving import Saving
+from transition.saying import say
 from transition.snapshots import SETTING, chosen
 from transition.watch import Plan, PlanTimeout
 
@@ -145,6 +148,7 @@ class Session:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
         self._remembered = Remembered(self.slot, self._state)
+        self._saving = Saving(checkpoints, self._remembered)
         self._watch.on_memory = self._kept.hear if self._kept is not None else self._remembered.hear
         unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
@@ -164,6 +168,8 @@ class Session:
             unread = newest is not None and self._kept is not None and self._kept.remembered >= newest.iteration
             saved = newest.iteration if newest is not None and unread else checkpoints.load(self._state)
         self.iteration = self.iteration if saved is None else saved
+        if self._kept is not None:
+            self._remembered.note(checkpoints, folder())
         if self._kept is not None and (saved is None or unread):
             self._kept.check_untouched()
         return unread
@@ -221,14 +227,24 @@ class Session:
                 continue
             left = time.perf_counter()
             yield result
-            if self._checkpoints is not None and self._writes() and self._checkpoints.due(self.iteration):
-                self._checkpoints.save(self._state, self.iteration, self._writer())
             if self.iteration < self.train_iterations and not self._stopping:
-                self._remembered.keep(self.iteration, self._member.members, self.generation, self._writer())
+                self._remember()
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
         self._finish()
+
+    def _remember(self) -> None:
+        """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
+        here = self._member.members, self.generation, self._writer()
+        aside = False
+        if self._saving.due(self.iteration) and self._writes():
+            aside = self._remembered.files(*here)
+            if not aside and self._checkpoints is not None:
+                self._checkpoints.save(self._state, self.iteration, self._writer())
+                if self._saving.asked:
+                    say(f"the checkpoint of iteration {self.iteration} goes to {self._checkpoints.folder}")
+        self._remembered.keep(self.iteration, *here, aside)
 
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
@@ -241,6 +257,7 @@ class Session:
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
         self._agreed_offer, self._committed = None, False
+        self._saving.begin()
         assigned = self._next_assignment
         if assigned is None:
             assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
@@ -346,6 +363,8 @@ class Session:
         reduced once more."""
         if not self._committed and self._channel is not None:
             self._agree_to_step()
+        elif not self._committed and self._saving.by_clock:
+            self._saving.hear(self._exchange.commit(None, False, self._saving.wanted))
         self._committed = True
         self._remembered.wait()
         self._pending.apply()
@@ -357,7 +376,9 @@ class Session:
             if self.layout.size > 1 and self._kept is None and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
             self._set_phase("synced")
-            said = self._exchange.commit(self._watch.offer, self._gradients.first)
+            saving = self._saving
+            said = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
+            saving.hear(said)
             self._agreed_offer, self._ordered_next = said.offer, said.first
         except (PeerLost, RuntimeError) as error:
             if not self._is_loss(error):

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from detector.inject import injector
-from transition import elastic_buckets
+from transition import elastic_buckets, parts
+from transition.memory import contents
 from transition.memory.images import SHARD, Found, Key
 from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
 from transition.rooms import Claimed, Room, Rooms
@@ -35,6 +36,7 @@ PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not l
 SUM_WORDS = 4  # of 32 bits in a checksum
 TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
+_KEYS = (parts.PARAMETER, *STATES[1:])  # as a checkpoint's file has them
 MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.protocol.ranges)
 _MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
 
@@ -82,6 +84,7 @@ class Shards:
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
         self._before: tuple[int, int] | None = None  # what the next one is made from
+        self._about = b""
 
     @property
     def group(self) -> Any:
@@ -96,7 +99,7 @@ class Shards:
         """
         self.rooms.settle()
         elastic_buckets.resize(self.model, self.optimizer)
-        self.base, self.count, self.index = base, self.group.size(), self.group.rank()
+        self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), b""
 
     def claim(self, here: Sequence[int], again: bool = False) -> None:
         """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
@@ -120,7 +123,7 @@ class Shards:
         key = claimed.key
         name = named(key.base, int(key.mark, 16)), key.iteration
         try:
-            model, step, header = msgpack.unpackb(claimed.head)
+            model, step, header, _ = msgpack.unpackb(claimed.head)
         except ValueError:
             model, step, header = b"of another release", 0.0, b""
         found = self._sets.get(name) or _Set(key.count, 0.0, header)
@@ -133,13 +136,16 @@ class Shards:
 
     # ------------------------------------------------------------ snapshots and copies
     @torch.no_grad()
-    def export(self, version: int, extra: bytes = b"", cut: bool = False) -> None:
+    def export(
+        self, version: int, extra: bytes = b"", file: Callable[[bytes, float], bytes] | None = None, cut: bool = False
+    ) -> None:
         """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
-        cut: in a file that stays, too."""
+        file(about, step): what whoever reads this rank's shard as a checkpoint's file has to know (:meth:`about`); None
+        where the model is not all in the shards. cut: in a file that stays, too."""
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
-        header = self._header(extra)
-        with self._rooms(1, header) as (room,):
+        header, told = self._header(extra), file(self.about(), self._step()) if file is not None else b""
+        with self._rooms(1, header, told) as (room,):
             into: list[torch.Tensor] = []
             values: list[torch.Tensor] = []
             step = 0.0
@@ -149,7 +155,7 @@ class Shards:
                 step = float(tensors.get("step", step))
             _copy(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
-        self._add(version, self.index, room, cut)
+        self._add(version, self.index, room, told, cut)
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
         """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
@@ -218,8 +224,9 @@ class Shards:
         self._add(version, self.index, room)
         return extra
 
-    def _add(self, version: int, shard: int, room: Room, cut: bool = False) -> None:
-        """A room of the present generation has its content: from now on it is part of the set of `version`."""
+    def _add(self, version: int, shard: int, room: Room, told: bytes = b"", cut: bool = False) -> None:
+        """A room of the present generation has its content: from now on it is part of the set of `version`. told: for
+        whoever reads its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = room
         generation, mark = divmod(self.base, 1 << MARK_BITS)
@@ -234,11 +241,11 @@ class Shards:
             generation,
             f"{mark:0{MARK_BITS // 4}x}",
         )
-        self.rooms.seal(room, key, self._head(mine.step, mine.header), cut)
+        self.rooms.seal(room, key, self._head(mine.step, mine.header, told), cut)
 
-    def _head(self, step: float, header: bytes) -> bytes:
+    def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
         """Of an image."""
-        return msgpack.packb((self._model, step, header))
+        return msgpack.packb((self._model, step, header, told))
 
     @property
     def _model(self) -> bytes:
@@ -289,6 +296,40 @@ class Shards:
                 yield tensors, _pieces_of(flat, base + local.start, local.size)
             base += part
 
+    def _step(self) -> float:
+        """Adam's; 0 where this rank has nothing but padding."""
+        tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
+        return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
+
+    def about(self) -> bytes:
+        """Where in this rank's shard the parts of the parameters are, as :mod:`transition.memory.contents` has it; the
+        same for all states of a generation."""
+        if not self._about:
+            row, starts = self.buckets.length(self.count), self._starts()
+            index: list[tuple[Any, ...]] = []
+            tensors: list[tuple[Any, ...]] = []
+            for part in parts.parts(self.model, self.optimizer):
+                begin = starts[id(part.parameter)] + part.first
+                keys = {key: len(tensors) + number for number, key in enumerate(_KEYS)}
+                at = [torch.float32.itemsize * (number * row + begin) for number in range(len(STATES))]
+                tensors += [("float32", part.end - part.begin, offset) for offset in at]
+                steps = {key: [len(tensors), list(value.shape)] for key, value in part.others.items()}
+                tensors += [(_name(value.dtype), 1, contents.STEP) for value in part.others.values()]
+                index.append((*part.box, part.begin, part.end, keys, {}, steps))
+            self._about = msgpack.packb({"index": index, "tensors": tensors})
+        return self._about
+
+    def _starts(self) -> dict[int, int]:
+        """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
+        starts, base = {}, 0
+        buckets = elastic_buckets.optimizer_buckets(self.optimizer)
+        for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
+            ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
+            for parameter, where in ranges["param_map"].items():
+                starts[id(parameter)] = base + where["gbuf_local"].start - where["param"].start
+            base += part
+        return starts
+
     def _apply(self, flat: torch.Tensor, step: float, header: bytes) -> bytes:
         """Give the optimizer the state of `flat` and the header; returns `extra`."""
         data = msgpack.unpackb(header, strict_map_key=False)
@@ -334,9 +375,9 @@ class Shards:
         """Of one shard of the present generation."""
         return self._elements * torch.float32.itemsize
 
-    def _rooms(self, count: int, header: bytes) -> AbstractContextManager[list[Room]]:
+    def _rooms(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Room]]:
         """Memory for so many shards of the present generation."""
-        return self.rooms.take(count, self._elements, len(self._head(0.0, header)))
+        return self.rooms.take(count, self._elements, len(self._head(0.0, header, told)))
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:
@@ -410,6 +451,10 @@ class Shards:
             torch.cuda.current_stream().synchronize()
         if self._lost():
             raise CopyFailed("a member was lost while the state was sent")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _messages(

@@ -98,7 +98,7 @@ class Watch:
             with self._changed:
                 self._dismissed = True
                 self._changed.notify_all()
-        elif message["kind"] in ("cut", "fetch"):
+        elif message["kind"] in ("cut", "fetch", "save", "saved"):
             self.on_memory(message)
             with self._changed:
                 self._came = self._came or message["kind"] == "fetch"

@@ -21,6 +21,9 @@ def test_all_ranks_die_and_the_job_goes_on_from_its_checkpoint(tmp_path):
             os.kill(job.rank(slot)["pid"], signal.SIGKILL)
         job.wait(lambda: job.job()["ended"], "the job is trained to its end")
         assert job.job()["ended"]["code"] == 0 and job.job()["ledger_violations"] == 0
+        assert job.array.logs.count(f"goes on from {tmp_path}") == 1, (
+            "one rank reads it, and the other has it from that"
+        )
     for slot in (0, 1):
         trained = json_lines(tmp_path / f"losses.{slot}")
         again = next(n for n, one in enumerate(trained) if one["generation"] > trained[0]["generation"])

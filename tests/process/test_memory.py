@@ -18,6 +18,7 @@ import pytest
 from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world
+from transition.memory import folders
 from transition.memory.images import inventory
 
 pytestmark = pytest.mark.process
@@ -166,3 +167,81 @@ def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_g
     steps = json_lines(tmp_path / "next" / "losses.0")
     assert 4 <= steps[0]["iteration"] in saved
     assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-4)
+
+
+def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_none(tmp_path, losses):
+    """Slot 1 dies while it copies the state of iteration 4, of which a file is due; a replica is two ranks. Slot 0
+    would die if it wrote one by itself."""
+    saves = tmp_path / "saves"
+    faults = json.dumps([fault(1, 4, "half"), *(fault(0, iteration, "save") for iteration in range(2, 9))])
+    settings = {
+        "TINY_CHECKPOINTS": str(saves),
+        "TINY_CHECKPOINT_EVERY": "2",
+        "TINY_LAYOUT": "2 1 1",
+        "TINY_SLOW": "0.2",
+    }
+    with Remembering(tmp_path, nodes=2, TINY_FAULT=faults, **SETTINGS | settings | {"TINY_SLOW": "0.2"}) as job:
+        job.wait(lambda: job.trains([0, 1], 8), "9 iterations")
+        job.wait(lambda: any(each.iteration >= 6 for each in folders.whole(saves)), "a file of an agent's")
+        assert job.rank(0)["incarnation"] == 0 and job.rank(1)["incarnation"] == 1
+        job.ends()
+    assert trained(tmp_path, {one["iteration"]: one["loss"] for one in json_lines(tmp_path / "losses.0")}) in (3, 4)
+    assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
+
+
+@pytest.mark.parametrize("every", ["1", "0"])
+def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, losses, every):
+    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}
+    settings = SETTINGS | saves | {"UNICRON_MEMORY_EVERY": every, "TINY_ITERATIONS": "1000"}
+    with Remembering(tmp_path, nodes=2, **settings) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        for agent in job.agents.values():
+            agent.process.send_signal(signal.SIGUSR2)
+        job.wait(lambda: folders.whole(tmp_path / "saves"), "it is saved")
+        (saved,) = folders.whole(tmp_path / "saves")
+        job.wait(lambda: job.trains([0, 1], saved.iteration + 3), "the training goes on")
+        assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
+        word = "was saved in" if every == "1" else f"the checkpoint of iteration {saved.iteration} goes to"
+        job.wait(lambda: job.array.logs.count(word) == 2, "each node says so of its half")
+    (tmp_path / "next").mkdir()
+    with Remembering(
+        tmp_path / "next", nodes=2, **SETTINGS | saves | {"TINY_ITERATIONS": str(saved.iteration + 3)}
+    ) as job:
+        job.ends()
+    wanted = {one["iteration"]: one["loss"] for one in json_lines(tmp_path / "losses.0")}
+    steps = json_lines(tmp_path / "next" / "losses.0")
+    assert [one["iteration"] for one in steps] == [saved.iteration + more for more in range(3)]
+    assert [one["loss"] for one in steps] == [wanted[one["iteration"]] for one in steps]
+
+
+def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path):
+    """Each rank's shard lies in its node's memory; the next job reads the files of all."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_DISTOPT": "1"}
+    folders_of = [tmp_path / name for name in ("whole", "ended", "next")]
+    for folder in folders_of:
+        folder.mkdir()
+    with Remembering(folders_of[0], nodes=2, **SETTINGS | {"TINY_DISTOPT": "1"}) as job:
+        job.ends()
+    with Remembering(folders_of[1], nodes=2, **SETTINGS | saves) as job:
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        for agent in job.agents.values():
+            agent.process.terminate()
+        assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
+        assert all("was saved in" in agent.log for agent in job.agents.values())
+    saved = max(each.iteration for each in folders.whole(tmp_path / "saves"))
+    with Remembering(folders_of[2], nodes=2, **SETTINGS | saves) as job:
+        job.ends()
+    wanted, steps = (json_lines(folder / "losses.0") for folder in (folders_of[0], folders_of[2]))
+    assert saved >= 4 and [one["iteration"] for one in steps] == list(range(saved, ITERATIONS))
+    assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[saved:]]
+
+
+def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):
+    saves = tmp_path / "saves"
+    settings = {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}
+    settings |= {"UNICRON_CHECKPOINT_MINUTES": "0.01", "TINY_ITERATIONS": "1000"}
+    with Remembering(tmp_path, nodes=2, **SETTINGS | settings) as job:
+        job.wait(lambda: len(folders.whole(saves)) == 2, "two checkpoints")
+        job.wait(lambda: job.trains([0, 1], folders.whole(saves)[0].iteration + 2), "the training goes on")
+        assert all(job.rank(slot)["incarnation"] == 0 for slot in (0, 1))

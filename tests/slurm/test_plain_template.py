@@ -1,4 +1,4 @@
-"""The template of plain PyTorch on a real Slurm: a rank is killed, the training is the one that it would have been."""
+"""The template of plain PyTorch on a real Slurm: a rank is killed, a checkpoint is asked for, nothing else changes."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ def test_a_rank_is_killed_and_the_losses_are_those_of_one_undisturbed_process(
     controller.wait(lambda: trains(0), "the rank is back")
     more = job()["iteration"] + 3
     controller.wait(lambda: trains(more), "they go on")
+    call("scancel", "--signal=USR2", submitted.stdout.strip(), environment=around)
+    controller.wait(lambda: "was saved in" in "".join(path.read_text() for path in tmp_path.glob("*.out")), "a file")
+    more = job()["iteration"] + 2
+    controller.wait(lambda: trains(more), "nothing ends by that")
     call("scancel", "--signal=USR1", submitted.stdout.strip(), environment=around)
     controller.wait(lambda: (job().get("ended") or {}).get("code") == 0, "all end after the same iteration")
     assert job()["ledger_violations"] == 0

@@ -102,6 +102,29 @@ def test_prolog_never_fails_for_a_mistake_in_its_configuration(prolog: Hook, set
     assert (prolog.said() == "") == (words == "")
 
 
+def test_prolog_removes_what_other_users_jobs_have_left_and_nobody_holds(prolog: Hook) -> None:
+    """Whose it is the folder's owner says. A requeued element finds its own, whatever else is done."""
+    names = ("unicron.77.a1.n1.1000", "unicron.78.a1.n1.1000", "unicron.77.a1.n11.1000", "unicron-815-0")
+    for name in names:
+        (prolog.folder / name).mkdir()
+        (prolog.folder / name / "state-0-0.image").touch()
+    left = lambda: {path.name for path in prolog.folder.glob("unicron*")}  # noqa: E731
+    prolog.settings["UNICRON_SHM_STRANGERS"] = "100"
+    assert prolog(**JOB, SLURM_JOB_UID=str(os.getuid())) == 0 and left() == set(names)
+    assert prolog(**JOB) == 0 and left() == set(names), "it is not told whose job it is"
+    stranger = JOB | {"SLURM_JOB_UID": str(os.getuid() + 1)}
+    prolog.settings["UNICRON_SHM_STRANGERS"] = "0"
+    assert prolog(**stranger) == 0 and left() == set(names) and not prolog.said()
+    prolog.settings["UNICRON_SHM_STRANGERS"] = "100"
+    held = os.open(prolog.folder / names[1], os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert prolog(**stranger) == 0 and left() == set(names[1:])
+    finally:
+        os.close(held)
+    assert f"{names[0]} removed: another user's job has the node" in prolog.said()
+
+
 def test_prolog_concludes_nothing_from_odd_gpu_names(prolog: Hook) -> None:
     prolog.settings["UNICRON_CHECK_GPU"] = "on"
     assert prolog(**JOB, SLURM_JOB_GPUS="0,$(exit 100)") == 0 and "check gpu can't tell" in prolog.said()

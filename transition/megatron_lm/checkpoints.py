@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transition.checkpoint import CheckpointError, Checkpoints, Found, Writer
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
 from transition.megatron_lm.options import Folders
+from transition.memory.folders import Found
 from transition.migrate import TrainingState
 
 NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"

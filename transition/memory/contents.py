@@ -13,6 +13,7 @@ import msgpack
 import torch
 
 from transition import parts
+from transition.memory import files
 from transition.memory.images import SUMS, BadImage, Found
 from transition.migrate import TrainingState, as_plain, checksum, plain
 
@@ -21,6 +22,9 @@ ALIGN = 64  # bytes: where a tensor may begin
 _SUMS = struct.Struct("<QQ")
 _WORD = (1 << 64) - 1
 assert _SUMS.size == SUMS
+
+
+STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
 
 
 @dataclass
@@ -76,8 +80,9 @@ class Gatherer:
         return self._contents
 
 
-def head_of(state: TrainingState, contents: Contents, iteration: int, layout: str) -> bytes:
-    """What is no tensor, as it is now. layout: as people write it."""
+def head_of(state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0) -> bytes:
+    """What is no tensor, as it is now. about: which tensors there are (:class:`Contents`). layout: as people write it.
+    step: the optimizer's, where it is in no tensor."""
     head: bytes = msgpack.packb(
         {
             "version": VERSION,
@@ -88,7 +93,8 @@ def head_of(state: TrainingState, contents: Contents, iteration: int, layout: st
             "scales": state.scales(),
             "seed": state.seed,
             "loss": state.loss,
-            "about": contents.about,
+            "step": step,
+            "about": about,
         }
     )
     return head
@@ -183,15 +189,18 @@ def opened(found: Found) -> Opened:
     head, mapped = found.read()
     data = raw(mapped)
     try:
-        told = msgpack.unpackb(head, strict_map_key=False)
+        told = msgpack.unpackb(files.file_head(found.key, head), strict_map_key=False)
         if told["version"] != VERSION:
             raise BadImage(f"{found.path}: not a training state of this release")
         about = msgpack.unpackb(told.pop("about"), strict_map_key=False)
         tensors, at = [], 0
-        for kind, count in about["tensors"]:
+        for kind, count, *where in about["tensors"]:
             dtype = getattr(torch, kind)
-            length = count * dtype.itemsize
-            tensors.append(data[at : at + length].view(dtype))
+            if where == [STEP]:
+                tensors.append(torch.full((count,), told["step"], dtype=dtype))
+                continue
+            length, begin = count * dtype.itemsize, where[0] if where else at
+            tensors.append(data[begin : begin + length].view(dtype))
             at += -(-length // ALIGN) * ALIGN
         return Opened(found, {**told, "index": about["index"]}, tensors, data)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

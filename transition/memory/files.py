@@ -1,18 +1,26 @@
-"""Images as files of a checkpoint: an agent, which has no torch, can write what a rank has left in memory."""
+"""Images as files of a checkpoint: an agent, which has no torch, can write what a rank has left in memory.
+
+An image that is to become a file is *set aside* by the rank: it gets a second name, under which nobody writes over it,
+and which the agent removes when the file is there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 
-from transition.memory.images import SUFFIX, BadImage, Found, Key, look
+from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, inventory, look
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
+ASIDE = "due-"  # how the second name of an image begins that is to become a file
+PIECE = 1 << 22  # bytes
 DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
 
 
@@ -23,7 +31,19 @@ def folder_name(iteration: int) -> str:
 
 def stem(key: Key) -> str:
     """Of the file's name: what it is to the whole checkpoint."""
-    return f"{key.mark}.place-{key.place}-of-{key.size}.shard-{key.shard}-of-{key.count}"
+    mark = key.mark
+    if key.kind == SHARD:  # whose mark is one of a generation's number
+        mark = hashlib.blake2b(f"{key.base}.{key.mark}".encode(), digest_size=4).hexdigest()
+    return f"{mark}.place-{key.place}-of-{key.size}.shard-{key.shard}-of-{key.count}"
+
+
+def file_head(key: Key, head: bytes) -> bytes:
+    """What the head of an image says to whoever reads it as a file of a checkpoint. Of a shard that is its last part,
+    and it is empty where no file can be made of it. Raises ValueError."""
+    if key.kind != SHARD:
+        return head
+    *_, told = msgpack.unpackb(head)
+    return bytes(told)
 
 
 def unfinished(path: Path) -> Path:
@@ -38,41 +58,76 @@ def finished(path: Path, mark: str) -> None:
         (path.parent / f"{mark}.{DAMAGED}").unlink()
 
 
-def note_destination(memory: Path, folder: Path) -> None:
-    """Beside the images: `folder` is where the job's checkpoints are. Raises OSError."""
+class Destination(NamedTuple):
+    """Where a job's checkpoints go, and how many stay."""
+
+    folder: Path
+    keep: int
+
+
+def note_destination(memory: Path, where: Destination) -> None:
+    """Beside the images, for the agent. Raises OSError."""
     new = memory / f"{NOTE}.{os.getpid()}.new"
-    new.write_bytes(msgpack.packb({"folder": str(folder.resolve())}))
+    new.write_bytes(msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
     new.replace(memory / NOTE)
 
 
-def destination(memory: Path) -> Path | None:
-    """Where the checkpoints of the job go whose images are in `memory`; None where the script makes none."""
+def destination(memory: Path) -> Destination | None:
+    """That of the job whose images are in `memory`; None where the script makes no checkpoints."""
     try:
-        return Path(msgpack.unpackb((memory / NOTE).read_bytes())["folder"])
+        noted = msgpack.unpackb((memory / NOTE).read_bytes())
+        return Destination(Path(noted["folder"]), max(1, int(noted["keep"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def persist(found: Found, folder: Path) -> Path:
-    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. One that is there stays.
+def aside_path(memory: Path, slot: int, iteration: int) -> Path:
+    """The second name of an image that is set aside."""
+    return memory / f"{ASIDE}{slot}-{iteration}{SUFFIX}"
 
-    The data are not looked at: their checksums go with them, and whoever reads the file compares them. Raises BadImage
-    where the writer has begun to overwrite the image meanwhile, and OSError.
+
+def set_aside(image: Path, aside: Path) -> None:
+    """The image is whole, and stays as it is under the name `aside` until that is removed. Raises OSError."""
+    with contextlib.suppress(FileExistsError):  # a process before this one came by the same iteration
+        aside.hardlink_to(image)
+
+
+def is_aside(image: Path) -> bool:
+    """It has a second name, so nobody may write over it. Raises OSError."""
+    return image.stat().st_nlink > 1
+
+
+def asides(memory: Path) -> list[Found]:
+    """The images that are to become files, the oldest first."""
+    found = [each for each in inventory(memory) if each.path.name.startswith(ASIDE)]
+    return sorted(found, key=lambda each: (each.key.iteration, each.path))
+
+
+def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
+    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. One that is there stays,
+    unless somebody has found its checkpoint damaged.
+
+    pace: told the bytes of each piece that was written, it may wait, or raise what ends this. The data are not looked
+    at: their checksums go with them, and whoever reads the file compares them. Raises BadImage where the writer has
+    begun to overwrite the image meanwhile, and OSError.
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
-    if path.exists():
+    mark = path.name.split(".")[0]
+    if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     new = unfinished(path)
     try:
         with found.path.open("rb") as image, new.open("wb") as file:
-            shutil.copyfileobj(image, file, 1 << 22)
+            while piece := image.read(PIECE):
+                file.write(piece)
+                pace(len(piece))
             file.truncate(found.used)
             file.flush()
             os.fsync(file.fileno())
         if look(found.path) != found or look(new).used != found.used:
             raise BadImage(f"{found.path}: overwritten while it was copied")
-        finished(path, found.key.mark)
+        finished(path, mark)
     finally:
         with contextlib.suppress(OSError):
             new.unlink()

@@ -24,7 +24,7 @@ import msgpack
 PAGE = 4096
 VERSION = 1
 SUFFIX = ".image"
-STATE = "state"  # the kind of images that a checkpoint can be made of
+STATE = "state"  # the kind of images that hold a rank's part of the state
 USER = "user"  # ... of what a script without a session saved
 SHARD = "shard"  # ... of a distributed optimizer's shard, of one rank's place
 UNTRAINED = "untrained"  # ... of what of the model its optimizer does not change

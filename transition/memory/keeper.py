@@ -5,7 +5,7 @@ Two files take turns, so one is whole while the other is written. A thread copie
 passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but the copy.
 
 The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
-take turns for these.
+take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from transition.memory import contents
+from transition.memory import contents, files
 from transition.memory.images import STATE, SUFFIX, Key, folder, inventory
 from transition.memory.turns import BUFFERS, Turns
 from transition.saying import say
 
 EVERY = "UNICRON_MEMORY_EVERY"
+COPIES = "UNICRON_STATE_COPIES"
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
 
@@ -46,6 +47,14 @@ class Settings:
         return cls(folder(environment) if int(text) else None, int(text))
 
 
+def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
+    """In how many other nodes each part of the state is to be. Raises ValueError, one line, for what is no number."""
+    text = environment.get(COPIES) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{COPIES}={text!r}: write a number of copies, 1 or more; 0 for none")
+    return int(text)
+
+
 @dataclass
 class _Task:
     """One copy. ready: of a card, when the tensors are what they are to be."""
@@ -56,6 +65,7 @@ class _Task:
     offsets: list[int]
     size: int
     ready: Any
+    aside: Path | None
 
 
 class Keeper:
@@ -70,6 +80,8 @@ class Keeper:
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
         self._turns, self._cuts = self._files("state"), self._files("cut")
         self.none = False  # no cut is to be kept, and what there is goes
+        self._aside: Path | None = None  # the last copy that was to be set aside
+        self._setting_aside = False
         self._failures = self._pause = 0
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
@@ -85,24 +97,34 @@ class Keeper:
         return Turns(paths, self._unpin)
 
     # ------------------------------------------------------------ the main thread
-    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any) -> None:
+    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
-        to the whole (:class:`transition.checkpoint.Writer`). base: the generation."""
+        to the whole (:class:`transition.checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
+        to make a file of it."""
         self._drop_cuts()
-        if iteration != self.cut and (iteration % self.every or self._pause):
+        if iteration != self.cut and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
         self._done.wait()
         found = gatherer.contents()
-        head = contents.head_of(gatherer.state, found, iteration, writer.layout)
+        head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
         key = writer.key(iteration, STATE, self.slot, base)
         self.size = found.size
         self._free.clear()
         self._done.clear()
-        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors)))
+        apart = None
+        if aside:
+            apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
+            self._setting_aside = True
+        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
             self._thread.start()
+
+    @property
+    def filing(self) -> bool:
+        """The agent has not made a file yet of what was set aside last."""
+        return self._setting_aside or (self._aside is not None and self._aside.exists())
 
     def wait(self) -> None:
         """Until the tensors that are copied may change."""
@@ -152,6 +174,8 @@ class Keeper:
             except Exception as error:  # whatever it is, the training goes on
                 self._failed(error)
             finally:
+                if task.aside is not None:
+                    self._setting_aside = False
                 self._free.set()
                 self._done.set()
 
@@ -169,7 +193,12 @@ class Keeper:
 
     def _copy(self, task: _Task) -> None:
         turns, keep = (self._cuts, self.good) if task.key.iteration == self.cut else (self._turns, -1)
-        image = turns.room(turns.next(keep), len(task.head), task.size)
+        try:
+            image = turns.room(turns.next(keep), len(task.head), task.size)
+        except OSError:
+            if self.filing and task.aside is None:
+                return  # there is room again when the agent has made its file; what is set aside can be gone on from
+            raise
         image.begin()
         data = contents.raw(image.data[: task.size])
         if task.ready is None:
@@ -178,6 +207,8 @@ class Keeper:
             self._fetch(task, image.path, data)
         self._free.set()
         image.finish(task.key, task.head, task.size, contents.sums(data))
+        if task.aside is not None:
+            files.set_aside(image.path, task.aside)
         self.newest = task.key.iteration
         turns.written(image.path)
         if self.trouble:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from transition.memory.files import is_aside
 from transition.memory.images import Image, inventory
 
 BUFFERS = 2
@@ -35,7 +36,7 @@ class Turns:
     def room(self, path: Path, head_bytes: int, data_bytes: int) -> Image:
         """The file, with room for so much. Raises OSError where there is none."""
         image = self._images.get(path)
-        if image is not None and image.fits(head_bytes, data_bytes) and path.exists():
+        if image is not None and image.fits(head_bytes, data_bytes) and path.exists() and not is_aside(path):
             return image
         self._forget(path)
         path.unlink(missing_ok=True)  # first: else there would be one more for a moment

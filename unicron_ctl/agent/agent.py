@@ -24,17 +24,18 @@ import msgspec
 import zmq
 
 from detector.supervise import Child, adopt_orphans, shell_status
-from transition.memory.images import Key
+from transition.memory.images import SHARD, Key
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
+from unicron_ctl.agent.files import Files
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.memory import Memory
-from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.place import Place, memory_rate
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
 from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sampling import Sampling
-from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SignalPipe
+from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
 from unicron_ctl.agent.sockets import bind_again, bind_ranks, for_rank, socket_folder
 from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.store import Store, StoreProcess
@@ -48,6 +49,7 @@ REGISTER_SECONDS = 0.5
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 PLANS_HELD = 4  # the ranks are in one of the last
 TRAINING = ("entering", "running", "stopped")  # states of ranks whose job has a plan with them
+FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
@@ -71,6 +73,7 @@ class Agent:
             raise
         self._memory = Memory(place, os.environ, self._complain)
         self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._complain)
+        self._files = Files(self._memory, self._is_first, memory_rate(os.environ), self._complain)
         self._folder = socket_folder(place.job, os.environ)
         self._controller = self._line.socket
         self._channel, self._endpoint = bind_ranks(self._context, self._folder)
@@ -122,6 +125,7 @@ class Agent:
         self._watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
         self._watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
         self._watch(self._copies.results.fileno(), self._copies_news)
+        self._watch(self._files.results.fileno(), self._files_news)
         self._warmth = Warmth(self.ranks, self.command, self._watch, self._unwatch, self._attend, self._complain)
 
     # ------------------------------------------------------------ life
@@ -168,6 +172,7 @@ class Agent:
     def close(self) -> None:
         """End the ranks, their template and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
+        self._files.close(FILES_SECONDS if self._ended else 0.0)
         if self._saves:
             self._memory.persist(self._is_first)
         self._warmth.close()
@@ -289,6 +294,10 @@ class Agent:
         if self._copies.finish(time.monotonic()):
             self._send_status()
 
+    def _files_news(self) -> None:
+        for iteration in self._files.results.take():
+            self._to_all(wire.Saved(iteration=iteration))
+
     def _collect(self, rank: Rank) -> None:
         child = rank.child
         if child is None:
@@ -325,7 +334,10 @@ class Agent:
 
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
-            if number in FORWARDED:
+            if number == SAVES and self.AGREES:
+                self._files.ask(not any(rank.status.state in ("entering", "running") for rank in self.ranks.values()))
+                self._to_all(wire.Save())
+            elif number in FORWARDED:
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.signal(number)
@@ -469,9 +481,11 @@ class Agent:
             self._hold(share, agreed.generation)
 
     def _is_first(self, key: Key) -> bool:
-        """Of the nodes that train a place of the layout this is the first."""
+        """Of the nodes that train a place of the layout this is the first; of a shard, its rank is in this one."""
         members = sharing.whole(self._held[max(self._held)]).members if self._held else []
         same = [slot for slot in members if slot % key.size == key.place]
+        if key.kind == SHARD:
+            return key.slot in self.ranks and (not members or key.slot in members)
         return not same or min(same) in self.ranks
 
     def _hold(self, share: wire.PlanShare, generation: int) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from transition.memory import files
-from transition.memory.images import FOLDER, STATE, BadImage, Found, Key, inventory
+from transition.memory.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
 from unicron_ctl.agent.place import Place, memory_every
 
 BASE = "UNICRON_MEMORY_DIR"
@@ -91,18 +91,20 @@ class Memory:
         checkpoints, if its script makes some. mine(key): it is this node that writes it.
 
         The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
+        With a distributed optimizer that is so of each shard, which its own rank has.
         """
-        folder = files.destination(self.folder) if self.folder is not None else None
-        if folder is None or self.folder is None:
+        where = files.destination(self.folder) if self.folder is not None else None
+        if where is None or self.folder is None:
             return
-        states: dict[int, dict[int, Found]] = defaultdict(dict)
+        states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
         for found in inventory(self.folder):
-            if found.key.kind == STATE and mine(found.key):
-                states[found.key.place][found.key.iteration] = found
+            key = found.key
+            if mine(key) and _fit_for_files(found):
+                states[key.place, key.shard, key.count][key.iteration, key.base] = found
         newest = [sorted(each.items(), reverse=True)[:BOTH] for each in states.values()]
         for _, found in sorted(itertools.chain(*newest), reverse=True, key=lambda each: each[0]):
             try:
-                path = files.persist(found, folder)
+                path = files.persist(found, where.folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
             except (OSError, BadImage) as error:
                 self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {error}")
@@ -118,6 +120,16 @@ class Memory:
             _remove_if_unheld(self.folder, self._descriptor)
         os.close(self._descriptor)
         self.folder = None
+
+
+def _fit_for_files(found: Found) -> bool:
+    """It is a whole part of a checkpoint. A shard is one where its head says what is in it."""
+    if found.key.kind not in (STATE, SHARD):
+        return False
+    try:
+        return bool(files.file_head(found.key, found.read()[0]))
+    except (OSError, BadImage, ValueError, TypeError):
+        return False
 
 
 def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:

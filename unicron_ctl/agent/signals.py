@@ -7,6 +7,7 @@ import signal
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ENDING_SECONDS = 10.0  # for a script that saves something when it is told to end; Slurm's KillWait is 30 s
+SAVES = signal.SIGUSR2  # a checkpoint is wanted, and the training goes on; in restart mode it is the script's
 # What Slurm's --signal sends before a time limit is for the training script.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -504,6 +504,16 @@ class Cut(Message, tag="cut"):
     targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_COPIES)] = []
 
 
+class Save(Message, tag="save"):
+    """From an agent to its ranks: somebody wants a checkpoint of the state that comes next."""
+
+
+class Saved(Message, tag="saved"):
+    """From an agent to its ranks: it has made a checkpoint's files of what they have set aside at `iteration`."""
+
+    iteration: ranges.Iteration
+
+
 class Fetch(Message, tag="fetch"):
     """Get an image into the memory of this node, and tell the ranks that it is there."""
 

@@ -13,6 +13,11 @@ import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
 from transition import elastic_buckets, groups
+from transition.checkpoint import Checkpoints
+from transition.memory import contents, files, images
+from transition.migrate import TrainingState
+from transition.rooms import Rooms
+from transition.shards import STATES, Shards, named
 
 MOST = 7
 SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]
@@ -211,3 +216,55 @@ assert not any(type(finder).__name__ == "_Waiting" for finder in sys.meta_path)
 """
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
+
+
+# ------------------------------------------------------------ shards as files of a checkpoint
+def of_the_element(number: int, key: str, numel: int) -> torch.Tensor:
+    """What parameter `number` has in a state that is made up: each element another value."""
+    return (
+        torch.arange(numel, dtype=torch.float32) + 1000 * number + {"param": 0, "exp_avg": 0.25, "exp_avg_sq": 0.5}[key]
+    )
+
+
+def held_by(model, optimizer):
+    """(number of the parameter, its range, Megatron's tensors of the range) of each of which this rank has a part."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    (each,) = elastic_buckets.distributed(optimizer)
+    for parameter in each.model_param_gbuf_map:
+        within = each._get_model_param_range_map(parameter)["param"]
+        tensors = each._get_main_param_and_optimizer_states(parameter)
+        yield numbers[id(parameter)], within, tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp_path, dtype):
+    elastic_buckets.prepare()
+    memory, saves = tmp_path / "memory", tmp_path / "saves"
+    memory.mkdir()
+    for rank in range(3):
+        model, optimizer = build(MOST, 0, dtype)
+        become(model, optimizer, 3, rank)
+        for number, within, tensors in held_by(model, optimizer):
+            for key in STATES:
+                whole = of_the_element(number, key, torch.Size(SHAPES[number]).numel())
+                tensors[key].detach().view(-1).copy_(whole[within.start : within.end])
+            if "step" in tensors:
+                tensors["step"].fill_(9.0)
+        kept = Shards([model], optimizer, rooms=Rooms(memory, rank, torch.device("cpu")))
+        kept.base, kept.count, kept.index = named(4, 0xABCDE), 3, rank
+        state = TrainingState([model], optimizer, None, seed=5)
+        kept.export(9, b"", lambda about, step, state=state: contents.head_of(state, about, 9, "TP1", step))
+        kept.rooms.settle()
+    for found in images.inventory(memory):
+        files.persist(found, saves)
+    model, optimizer = build(MOST, 0, dtype)
+    become(model, optimizer, 2, 1)
+    state = TrainingState([model], optimizer, None)
+    assert Checkpoints(saves).load(state) == 9 and state.seed == 5
+    for number, within, tensors in held_by(model, optimizer):
+        for key in STATES:
+            whole = of_the_element(number, key, torch.Size(SHAPES[number]).numel())
+            assert torch.equal(tensors[key].view(-1), whole[within.start : within.end])
+        assert float(tensors.get("step", 9.0)) == 9.0
+    for number, parameter in enumerate(model.parameters()):
+        assert torch.equal(parameter.detach().view(-1), of_the_element(number, "param", parameter.numel()).to(dtype))

@@ -276,28 +276,85 @@ def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()
     kept(memory, state, 4, 5)
-    files.note_destination(memory, saves)
-    assert files.destination(memory) == saves.resolve() and files.destination(tmp_path) is None
+    files.note_destination(memory, files.Destination(saves, 3))
+    assert files.destination(memory) == (saves.resolve(), 3) and files.destination(tmp_path) is None
     for found in inventory(memory):
         path = files.persist(found, saves)
         assert path.name == WRITER.name and files.persist(found, saves) == path
     assert [each.iteration for each in Checkpoints(saves).found()] == [5, 4]
     assert Checkpoints(saves).load(other) == 5
     assert same(everything(other), everything(state))
+    spoil(path)
+    assert Checkpoints(saves).load(other) == 4, "the newest is damaged"
+    files.persist(found, saves)
+    assert Checkpoints(saves).load(other) == 5, "written again it is sound"
 
 
 def test_an_image_that_is_overwritten_meanwhile_makes_no_file(tmp_path, monkeypatch):
     kept(tmp_path, training(), 4)
     (found,) = inventory(tmp_path)
-    copy = files.shutil.copyfileobj
-
-    def overwritten(*arguments):
-        copy(*arguments)
-        kept(tmp_path, training(seed=2), 5, 6)
-
-    monkeypatch.setattr(files.shutil, "copyfileobj", overwritten)
     with pytest.raises(BadImage, match="overwritten"):
-        files.persist(found, tmp_path / "saves")
+        files.persist(found, tmp_path / "saves", lambda size: kept(tmp_path, training(seed=2), 5, 6) and None)
+    assert not list((tmp_path / "saves").glob("*/*"))
+
+
+# ------------------------------------------------------------ set aside for a file
+def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is_used_again(tmp_path):
+    state, other = training(), training(seed=3)
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
+    wanted = everything(state)
+    for iteration in (1, 2, 3, 4):
+        keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 1)
+        keeper.wait()
+        step(state)
+    keeper.close()
+    assert keeper.filing
+    (found,) = files.asides(tmp_path)
+    assert iterations(tmp_path) == [1, 3, 4]
+    path = files.persist(found, tmp_path / "saves")
+    found.path.unlink()
+    assert not keeper.filing and not files.is_aside(keeper.path(0))
+    assert path.parent.name == "iteration-00000001"
+    assert Checkpoints(tmp_path / "saves").load(other) == 1 and same(everything(other), wanted)
+
+
+def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_nothing(tmp_path, monkeypatch):
+    keeper, sums = Keeper(tmp_path, 0, 5), contents.sums
+    seen = []
+
+    def looked(data):
+        seen.append((list(files.asides(tmp_path)), keeper.filing))
+        return sums(data)
+
+    monkeypatch.setattr(contents, "sums", looked)
+    keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=True)
+    keeper.close()
+    assert seen == [([], True)] and [each.key.iteration for each in files.asides(tmp_path)] == [3]
+
+
+def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the_agent(tmp_path, monkeypatch):
+    said: list[str] = []
+    state = training()
+    keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(state)
+    for iteration in (1, 2):
+        keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
+    keeper._done.wait()
+    allocate = os.posix_fallocate
+
+    def full(descriptor, *room):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keeper.copy(gatherer, 3, 1, WRITER)
+    keeper._done.wait()
+    monkeypatch.setattr(images.os, "posix_fallocate", full)
+    keeper.copy(gatherer, 4, 1, WRITER)
+    keeper._done.wait()
+    assert iterations(tmp_path) == [2, 3] and not keeper.trouble
+    files.asides(tmp_path)[0].path.unlink()
+    monkeypatch.setattr(images.os, "posix_fallocate", allocate)
+    keeper.copy(gatherer, 5, 1, WRITER)
+    keeper.close()
+    assert iterations(tmp_path) == [3, 5] and not said
     assert not [path for path in (tmp_path / "saves").rglob("*") if path.is_file()]
 
 

@@ -1,0 +1,90 @@
+"""The agent's thread that makes files of what ranks have set aside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import wait_for
+from transition.memory import files, folders
+from transition.memory.images import STATE, SUFFIX, Image, Key
+from unicron_ctl.agent.files import Files
+from unicron_ctl.agent.memory import Memory
+from unicron_ctl.agent.place import Place
+from unicron_ctl.protocol import wire
+
+MARK = "0a1b2c3d"
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    place = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
+    made = Memory(place, {"UNICRON_MEMORY_DIR": str(tmp_path)}, print)
+    made.open("a1")
+    assert made.folder is not None
+    files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
+    return made
+
+
+def aside(memory: Memory, iteration: int, size: int = 100) -> Path:
+    """An image that a rank has set aside."""
+    path = memory.folder / f"state-0-{iteration % 2}{SUFFIX}"
+    image = Image(path, 10, size)
+    image.data[:size] = os.urandom(size)
+    image.finish(Key(STATE, 0, iteration, mark=MARK), b"head", size, b"0" * 16)
+    name = files.aside_path(memory.folder, 0, iteration)
+    files.set_aside(path, name)
+    return name
+
+
+def iterations(folder: Path) -> list[int]:
+    return [each.iteration for each in folders.whole(folder)]
+
+
+def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory, tmp_path: Path) -> None:
+    names = [aside(memory, iteration) for iteration in (2, 4, 6)]
+    said: list[str] = []
+    writer = Files(memory, lambda key: True, 0.0, said.append)
+    wait_for(lambda: not any(name.exists() for name in names), "the files")
+    assert iterations(tmp_path / "saves") == [6, 4] and writer.results.take() == [2, 4, 6] and not said
+    writer.ask(rests=False)
+    aside(memory, 7)
+    writer.close(20.0)
+    assert said == [f"the training state of iteration 7 was saved in {tmp_path / 'saves' / 'iteration-00000007'}"]
+
+
+def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_takes(
+    memory: Memory, tmp_path: Path
+) -> None:
+    (tmp_path / "saves").write_text("no folder")
+    said: list[str] = []
+    writer = Files(memory, lambda key: True, 0.0, said.append)
+    for iteration in (2, 4):
+        name = aside(memory, iteration)
+        wait_for(lambda: not name.exists(), "it is given up")  # noqa: B023
+    assert len(said) == 1 and "couldn't save the training state of iteration 2" in said[0]
+    (tmp_path / "saves").unlink()
+    aside(memory, 6)
+    writer.close(20.0)
+    assert len(said) == 2 and iterations(tmp_path / "saves") == [6]
+
+
+def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(memory: Memory, tmp_path: Path) -> None:
+    name = aside(memory, 2, 3 * files.PIECE)
+    writer = Files(memory, lambda key: True, files.PIECE / 60.0, print)  # a minute for each piece
+    wait_for(lambda: list((tmp_path / "saves").glob("*/*.new")), "it is being written")
+    writer.close()
+    assert name.exists() and not list((tmp_path / "saves").glob("*/*"))
+    Files(memory, lambda key: True, 0.0, print).close(20.0)
+    assert not name.exists() and iterations(tmp_path / "saves") == [2]
+
+
+def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tmp_path: Path, capfd) -> None:
+    aside(memory, 2).unlink()
+    writer = Files(memory, lambda key: True, 0.0, print)
+    writer.ask(rests=True)
+    wait_for(lambda: iterations(tmp_path / "saves") == [2], "the file")
+    writer.close()
+    assert "the training state of iteration 2 was saved in" in capfd.readouterr().out

@@ -1,0 +1,108 @@
+"""The agent makes checkpoints' files of what its ranks have set aside in memory, beside the training
+(docs/design/checkpoints.md).
+
+A thread of its own looks for them, so it needs no word of a rank: what one that died has set aside is written, too, and
+what an agent that died has not finished its next one does. It writes no faster than it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from transition.memory import files, folders
+from transition.memory.images import BadImage, Found, Key
+from unicron_ctl.agent.memory import Memory
+from unicron_ctl.mailbox import Mailbox
+
+FILE_LOOK_SECONDS = 0.5
+LEAST_PRIORITY = 19  # of the thread: what computes comes first
+UNFINISHED_SECONDS = 5.0  # for the thread to leave a file unfinished
+
+
+class _Ended(OSError):
+    """The agent ends."""
+
+
+class Files:
+    """memory: the node's. mine(key): of what nobody trains any more, it is this node that writes it. rate: most bytes a
+    second, 0 for no limit. say: one line for the job's log."""
+
+    def __init__(self, memory: Memory, mine: Callable[[Key], bool], rate: float, say: Callable[[str], None]):
+        self._memory, self._mine, self._rate, self._say = memory, mine, rate, say
+        self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
+        self._asked = self._all = self._failing = False
+        self._ends, self._last_look = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
+        self._thread.start()
+
+    def ask(self, rests: bool) -> None:
+        """Somebody wants a checkpoint: say where the next one is. rests: no rank of this node trains, so none will set
+        anything aside; what their memory has is written."""
+        self._asked, self._all = not rests, rests
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Nothing is written any more; what is set aside is, before, within `seconds`."""
+        self._last_look.set()
+        self._thread.join(seconds)
+        self._ends.set()
+        self._thread.join(UNFINISHED_SECONDS)
+        self.results.close()
+
+    # ------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        last = False
+        while not last:
+            last = self._last_look.wait(FILE_LOOK_SECONDS)
+            if self._all:
+                self._all = False
+                self._memory.persist(self._mine)
+            self._look(self._memory.folder)
+
+    def _look(self, memory: Path | None) -> None:
+        where = files.destination(memory) if memory is not None else None
+        if memory is None or where is None:
+            if self._asked and memory is not None:
+                self._say("no checkpoint is written: the script gives its session no `checkpoints`")
+                self._asked = False
+            return
+        for found in files.asides(memory):
+            if not self._ends.is_set():
+                self._write(found, where)
+
+    def _write(self, found: Found, where: files.Destination) -> None:
+        try:
+            path = files.persist(found, where.folder, self._pace())
+            self._said(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)
+            self.results.put(found.key.iteration)
+        except _Ended:
+            return  # it stays for the next agent
+        except (OSError, BadImage) as error:
+            again = "the training goes on; it is tried again with the next one"
+            self._said(f"couldn't save the training state of iteration {found.key.iteration}: {error}: {again}", True)
+        with contextlib.suppress(OSError):
+            found.path.unlink()
+            folders.prune(where.folder, where.keep)
+
+    def _said(self, text: str, failing: bool) -> None:
+        """What was asked for, and what is otherwise than the last time."""
+        if failing != self._failing or (self._asked and not failing):
+            self._say(text)
+        self._failing, self._asked = failing, self._asked and failing
+
+    def _pace(self) -> Callable[[int], None]:
+        began, written = time.monotonic(), 0
+
+        def wrote(size: int) -> None:
+            nonlocal written
+            written += size
+            ahead = written / self._rate - (time.monotonic() - began) if self._rate else 0.0
+            if self._ends.wait(max(0.0, ahead)):
+                raise _Ended("the agent ends")
+
+        return wrote
