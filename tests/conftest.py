@@ -1,7 +1,9 @@
-"""For all tests: Hypothesis tries the same cases on every machine, and a busy one is no failure."""
+"""For all tests: Hypothesis tries the same cases on every machine, and a busy one is no failure; the garbage collector
+leaves alone what the imports have made, torch's above all, over which it would go a thousand times."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +12,14 @@ from hypothesis import settings
 
 settings.register_profile("unicron", deadline=None, derandomize=True)
 settings.load_profile("unicron")
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The files of the tests are imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
