@@ -233,8 +233,7 @@ class Template:
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.opened(before | {self._line.fileno()}) or forkable.trial():
             raise Cold(reason)
-        gc.collect()
-        gc.freeze()  # a collection in a fork must not write to all that it shares
+        gc.freeze()  # a collection in a fork must not write to all that it shares; a first one here took 0.2 s
 
     def _scripts(self) -> Iterator[tuple[str, str | None]]:
         """(path, package) of each file whose leading imports the command's process begins with."""
