@@ -43,6 +43,9 @@ plugin: system   ## builds the SPANK plugin against the installed Slurm
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
+# The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
+test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
