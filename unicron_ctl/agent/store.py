@@ -62,7 +62,7 @@ class StoreProcess:
         self._fork, self._watch, self._unwatch, self._told, self._say = fork, watch, unwatch, told, say
         self._coming: Coming | None = None
         self._process: Child | subprocess.Popen[bytes] | None = None
-        self._output = self._its_output = -1  # the ends of a pipe: the store's, while it has not begun, and the agent's
+        self._output = self._its_output = -1  # the agent's end of a pipe, and the store's until it has begun
         self._tries = 0
         self.port: int | None = None
 
