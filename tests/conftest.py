@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Files of tests/process and tests/slurm that take longest. They begin first, so that no worker has one of them left when
-# the others have nothing more to do (`make test` lets workers take the files in this order).
+# Files of tests/process and tests/slurm that take longest. They begin first, so that no worker has one of them left
+# when the others have nothing more to do (`make test` lets workers take the files in this order).
 LONGEST = (
     "test_memory",
     "test_layouts",
