@@ -71,7 +71,7 @@ def template_of(agent: int, rank: int) -> int:
 def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
     """Three deaths: by a signal, by an exception, with the template itself."""
     wrong = [{"slot": 1, "incarnation": 1, "iteration": "any", "at": "fetch", "kind": "raise", "file": "now"}]
-    settings = {"TINY_ITERATIONS": FOREVER, "TINY_FAULT": json.dumps(wrong)}
+    settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(wrong)}
     with World(tmp_path, 2, **settings) as world:
         world.trains_on([0, 1])
         assert [world.rank(slot, "7")["start"] for slot in (0, 1)] == ["warm", "warm"]
