@@ -13,8 +13,10 @@ STORMS_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TWO   := $(BIN)/python -m pytest -n 2 --dist loadfile
-UNIT  := $(TWO) tests/unit
+TEST  := $(BIN)/python -m pytest --dist loadfile
+UNIT  := $(TEST) -n 2 tests/unit
+# These wait for what other processes do, so there are more of them at a time than cores. tests/conftest.py has their order.
+WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
 .PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
@@ -41,11 +43,14 @@ plugin: system   ## builds the SPANK plugin against the installed Slurm
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
+# The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
+test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+
 test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
-	$(TWO) -m "not long" tests/process
-	$(TWO) -m "not long and not alone" tests/slurm
+	$(WAITS) -n 3 -m "not long" tests/process
+	$(WAITS) -n 4 -m "not long and not alone" tests/slurm
 	$(BIN)/python -m pytest -m alone tests/slurm
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

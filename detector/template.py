@@ -147,6 +147,19 @@ def watched() -> Iterator[None]:
         os.environ.__class__ = plain
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which goes over all that the imports make again and again: a quarter of their
+    time. What an import has chosen of it stays."""
+    before, off = gc.get_threshold(), (0, *gc.get_threshold()[1:])
+    gc.set_threshold(*off)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == off:
+            gc.set_threshold(*before)
+
+
 def different(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
     """The first variable that the imports read, or C code may have, and that this rank has otherwise."""
     names = [name for name in {**mine, **ranks} if READ_IN_C.fullmatch(name)]
@@ -211,7 +224,7 @@ class Template:
         and `told`, which the agent has. Raises Cold."""
         before = set(forkable.descriptors())
         self.first = lead_path(self._words)
-        with watched():
+        with watched(), uncollected():
             self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
@@ -220,8 +233,7 @@ class Template:
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.opened(before | {self._line.fileno()}) or forkable.trial():
             raise Cold(reason)
-        gc.collect()
-        gc.freeze()  # a collection in a fork must not write to all that it shares
+        gc.freeze()  # a collection in a fork must not write to all that it shares; a first one here took 0.2 s
 
     def _scripts(self) -> Iterator[tuple[str, str | None]]:
         """(path, package) of each file whose leading imports the command's process begins with."""

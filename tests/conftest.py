@@ -1,15 +1,47 @@
-"""For all tests: Hypothesis tries the same cases on every machine, and a busy one is no failure."""
+"""For all tests: Hypothesis tries the same cases on every machine, and a busy one is no failure; the garbage collector
+leaves alone what the imports have made, torch's above all, over which it would go a thousand times."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# Files of tests/process and tests/slurm that take longest. They begin first, so that no worker has one of them left
+# when the others have nothing more to do (`make test` lets workers take the files in this order).
+LONGEST = (
+    "test_memory",
+    "test_layouts",
+    "test_links",
+    "test_training_script",
+    "test_rank_recovery",
+    "test_template_layouts",
+    "test_plain_template",
+    "test_spares",
+    "test_local_cluster",
+    "test_plain_modules",
+    "test_copies",
+    "test_megatron_lm",
+    "test_remembered_shards",
+    "test_agent",
+    "test_warm_ranks",
+    "test_layout_checkpoints",
+    "test_injection_process",
+)
+
 settings.register_profile("unicron", deadline=None, derandomize=True)
 settings.load_profile("unicron")
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The files of the tests are imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
@@ -19,7 +51,10 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a checkout of Megatron-LM (CONTRIBUTING.md) the tests of the real one are left out."""
+    """The files that take longest come first. Without a checkout of Megatron-LM (CONTRIBUTING.md) the tests of the real
+    one are left out."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if os.environ.get("UNICRON_MEGATRON_LM"):
         return
     left_out = [item for item in items if item.get_closest_marker("megatron_lm")]

@@ -1,5 +1,5 @@
 """Cold and warm ranks by turns in one run: how soon a process waits for its generation, how soon a job of four is whole
-again after kill -9, how soon a job trains, and what a warm rank costs in memory.
+again after kill -9, how soon a job trains and what work that is, and what a warm rank costs in memory.
 
 Real agents, unicrond and ranks with gloo, without Slurm; the machine's own load is in all figures.
 """
@@ -28,6 +28,8 @@ class Figures:
 
     whole: list[float] = field(default_factory=list)
     """From submission until all train."""
+    work: list[float] = field(default_factory=list)
+    """CPU time of all that the job's agents have started, until then."""
     waiting: list[float] = field(default_factory=list)
     """From the order to start until the rank waits."""
     again: list[float] = field(default_factory=list)
@@ -46,18 +48,32 @@ def memory(pid: int) -> dict[str, float]:
     return {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
 
 
-def template(rank: int) -> int | None:
-    """The template process beside a rank."""
-    parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
+def work(agents: set[int]) -> float:
+    """CPU seconds of these processes and of their children, those that have ended with them."""
+    ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            mine = path.read_text().rpartition(")")[2].split()[1] == parent
-            if mine and b"detector/template.py" in (path.parent / "cmdline").read_bytes():
-                if int(path.parent.name) != rank:
-                    return int(path.parent.name)
+            fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-    return None
+        if int(path.parent.name) in agents or int(fields[1]) in agents:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def template(rank: int) -> int | None:
+    """The template process beside a rank: the oldest of those with its command line, the others are its forks."""
+    parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[1] == parent and b"detector/template.py" in (path.parent / "cmdline").read_bytes():
+                found.append((int(fields[19]), int(path.parent.name)))
+        except OSError:
+            continue
+    oldest = min(found)[1] if found else rank
+    return oldest if oldest != rank else None
 
 
 def life(figures: Figures, warm: bool, deaths: int) -> None:
@@ -69,6 +85,7 @@ def life(figures: Figures, warm: bool, deaths: int) -> None:
             members = list(range(SIZE))
             world.wait(lambda: world.trains(members, 1), "all train")
             figures.whole.append(time.monotonic() - began)
+            figures.work.append(work({agent.process.pid for agent in world.agents.values()}))
             time.sleep(2.0)
             for death in range(deaths):
                 slot = death % SIZE
@@ -114,6 +131,7 @@ def main() -> int:
             life(figures, name == "warm", options.deaths)
     rows = (
         ("submission -> all train, s", "whole"),
+        ("CPU time of the agents until then, s", "work"),
         ("order -> rank waits, s", "waiting"),
         ("kill -9 -> whole again, s", "again"),
         ("private memory of a rank, MiB", "private"),

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.jobs import HERE, Job
-from tests.support.processes import ROOT, of_a_world, wait_for
+from tests.support.processes import of_a_world, wait_for
+from tests.support.warm import Script
 from transition.memory.images import inventory, look
 
 pytestmark = pytest.mark.process
@@ -32,9 +32,9 @@ def world(folder: Path, nodes: list[str], per_node: int, *saves: tuple[int, list
         memory.mkdir(exist_ok=True)
         local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "UNICRON_MEMORY": str(memory)}
         said = {"REMEMBERS_OUT": str(folder), "REMEMBERS_SAVES": json.dumps(saves), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.support.remembers"]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment | local | said))
-    assert [process.wait(LIMIT) for process in processes] == [0] * len(processes)
+        processes.append(Script(HERE / "remembers.py", environment=environment | local | said))
+    ended = [process.wait(LIMIT) for process in processes]
+    assert [each.returncode for each in ended] == [0] * len(processes), ended
     return [json.loads((folder / f"loaded.{rank}").read_text()) for rank in range(len(processes))]
 
 

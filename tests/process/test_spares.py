@@ -33,7 +33,7 @@ def order(world: World, *kinds: str) -> list[tuple[str, object]]:
 def world(tmp_path_factory):
     """Four elements, three of which train, for ever; each test leaves one of the others as the spare. Ranks start cold,
     so that one that dies takes longer to come back than a spare to come in."""
-    settings = {"UNICRON_SPARES": "1", "UNICRON_WARM": "0", "TINY_ITERATIONS": FOREVER}
+    settings = {"UNICRON_SPARES": "1", "UNICRON_WARM": "0", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02"}
     with World(tmp_path_factory.mktemp("spares"), 4, **settings) as started:
         started.wait(lambda: started.job().get("state") == "running", "the job trains")
         yield started

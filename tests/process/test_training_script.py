@@ -69,7 +69,10 @@ def test_the_learning_rate_warms_up_and_decays(reference):
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer".split()
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, []), (3, ["--overlap-grad-reduce"]), (4, LAYOUT)])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [pytest.param(2, [], marks=pytest.mark.long), (3, ["--overlap-grad-reduce"]), (4, LAYOUT)],
+)
 def test_any_number_of_ranks_gives_the_same_losses(dataset, reference, tmp_path, ranks, more):
     log = train(ranks, "--data-path", dataset, "--metrics", tmp_path / "metrics", *SMALL, *more)
     assert len(log) == ITERATIONS, log

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, PLAIN, Job, World
@@ -39,20 +41,37 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def began_at(pid: int) -> int:
+    """The time at which it was started, in ticks; of a fork, that of the fork."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def answers(address: str) -> bool:
+    """A store that takes and gives there."""
+    host, _, port = address.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+    store.set("a", "b")
+    return store.get("a") == b"b"
+
+
+def warm_ones(agent: int) -> list[int]:
+    """The agent's template and its forks, which have the same command line; the oldest, the template, first."""
+    paths = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent)]
+    found = [pid for pid, path in paths if path.is_file() and b"detector/template.py" in path.read_bytes()]
+    return sorted(found, key=began_at)
+
+
 def template_of(agent: int, rank: int) -> int:
-    """The agent's template. Its fork has the same command line."""
-
-    def found() -> list[int]:
-        mine = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent) - {rank}]
-        return [pid for pid, path in mine if path.is_file() and b"detector/template.py" in path.read_bytes()]
-
-    return wait_for(lambda: [pid for pid in found() if Path(f"/proc/{pid}/exe").exists()], "its template")[0]
+    """The agent's template, which has ended when its fork is the oldest."""
+    oldest = wait_for(lambda: warm_ones(agent), "its template")[0]
+    assert oldest != rank
+    return oldest
 
 
 def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
     """Three deaths: by a signal, by an exception, with the template itself."""
     wrong = [{"slot": 1, "incarnation": 1, "iteration": "any", "at": "fetch", "kind": "raise", "file": "now"}]
-    settings = {"TINY_ITERATIONS": FOREVER, "TINY_FAULT": json.dumps(wrong)}
+    settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(wrong)}
     with World(tmp_path, 2, **settings) as world:
         world.trains_on([0, 1])
         assert [world.rank(slot, "7")["start"] for slot in (0, 1)] == ["warm", "warm"]
@@ -75,6 +94,42 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         world.agents[1].kill()
         wait_for(lambda: not is_alive(ranks[1]), "the rank ends with its agent")
         wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its template")
+
+
+def test_the_store_is_a_fork_too_and_a_process_of_its_own_when_that_has_ended(fake, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{WAITS}")
+    job = Job(tmp_path, fake.address, "77", 1, [sys.executable, str(script)], UNICRON_MODE="session")
+    try:
+        fake.welcome()
+        agent = job.agents[0].process.pid
+        first = fake.status(lambda status: bool(status.store) and status.ranks[0].pid > 0, "its store and its rank")
+        assert first.cold == {} and answers(first.store)
+        template, *forks = warm_ones(agent)
+        assert children(agent) == {template, *forks} and len(forks) == 2
+        (store,) = set(forks) - {first.ranks[0].pid}
+        os.kill(store, signal.SIGKILL)
+        second = fake.status(lambda status: status.store not in ("", first.store), "another store")
+        assert answers(second.store) and second.ranks[0].pid == first.ranks[0].pid
+        (cold,) = children(agent) - {template, first.ranks[0].pid}
+        job.agents[0].kill()
+        wait_for(lambda: not any(map(is_alive, (template, cold, first.ranks[0].pid))), "none outlives the agent")
+    finally:
+        job.close()
+
+
+def test_a_store_that_cannot_be_forked_starts_cold(fake, tmp_path):
+    """The script's imports change what it needs; what the fork says of it is heard."""
+    (tmp_path / "spoils.py").write_text("import os\nos.nice = lambda by: 1 / 0\n")
+    script = tmp_path / "train.py"
+    script.write_text(f"import spoils\n{WAITS}")
+    job = Job(tmp_path, fake.address, "78", 1, [sys.executable, str(script)], UNICRON_MODE="session")
+    try:
+        fake.welcome()
+        status = fake.status(lambda status: bool(status.store) and status.ranks[0].pid > 0, "its store and its rank")
+        assert answers(status.store) and status.cold == {} and "ZeroDivisionError" in job.agents[0].log
+    finally:
+        job.close()
 
 
 def test_why_a_rank_starts_cold_is_on_record_and_explained(tmp_path):

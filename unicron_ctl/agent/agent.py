@@ -101,7 +101,6 @@ class Agent:
         agreement, sampling = self._stand_in.agreement, Sampling(self._folder)
         self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
         self._dumps = Dumps(place.job, self.ranks, self._endpoint, self._send)
-        self._store: Store = StoreProcess(self.command, {**os.environ, "PYTHONPATH": package_path(os.environ)})
         self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
         self._welcomed = self._registered = False
         self._last_register = self._last_heard = 0.0
@@ -127,6 +126,15 @@ class Agent:
         self._watch(self._copies.results.fileno(), self._copies_news)
         self._watch(self._files.results.fileno(), self._files_news)
         self._warmth = Warmth(self.ranks, self.command, self._watch, self._unwatch, self._attend, self._complain)
+        self._store: Store = StoreProcess(
+            self.command,
+            {**os.environ, "PYTHONPATH": package_path(os.environ)},
+            self._warmth.fork,
+            self._watch,
+            self._unwatch,
+            self._send_status,
+            self._complain,
+        )
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -159,7 +167,7 @@ class Agent:
             self._watch(self._reports.node.fileno(), self._reports.node_events)
             adopt_orphans()
             self._warmth.begin(*self._environments(), os.environ)
-            self._start_store()
+            self._store.start()
             for rank in self.ranks.values():
                 if not rank.alive:
                     self._start(rank, 0)
@@ -175,9 +183,9 @@ class Agent:
         self._files.close(FILES_SECONDS if self._ended else 0.0)
         if self._saves:
             self._memory.persist(self._is_first)
+        self._store.close()
         self._warmth.close()
         adopt_orphans(False)
-        self._store.close()
         self._reports.sampling.close()
         self._line.close()
         self._channel.close()
@@ -205,7 +213,8 @@ class Agent:
         self._reports.turn(now)
         self._memory.turn(now)
         self._copies.turn(now)
-        self._warmth.turn(now)
+        self._warmth.turn(now, self._store.pid)
+        self._settle()
         self._witness.door.answer()
         urgent = self._stand_in.turn(now) or self._trials.due()
         if urgent or now - self._reports.sent_at >= self._status_period():
@@ -230,6 +239,11 @@ class Agent:
                 self._stand_in.serve(time.monotonic())
             elif descriptor in self._watched:
                 self._watched[descriptor]()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Processes that were forked begin."""
+        self._store.settle()
         self._warmth.settle()
 
     def _end_if_over(self, now: float) -> None:
@@ -310,26 +324,6 @@ class Agent:
             self._reports.node.explain(rank.status.exit)
         self._trials.ended(rank)
         self._reports.node_events()  # what killed it comes before its end
-        self._send_status()
-
-    def _start_store(self) -> None:
-        descriptor = self._store.start()
-        if descriptor is not None:
-            self._watch(descriptor, partial(self._read_store, descriptor))
-
-    def _read_store(self, descriptor: int) -> None:
-        if not self._store.read(descriptor):
-            served = self._store.port is not None
-            self._unwatch(descriptor)
-            self._store.close()
-            if served:
-                self._complain("the rendezvous store ended, it is started again")
-                self._start_store()
-            else:
-                self._complain(
-                    f"couldn't start the rendezvous store with {self._store.python}: is torch installed there? "
-                    "Other nodes' stores are used"
-                )
         self._send_status()
 
     def _on_signal(self, numbers: bytes) -> None:

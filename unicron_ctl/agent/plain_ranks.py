@@ -90,7 +90,7 @@ class FreePort:
     """A port of this node that nothing uses, held until a world takes it; stands in for the rendezvous store of session
     mode."""
 
-    python = ""
+    pid = None
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -98,7 +98,7 @@ class FreePort:
         self.port: int | None = None
 
     def start(self) -> None:
-        """Find a new one: never one of the last 200, whose late clients may still try. There is nothing to poll."""
+        """Find a new one: never one of the last 200, whose late clients may still try."""
         self.close()
         while self.port is None:
             port = FIRST_PORT + random.randrange(PORTS)
@@ -113,9 +113,8 @@ class FreePort:
                 self._socket, self.port = holder, port
                 self._used.append(port)
 
-    def read(self, descriptor: int) -> bool:
-        """Never called: there is no process behind it."""
-        return False
+    def settle(self) -> None:
+        """There is no process behind it."""
 
     def close(self) -> None:
         """Let it go."""

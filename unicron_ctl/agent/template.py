@@ -117,7 +117,7 @@ class Template:
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
     ):
-        self._python, self._words, self._environment = list(python), list(words), dict(environment)
+        self._python, self._words, self.environment = list(python), list(words), dict(environment)
         self._task = json.dumps({"preload": list(preload), "told": list(told), "agent": os.getpid()}).encode()
         self._watch, self._unwatch = watch, unwatch
         self._child: Child | None = None
@@ -247,7 +247,7 @@ class Template:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [*self._python, program.__file__, str(its.fileno()), *self._words]
         try:
-            self._child = child = Child(command, self._environment, keep=[its.fileno()])
+            self._child = child = Child(command, self.environment, keep=[its.fileno()])
         except OSError as error:
             mine.close()
             self.why = f"couldn't start {self._python[0]}: {error.strerror}"

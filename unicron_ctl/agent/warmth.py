@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from detector.supervise import reap_orphans
 from unicron_ctl.agent import warm
 from unicron_ctl.agent.ranks import Rank
-from unicron_ctl.agent.template import AlwaysCold, Starter, Template
+from unicron_ctl.agent.template import AlwaysCold, Coming, Starter, Template
 from unicron_ctl.errors import UserError
 
 ORPHANS_SECONDS = 1.0  # between two looks for adopted processes that have ended
@@ -55,6 +55,10 @@ class Warmth:
         self._template.begin()
         return self._template
 
+    def fork(self, words: list[str], stdout: int) -> Coming | None:
+        """A warm process with what all ranks have in common of their environment; None where there is no template."""
+        return self._template.ask(self._template.environment, words, stdout) if self._template is not None else None
+
     # ------------------------------------------------------------ in the agent's loop
     def settle(self) -> None:
         """Processes that were forked begin, those that were not start cold."""
@@ -65,17 +69,16 @@ class Warmth:
             if self._template is not None and rank.cold:
                 self._tell(f"its ranks start cold: {rank.cold}")
 
-    def turn(self, now: float) -> None:
-        """What is due by time (monotonic)."""
+    def turn(self, now: float, other: int | None) -> None:
+        """What is due by time (monotonic); then :meth:`settle`. other: another process that somebody waits for."""
         if self._template is not None:
             self._template.turn(now)
-            self.settle()
         coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
         if now - self._looked >= ORPHANS_SECONDS and not coming:
             self._looked = now
             known = [rank.child.pid for rank in self._ranks.values() if rank.child is not None]
-            template = self._template.pid if self._template is not None else None
-            reap_orphans([*known, *([template] if template is not None else [])])
+            more = (self.pid, other)
+            reap_orphans([*known, *(pid for pid in more if pid is not None)])
 
     def wait(self, now: float) -> float:
         """Seconds until :meth:`turn` is to be called whatever happens."""

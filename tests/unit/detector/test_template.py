@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 
 import pytest
 
 from detector import template
-from detector.template import Files, different, leading_imports, restore, watched
+from detector.template import Files, different, leading_imports, restore, uncollected, watched
 
 
 def imports(source: str) -> list[str]:
@@ -64,6 +65,19 @@ def test_reads_and_writes_are_told_apart(monkeypatch):
         del os.environ["OWN"]
     os.environ.get("LATER")
     assert template.Reads.seen == {"MISSING": None, "GIVEN": "1"} and template.Reads.written == {"OWN"}
+
+
+def test_imports_are_made_without_the_collector_unless_they_choose_otherwise():
+    before = gc.get_threshold()
+    try:
+        with uncollected():
+            assert gc.get_threshold()[0] == 0 and gc.isenabled()
+        assert gc.get_threshold() == before
+        with uncollected():
+            gc.set_threshold(123)
+        assert gc.get_threshold()[0] == 123
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_rank_gets_its_environment_and_what_the_imports_wrote():
