@@ -17,7 +17,8 @@ from unicron_ctl.errors import WRONG_USE, UserError
     "trace_path",
     type=click.Path(),
     metavar="FILE",
-    help="CSV `seconds,event,node,cause`, or a churn trace `ms,add|remove,node`.",
+    help="CSV `seconds,event,node,cause`, or a public format, which is found out: churn `ms,add|remove,node`, CSV with "
+    "node, start and stop, JSON of faults with start and end.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
 @click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
@@ -25,7 +26,14 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option(
     "--scenario", type=click.Path(), metavar="SCENARIO.toml", help="Cluster and jobs; without it six jobs on 16 nodes."
 )
-@click.option("--policy", "names", multiple=True, metavar="NAME", help="Can be repeated; default: unicron.")
+@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Nodes for those six jobs, instead of 16.")
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Can be repeated; default: unicron. clairvoyant: a bound that no plan can pass, for it knows the future.",
+)
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
 @click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
@@ -33,11 +41,13 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+    trace_path, generate, days, seed, scenario, nodes, names, until, save_trace, figure, html_path, sources, as_json
 ) -> None:
     """Replay a failure trace under several policies."""
     if bool(trace_path) == bool(generate):
         raise click.UsageError("give either --trace FILE or --generate NAME")
+    if scenario and nodes:
+        raise click.UsageError("--nodes is for the six jobs: leave --scenario or --nodes out")
     try:
         _run(
             trace_path,
@@ -45,6 +55,7 @@ def command(
             days,
             seed,
             scenario,
+            nodes,
             names or ("unicron",),
             until,
             save_trace,
@@ -58,16 +69,16 @@ def command(
 
 
 def _run(
-    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+    trace_path, generate, days, seed, scenario, nodes, names, until, save_trace, figure, html_path, sources, as_json
 ) -> None:
     from planner.scenario import load as load_scenario
     from planner.simulate import simulate
-    from planner.simulate.cases import case
+    from planner.simulate.cases import CASE, NODES, case
     from planner.simulate.policies import policy
     from planner.simulate.trace import write
 
     policies = [policy(name) for name in names]
-    cluster = load_scenario(scenario) if scenario else case()
+    cluster = load_scenario(scenario) if scenario else case(CASE, nodes or NODES)
     trace = _generated(generate, days, seed, cluster.nodes, until) if generate else _loaded(trace_path, until)
     if save_trace:
         _written(save_trace, lambda: write(trace, save_trace))
@@ -123,12 +134,18 @@ def _written(path: str, act) -> None:
 
 def _show(results, policies) -> None:
     from planner.plan import flops_text
+    from planner.simulate.policies import BOUND_NAME
 
     parts = ("detection", "transition", "sub_healthy", "recompute")
-    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts))
+    bound = next((result.mean_waf for result in results if result.policy == BOUND_NAME), 0.0)
+    more = f"{'of the bound':>14}" if bound else ""
+    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts) + more)
     for result in results:
         shares = "".join(f"{100 * result.lost[part]:>11.2f} %" for part in parts)
-        click.echo(f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}")
+        more = f"{100 * result.mean_waf / bound:>12.2f} %" if bound else ""
+        click.echo(
+            f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}{more}"
+        )
     click.echo(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
     for each in policies:
         click.echo(f"{each.name}: {'; '.join(each.sources)}")
