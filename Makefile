@@ -17,7 +17,7 @@ TWO   := $(BIN)/python -m pytest -n 2 --dist loadfile
 UNIT  := $(TWO) tests/unit
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
+.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -35,13 +35,16 @@ $(STAMP): setup.cfg pyproject.toml
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
 	PYTHON=$(PYTHON) tools/system-packages.sh all
 
+system-test:     # and what only the tests need: Slurm's accounting
+	PYTHON=$(PYTHON) tools/system-packages.sh test
+
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
-test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
 	$(TWO) -m "not long" tests/process
@@ -51,7 +54,7 @@ else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-long: system venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
+test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes

@@ -2,7 +2,7 @@
 
     python -m benchmarks.crosschecks [--days 256] [--runs 5]
 
-AIReSim (karthikp-ubc/airesim, arXiv 2603.07041): docs/SIMULATION_REPORT.md of 2026-04-02, from its config.yaml [S]: a
+AIReSim (karthikp-ubc/airesim, arXiv 2603.07041): its report of 2026-04-02, from its parameters [S]: a
 job of 4,096 servers, effective training ratio and number of failures. The closed form 1 / (1 + N r d), which is
 1 - N r d while that is small, for published failure rates: N nodes, r failures a node and second, d seconds lost by
 each.

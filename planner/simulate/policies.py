@@ -26,9 +26,9 @@ ITERATION = 30.0  # seconds of one iteration, of the order that large runs have 
 class Policy:
     """One system.
 
-    placement: bound: no system, but what none can beat. optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each
-    job
-        keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
+    placement: optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each
+        job keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
+        bound: no system, but what none can beat.
     detect: seconds to notice, by detection method. transition: seconds to go on after that, by severity; None: the
         scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it
         doesn't.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -21,6 +22,18 @@ from unicron_ctl.errors import WRONG_USE, UserError
     "node, start and stop, JSON of faults with start and end.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
+@click.option(
+    "--from-sacct",
+    "history",
+    type=click.Path(),
+    metavar="FILE",
+    help="What Unicron would have saved here: FILE is made by `sacct -a -D -X -P -S START -o "
+    "JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
+)
+@click.option(
+    "--checkpoint-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Between checkpoints there [30]."
+)
+@click.option("--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Of a start there [14].")
 @click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
 @click.option(
@@ -41,14 +54,36 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    trace_path, generate, days, seed, scenario, nodes, names, until, save_trace, figure, html_path, sources, as_json
+    trace_path,
+    generate,
+    history,
+    checkpoint_minutes,
+    setup_minutes,
+    days,
+    seed,
+    scenario,
+    nodes,
+    names,
+    until,
+    save_trace,
+    figure,
+    html_path,
+    sources,
+    as_json,
 ) -> None:
-    """Replay a failure trace under several policies."""
-    if bool(trace_path) == bool(generate):
-        raise click.UsageError("give either --trace FILE or --generate NAME")
+    """Replay a failure trace under several policies, or say what a site's failures have cost."""
+    if [bool(trace_path), bool(generate), bool(history)].count(True) != 1:
+        raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
+    if history and (names or scenario or html_path or save_trace):
+        raise click.UsageError("--from-sacct goes with --figure, --json, --checkpoint-minutes and --setup-minutes only")
+    if not history and (checkpoint_minutes is not None or setup_minutes is not None):
+        raise click.UsageError("--checkpoint-minutes and --setup-minutes are for --from-sacct")
     if scenario and nodes:
         raise click.UsageError("--nodes is for the six jobs: leave --scenario or --nodes out")
     try:
+        if history:
+            _judge(history, checkpoint_minutes, setup_minutes, figure, as_json)
+            return
         _run(
             trace_path,
             generate,
@@ -104,6 +139,42 @@ def _run(
         )
     else:
         _show(results, policies if sources else ())
+
+
+def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
+    from planner.simulate import history
+    from planner.simulate.figure import draw_history
+
+    given = {"checkpoint": checkpoint_minutes, "setup": setup_minutes}
+    costs = history.Costs(**{name: 60.0 * minutes for name, minutes in given.items() if minutes is not None})
+    found = history.judge(history.load(path), costs)
+    if figure:
+        draw_history(found, figure, f"{Path(path).name}: node-hours lost to failures")
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(_told(found, costs)))
+
+
+def _told(found, costs) -> Iterator[str]:
+    """The history in words."""
+    told = found.to_dict()
+    hours = told["node_hours"] or 1.0
+    causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
+    yield f"{found.runs} runs of {costs.least_nodes} nodes or more: {told['node_hours']:.1f} node-hours"
+    yield f"{len(found.failures)} failures after which the job went on{f' ({causes})' if causes else ''}"
+    rows = (
+        ("lost as it was", "lost_node_hours"),
+        ("lost with Unicron", "lost_node_hours_with_unicron"),
+        ("saved", "saved_node_hours"),
+    )
+    for what, name in rows:
+        yield f"  {what:<18}{told[name]:>12.1f} node-hours {100 * told[name] / hours:>8.2f} %"
+    yield (
+        f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
+        "which nobody went on; hangs are not in such a history"
+    )
+    yield (
+        f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "
+        f"Unicron {costs.transition:g} s for a transition; waits are the history's own"
+    )
 
 
 def _loaded(path: str, until: float | None):
