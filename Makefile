@@ -19,7 +19,7 @@ UNIT  := $(TEST) -n 2 tests/unit
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system plugin demo test test-long test-unit lint bench storms clean
+.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -37,6 +37,9 @@ $(STAMP): setup.cfg pyproject.toml
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
 	PYTHON=$(PYTHON) tools/system-packages.sh all
 
+system-test:     # and what only the tests need: Slurm's accounting
+	PYTHON=$(PYTHON) tools/system-packages.sh test
+
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
 
@@ -46,7 +49,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
 test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
 	$(WAITS) -n 3 -m "not long" tests/process
@@ -56,7 +59,7 @@ else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-long: system venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
+test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes

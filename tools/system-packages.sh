@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# system-packages.sh [venv|all]: installs the Debian packages that are missing, and only those; silent when none is.
+# system-packages.sh [venv|all|test]: installs the Debian packages that are missing, and only those; silent when none is.
 # Looks for what the packages bring (a program, a header), so a Slurm built from source counts as well.
 set -euo pipefail
 what=${1:-all}
@@ -17,7 +17,7 @@ if ! has "$python"; then
 elif ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
     need python3-venv
 fi
-if [ "$what" = all ]; then
+if [ "$what" != venv ]; then
     has slurmctld || need slurmctld
     has slurmd || need slurmd
     has squeue || need slurm-client
@@ -28,6 +28,11 @@ if [ "$what" = all ]; then
     has gcc || need gcc libc6-dev
     header slurm/spank.h || need libslurm-dev
     header munge.h || need libmunge-dev
+fi
+if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's
+    has slurmdbd || need slurmdbd
+    has mariadbd || need mariadb-server-core
+    has my_print_defaults || need mariadb-client-core
 fi
 [ ${#missing[@]} -gt 0 ] || exit 0
 

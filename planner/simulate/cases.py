@@ -26,7 +26,7 @@ CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     4: (MIXED, WEIGHTS),
     5: (MIXED, WEIGHTS[::-1]),
 }
-NODES = 16
+NODES, CASE = 16, 5
 MTBF_NODE_HOURS = 24 * 1000 / 6.50  # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days
 TRANSITION_SECONDS = 60.0  # our target for one transition of a model of these sizes
 
@@ -36,7 +36,7 @@ def _flops(model: str, nodes: int) -> dict[int, float]:
     return Throughput(model=MODELS[model], hardware=A800).flops(range(1, nodes + 1))
 
 
-def case(number: int = 5, nodes: int = NODES) -> Scenario:
+def case(number: int = CASE, nodes: int = NODES) -> Scenario:
     """One of the five cases. Jobs are named after their place and size, for example task4-7b."""
     models, weights = CASES[number]
     jobs = tuple(

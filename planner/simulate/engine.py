@@ -397,8 +397,3 @@ class Simulation:
             else:
                 self.memory[key] = solve(scenario).assignment
         return self.memory[key]
-
-
-def simulate(scenario: Scenario, trace: Trace, policy: Policy) -> Result:
-    """The Result of one policy on one trace; the same input always gives the same result. Raises PlanError."""
-    return Simulation(scenario, trace, policy).run()

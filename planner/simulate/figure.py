@@ -7,12 +7,14 @@ needs nothing but the standard library.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from planner.model import PlanError
 from planner.simulate.engine import Result
+from planner.simulate.history import History
 
 # One colour per part, in one order everywhere; told apart by people with colour-blindness, and labelled besides.
 PARTS = (
@@ -43,17 +45,9 @@ def _shares(result: Result) -> list[float]:
 
 def draw(results: Sequence[Result], until: float, path: str | Path, title: str = "") -> None:
     """Writes the figure; the format follows the file's ending, .png or .svg. Raises PlanError."""
-    if Path(path).suffix.lower() not in (".png", ".svg"):
-        raise PlanError(f"a figure is a .png or .svg file, not {path}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("figures need matplotlib: pip install 'unicron-slurm[figures]', or use --html") from None
     unit, name = _time_unit(until)
     count = len(results)
-    figure = Figure(figsize=(13, 1.6 + 1.05 * count), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(path, (13, 1.6 + 1.05 * count))
     grid = figure.add_gridspec(count, 2, width_ratios=(2.2, 1))
     panels: list[Any] = []
     for row, result in enumerate(results):
@@ -83,6 +77,46 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
     figure.suptitle(
         title or "WAF over time, as a share of the failure-free ideal", fontsize=11, color=INK, x=0.01, ha="left"
     )
+    _save(figure, path)
+
+
+def draw_history(history: History, path: str | Path, title: str = "") -> None:
+    """What failures have cost a site so far, and would have with Unicron. As :func:`draw`."""
+    failures = sorted(history.failures, key=lambda failure: failure.run.end)
+    began = failures[0].run.end if failures else 0.0
+    unit, name = _time_unit(failures[-1].run.end - began if failures else 0.0)
+    times = [(failure.run.end - began) / unit for failure in failures]
+    figure = _figure(path, (10, 4.2))
+    axes = figure.add_subplot()
+    for what, label, colour in (("lost", "as it was", PARTS[2][2]), ("with_unicron", "with Unicron", PARTS[0][2])):
+        sums = [each / 3600 for each in itertools.accumulate(getattr(failure, what) for failure in failures)]
+        axes.step(times, sums, where="post", color=colour, linewidth=1.4, label=label)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"{name} since the first failure", fontsize=8, color=MUTED)
+    axes.set_ylabel("node-hours lost", fontsize=8, color=MUTED)
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.tick_params(labelsize=8, colors=MUTED)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(title or "Node-hours lost to failures", fontsize=11, color=INK, x=0.01, ha="left")
+    _save(figure, path)
+
+
+def _figure(path: str | Path, size: tuple[float, float]) -> Any:
+    """An empty one, for that file."""
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise PlanError(f"a figure is a .png or .svg file, not {path}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("figures need matplotlib: pip install 'unicron-slurm[figures]', or use --html") from None
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: str | Path) -> None:
     try:
         figure.savefig(path)
     except OSError as error:

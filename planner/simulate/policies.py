@@ -17,6 +17,8 @@ from planner.simulate.causes import Cause
 D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron) [S]
 CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron) [R]
 REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (same) [S]
+BOUND = "bound"  # the placement of what knows the future: no replay (planner.simulate.clairvoyant)
+BOUND_NAME = "clairvoyant"
 ITERATION = 30.0  # seconds of one iteration, of the order that large runs have [choice]
 
 
@@ -25,8 +27,8 @@ class Policy:
     """One system.
 
     placement: optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each
-    job
-        keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
+        job keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
+        bound: no system, but what none can beat.
     detect: seconds to notice, by detection method. transition: seconds to go on after that, by severity; None: the
         scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it
         doesn't.
@@ -81,6 +83,7 @@ POLICIES = {
         _unicron("equally", "equally"),
         _unicron("by_weight", "by_weight"),
         _unicron("by_size", "by_size"),
+        _unicron(BOUND_NAME, BOUND),
         Policy(
             "megatron",
             "fixed",

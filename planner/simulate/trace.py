@@ -1,4 +1,5 @@
-"""Failure traces: what happens to which node when. Readers for our own CSV and for public churn traces.
+"""Failure traces: what happens to which node when. Readers for our own CSV and for public churn traces; other public
+formats are in planner.simulate.formats.
 
 Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the
 node away until it joins again; the others leave it where it is. Public churn traces (for example those in the
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from planner.model import PlanError
-from planner.simulate import causes
+from planner.simulate import causes, formats
 from planner.simulate.causes import CAUSES, Cause
 
 HEADER = ["seconds", "event", "node", "cause"]
@@ -49,27 +50,54 @@ class Trace:
 
 
 def load(path: str | Path, until: float | None = None) -> Trace:
-    """The trace in a file, of either kind; raises PlanError with one line. until: end in seconds, by default a day
+    """The trace in a file, of any kind; raises PlanError with one line. until: end in seconds, by default a day
     after the last event."""
+    text = _text(path)
+    if text.lstrip()[:1] in ("[", "{"):
+        return make(_nodes_away(formats.from_json(path, text)), until, Path(path).stem)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            lines = [(number, row) for number, row in enumerate(csv.reader(file), 1) if any(map(str.strip, row))]
-    except OSError as error:
-        raise PlanError(f"can't read {path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, csv.Error):
+        lines = formats.read_csv(text)
+    except csv.Error:
         raise PlanError(f"{path} is not a CSV file") from None
     if len(lines) > LARGEST:
         raise PlanError(f"{path} has more than {LARGEST} lines")
     if not lines:
         raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
+    return make(_events(path, lines), until, Path(path).stem)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PlanError(f"can't read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not a text file") from None
+
+
+def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> list[TraceEvent]:
+    """Of a CSV; its first line tells which kind it is."""
     first = [field.strip().lower() for field in lines[0][1]]
     if first == HEADER:
-        events = _infer([_own(path, number, row) for number, row in lines[1:]])
-    elif len(first) == 3 and first[1] in ("add", "remove"):
-        events = [_churn(path, number, row) for number, row in lines]
-    else:
-        raise PlanError(f"{path}: the first line must be the header {','.join(HEADER)}, or lines ms,add|remove,node")
-    return make(events, until, Path(path).stem)
+        return _infer([_own(path, number, row) for number, row in lines[1:]])
+    if len(first) == 3 and first[1] in ("add", "remove"):
+        return [_churn(path, number, row) for number, row in lines]
+    if formats.is_start_stop(first):
+        return _nodes_away(formats.from_csv(path, lines))
+    raise PlanError(
+        f"{path}: the first line must be the header {','.join(HEADER)}, a header with node, start and stop, or be "
+        "ms,add|remove,node"
+    )
+
+
+def _nodes_away(rows: Iterable[formats.Away]) -> list[TraceEvent]:
+    """Each leaves, and comes back if it does."""
+    events = []
+    for row in rows:
+        events.append(TraceEvent(row.start, "fail", row.node, row.cause))
+        if math.isfinite(row.end):
+            events.append(TraceEvent(row.end, "join", row.node))
+    return events
 
 
 def make(events: Iterable[TraceEvent], until: float | None = None, name: str = "trace") -> Trace:

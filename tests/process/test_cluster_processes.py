@@ -16,7 +16,7 @@ from unicron_ctl.localslurm.processes import Marks
 
 pytestmark = pytest.mark.process
 HERE = f"/x/{os.getpid()}"  # another run of these tests on this machine is left alone
-MARKS = Marks(slurm_conf=f"{HERE}/slurm.conf", munge_socket=f"{HERE}/socket", log_dir=f"{HERE}/log")
+MARKS = Marks(f"{HERE}/slurm.conf", f"{HERE}/socket", log_dir=f"{HERE}/log", database_dir=f"{HERE}/database")
 
 
 @pytest.fixture

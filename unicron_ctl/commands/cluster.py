@@ -36,6 +36,7 @@ def command() -> None:
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
 @click.option("--topology", "topology_lines", multiple=True, metavar="LINE", help="A line of topology.conf (a tree).")
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
+@click.option("--accounting", is_flag=True, help="With slurmdbd and a private MariaDB, for sacct.")
 @_state_dir
 def up(
     nodes: int,
@@ -46,6 +47,7 @@ def up(
     config_lines: tuple[str, ...],
     topology_lines: tuple[str, ...],
     links: bool,
+    accounting: bool,
     state_dir: Path,
 ) -> None:
     """Start the cluster, or what is missing of it."""
@@ -54,7 +56,8 @@ def up(
     if protected:
         protection.plugin_line("")  # before anything is started
         plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))
-    cluster = LocalCluster(state_dir, nodes, gpus_per_node, plugstack_lines, auth, config_lines, links, topology_lines)
+    lines = plugstack_lines, auth, config_lines
+    cluster = LocalCluster(state_dir, nodes, gpus_per_node, *lines, links, topology_lines, accounting)
     try:
         cluster.up()
     except BaseException:

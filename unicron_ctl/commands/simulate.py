@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,15 +18,35 @@ from unicron_ctl.errors import WRONG_USE, UserError
     "trace_path",
     type=click.Path(),
     metavar="FILE",
-    help="CSV `seconds,event,node,cause`, or a churn trace `ms,add|remove,node`.",
+    help="CSV `seconds,event,node,cause`, or a public format, which is found out: churn `ms,add|remove,node`, CSV with "
+    "node, start and stop, JSON of faults with start and end.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
+@click.option(
+    "--from-sacct",
+    "history",
+    type=click.Path(),
+    metavar="FILE",
+    help="What Unicron would have saved here: FILE is made by `sacct -a -D -X -P -S START -o "
+    "JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
+)
+@click.option(
+    "--checkpoint-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Between checkpoints there [30]."
+)
+@click.option("--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Of a start there [14].")
 @click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
 @click.option(
     "--scenario", type=click.Path(), metavar="SCENARIO.toml", help="Cluster and jobs; without it six jobs on 16 nodes."
 )
-@click.option("--policy", "names", multiple=True, metavar="NAME", help="Can be repeated; default: unicron.")
+@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Nodes for those six jobs, instead of 16.")
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Can be repeated; default: unicron. clairvoyant: a bound that no plan can pass, for it knows the future.",
+)
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
 @click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
@@ -33,18 +54,43 @@ from unicron_ctl.errors import WRONG_USE, UserError
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+    trace_path,
+    generate,
+    history,
+    checkpoint_minutes,
+    setup_minutes,
+    days,
+    seed,
+    scenario,
+    nodes,
+    names,
+    until,
+    save_trace,
+    figure,
+    html_path,
+    sources,
+    as_json,
 ) -> None:
-    """Replay a failure trace under several policies."""
-    if bool(trace_path) == bool(generate):
-        raise click.UsageError("give either --trace FILE or --generate NAME")
+    """Replay a failure trace under several policies, or say what a site's failures have cost."""
+    if [bool(trace_path), bool(generate), bool(history)].count(True) != 1:
+        raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
+    if history and (names or scenario or html_path or save_trace):
+        raise click.UsageError("--from-sacct goes with --figure, --json, --checkpoint-minutes and --setup-minutes only")
+    if not history and (checkpoint_minutes is not None or setup_minutes is not None):
+        raise click.UsageError("--checkpoint-minutes and --setup-minutes are for --from-sacct")
+    if scenario and nodes:
+        raise click.UsageError("--nodes is for the six jobs: leave --scenario or --nodes out")
     try:
+        if history:
+            _judge(history, checkpoint_minutes, setup_minutes, figure, as_json)
+            return
         _run(
             trace_path,
             generate,
             days,
             seed,
             scenario,
+            nodes,
             names or ("unicron",),
             until,
             save_trace,
@@ -58,16 +104,16 @@ def command(
 
 
 def _run(
-    trace_path, generate, days, seed, scenario, names, until, save_trace, figure, html_path, sources, as_json
+    trace_path, generate, days, seed, scenario, nodes, names, until, save_trace, figure, html_path, sources, as_json
 ) -> None:
     from planner.scenario import load as load_scenario
     from planner.simulate import simulate
-    from planner.simulate.cases import case
+    from planner.simulate.cases import CASE, NODES, case
     from planner.simulate.policies import policy
     from planner.simulate.trace import write
 
     policies = [policy(name) for name in names]
-    cluster = load_scenario(scenario) if scenario else case()
+    cluster = load_scenario(scenario) if scenario else case(CASE, nodes or NODES)
     trace = _generated(generate, days, seed, cluster.nodes, until) if generate else _loaded(trace_path, until)
     if save_trace:
         _written(save_trace, lambda: write(trace, save_trace))
@@ -93,6 +139,42 @@ def _run(
         )
     else:
         _show(results, policies if sources else ())
+
+
+def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
+    from planner.simulate import history
+    from planner.simulate.figure import draw_history
+
+    given = {"checkpoint": checkpoint_minutes, "setup": setup_minutes}
+    costs = history.Costs(**{name: 60.0 * minutes for name, minutes in given.items() if minutes is not None})
+    found = history.judge(history.load(path), costs)
+    if figure:
+        draw_history(found, figure, f"{Path(path).name}: node-hours lost to failures")
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(_told(found, costs)))
+
+
+def _told(found, costs) -> Iterator[str]:
+    """The history in words."""
+    told = found.to_dict()
+    hours = told["node_hours"] or 1.0
+    causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
+    yield f"{found.runs} runs of {costs.least_nodes} nodes or more: {told['node_hours']:.1f} node-hours"
+    yield f"{len(found.failures)} failures after which the job went on{f' ({causes})' if causes else ''}"
+    rows = (
+        ("lost as it was", "lost_node_hours"),
+        ("lost with Unicron", "lost_node_hours_with_unicron"),
+        ("saved", "saved_node_hours"),
+    )
+    for what, name in rows:
+        yield f"  {what:<18}{told[name]:>12.1f} node-hours {100 * told[name] / hours:>8.2f} %"
+    yield (
+        f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
+        "which nobody went on; hangs are not in such a history"
+    )
+    yield (
+        f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "
+        f"Unicron {costs.transition:g} s for a transition; waits are the history's own"
+    )
 
 
 def _loaded(path: str, until: float | None):
@@ -123,12 +205,18 @@ def _written(path: str, act) -> None:
 
 def _show(results, policies) -> None:
     from planner.plan import flops_text
+    from planner.simulate.policies import BOUND_NAME
 
     parts = ("detection", "transition", "sub_healthy", "recompute")
-    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts))
+    bound = next((result.mean_waf for result in results if result.policy == BOUND_NAME), 0.0)
+    more = f"{'of the bound':>14}" if bound else ""
+    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts) + more)
     for result in results:
         shares = "".join(f"{100 * result.lost[part]:>11.2f} %" for part in parts)
-        click.echo(f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}")
+        more = f"{100 * result.mean_waf / bound:>12.2f} %" if bound else ""
+        click.echo(
+            f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}{more}"
+        )
     click.echo(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
     for each in policies:
         click.echo(f"{each.name}: {'; '.join(each.sources)}")

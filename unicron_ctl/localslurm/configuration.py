@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unicron_ctl.localslurm import accounting
 from unicron_ctl.localslurm.layout import Layout, Spec
 from unicron_ctl.localslurm.network import HEAD, Network
 
@@ -41,7 +42,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/none",
-        "AccountingStorageType=accounting_storage/none",
+        *accounting.slurm_lines(layout, spec),
         "MpiDefault=none",
         "SwitchType=switch/none" if version < (23, 11) else "",
         "SelectType=select/cons_tres",
@@ -69,7 +70,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         f"ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN{gres}",
         *(
             f"NodeName={name} {_place(spec, name, hostname)} Port={port}"
-            for name, port in zip(spec.node_names, spec.ports[1:], strict=True)
+            for name, port in zip(spec.node_names, spec.ports[1 : 1 + spec.nodes], strict=True)
         ),
         f"PartitionName=main Nodes=n[1-{spec.nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]

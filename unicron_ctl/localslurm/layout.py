@@ -19,8 +19,8 @@ STATE_FILE = "cluster.json"
 
 @dataclass(frozen=True)
 class Spec:
-    """What the user asked for, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s; with links, the
-    network, for example 198.18.4.0/23."""
+    """What the user asked for, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s, the last two
+    the accounting's; with links, the network, for example 198.18.4.0/23."""
 
     nodes: int
     gpus_per_node: int
@@ -31,6 +31,7 @@ class Spec:
     ports: tuple[int, ...] = ()
     links: bool = False
     network: str = ""
+    accounting: bool = False
 
     def check(self) -> None:
         """Raises UserError (wrong use) for values that no cluster can have."""
@@ -40,6 +41,8 @@ class Spec:
             raise UserError(f"a node has 0 to 64 GPUs, not {self.gpus_per_node}", WRONG_USE)
         if self.auth not in ("munge", "none"):
             raise UserError(f"auth is munge or none, not {self.auth!r}", WRONG_USE)
+        if self.accounting and self.links:
+            raise UserError("a cluster with links has no accounting: choose one of --links and --accounting", WRONG_USE)
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -77,6 +80,7 @@ class Layout:
         self.spool_dir = self.short_dir / "spool"
         self.task_prolog = self.short_dir / "task_prolog"  # any user's jobs execute it
         self.memory_dir = self.short_dir / "memory"  # what would be /dev/shm on a node of its own
+        self.database_dir = self.short_dir / "database"
         self.munge_dir = self.short_dir / "munge"
         self.munge_socket = self.munge_dir / "socket"
         self.state_file = self.state_dir / STATE_FILE
@@ -85,7 +89,8 @@ class Layout:
 
     @property
     def marks(self) -> Marks:
-        return Marks(str(self.slurm_conf), str(self.munge_socket), str(self.log_dir), self.network.prefix)
+        logs, database = str(self.log_dir), str(self.database_dir)
+        return Marks(str(self.slurm_conf), str(self.munge_socket), logs, database, self.network.prefix)
 
     def make_short_dir(self) -> None:
         """Makes the folder for sockets. Raises UserError when somebody else put something in its place."""

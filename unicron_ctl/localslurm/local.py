@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.localslurm import binaries, configuration, network, ports, processes, tombstone
+from unicron_ctl.localslurm import accounting, binaries, configuration, network, ports, processes, tombstone
 from unicron_ctl.localslurm.layout import Layout, Spec
 from unicron_ctl.localslurm.links import Links, check_host
 from unicron_ctl.localslurm.network import HEAD, OUTSIDE, Network
@@ -35,10 +35,10 @@ class LocalCluster:
     """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
 
     `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes), `topology_lines`, a tree of
-    switches, to topology.conf. With `links`, which needs
-    root, each node and the head are in a network namespace of their own, and `links` cuts and mends what is between
-    them. Jobs and their history live as long as the cluster is up. Methods raise UserError, one line, for whatever
-    people can mend.
+    switches, to topology.conf. With `links`, which needs root, each node and the head are in a network namespace of
+    their own, and `links` cuts and mends what is between them. With `with_accounting` there are slurmdbd and a MariaDB,
+    for `sacct`. Jobs and their history live as long as the cluster is up. Methods raise UserError, one line, for
+    whatever people can mend.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class LocalCluster:
         config_lines: Sequence[str] = (),
         links: bool = False,
         topology_lines: Sequence[str] = (),
+        with_accounting: bool = False,
     ) -> None:
         self.layout = Layout(state_dir)
         lines = tuple(plugstack_lines), tuple(config_lines), tuple(topology_lines)
-        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links)
+        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links, accounting=with_accounting)
         self.spec.check()
 
     @classmethod
@@ -123,6 +124,8 @@ class LocalCluster:
             begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
             if begun and saved is not None and self.layout.slurm_conf.exists():
                 self.spec = saved
+                if self.spec.accounting:
+                    self._start_accounting(programs, heads)
                 if "slurmctld" not in heads:
                     self._start_controller(programs["slurmctld"])
                 missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
@@ -200,13 +203,13 @@ class LocalCluster:
         slurmds = _slurmds(running)
         heads: dict[str, int] = {}
         for process in running:
-            if process.kind in ("slurmctld", "munged"):
+            if process.kind in ("slurmctld", "munged", *accounting.DAEMONS):
                 heads.setdefault(process.kind, process.pid)
         known: dict[str, NodeInfo] = {}
         if "slurmctld" in heads:
             with contextlib.suppress(SlurmError):
                 known = {info.name: info for info in self.client(timeout=5.0).nodes()}
-        expected = 1 + (self.spec.auth == "munge")
+        expected = 1 + (self.spec.auth == "munge") + len(accounting.DAEMONS) * self.spec.accounting
         whole = len(heads) == expected and len(slurmds) == self.spec.nodes and len(known) == self.spec.nodes
         return {
             "state": "up" if whole else "partial" if running else "down",
@@ -246,6 +249,8 @@ class LocalCluster:
             if os.getuid():
                 raise UserError("links of their own need root; leave --links away, or run this as root")
             wanted += ["ip", "nft", "nsenter", "unshare", "hostname"]
+        if self.spec.accounting:
+            wanted += accounting.PROGRAMS
         return binaries.locate(wanted + (["munged"] if self.spec.auth == "munge" else []))
 
     def _start_fresh(self, programs: dict[str, str]) -> None:
@@ -259,6 +264,8 @@ class LocalCluster:
                 self._write_files(programs, seed=f"{self.layout.state_dir} {attempt}")
                 if self.spec.auth == "munge":
                     self._start_munged(programs["munged"])
+                if self.spec.accounting:
+                    self._start_accounting(programs)
                 self._start_controller(programs["slurmctld"])
                 self._start_nodes(programs, self.spec.node_names)
                 return
@@ -281,7 +288,8 @@ class LocalCluster:
             chosen = _SLURM_PORTS[:1] + _SLURM_PORTS[1:] * self.spec.nodes
             self.spec = dataclasses.replace(self.spec, ports=chosen, network=taken)
         else:
-            self.spec = dataclasses.replace(self.spec, ports=ports.choose(self.spec.nodes + 1, seed))
+            count = 1 + self.spec.nodes + accounting.ports_needed(self.spec)
+            self.spec = dataclasses.replace(self.spec, ports=ports.choose(count, seed))
         layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
         if self.spec.links:
             layout.network.make(self.spec.network, self.spec.node_names)
@@ -290,6 +298,8 @@ class LocalCluster:
         hostname = socket.gethostname().split(".")[0]
         version = binaries.slurm_version(programs["slurmctld"])
         layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
+        if self.spec.accounting:
+            accounting.write_files(layout, self.spec, user)
         (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
         (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
         (layout.etc_dir / "topology.conf").write_text(configuration.topology_conf(self.spec))
@@ -316,6 +326,25 @@ class LocalCluster:
         command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
         pid = self._launch("munged", command, HEAD)
         self._wait("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
+
+    def _start_accounting(self, programs: dict[str, str], running: Collection[str] = ()) -> None:
+        """Starts what does not run of MariaDB and slurmdbd. The cluster names itself to slurmdbd when it comes up."""
+        layout, user = self.layout, _user_name()
+        if not layout.database_dir.is_dir():
+            layout.database_dir.mkdir(mode=0o700)
+            command = accounting.install_command(programs["mariadb-install-db"], layout, user)
+            with open(layout.log_dir / "mariadb-install-db.out", "w") as out:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_START_LIMIT)
+            if done.returncode:
+                raise UserError(f"no database could be made: {self._last_words('mariadb-install-db')}")
+        commands = {
+            "mariadbd": accounting.database_command(programs["mariadbd"], layout, self.spec, user),
+            "slurmdbd": [programs["slurmdbd"], "-D"],
+        }
+        for name, port in zip(commands, reversed(self.spec.ports), strict=False):
+            if name not in running:
+                pid = self._launch(name, commands[name], HEAD)
+                self._wait(name, pid, functools.partial(_serves, port), _START_LIMIT)
 
     def _start_controller(self, program: str) -> None:
         pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
@@ -426,6 +455,14 @@ def _slurmds(running: Sequence[Process]) -> dict[str, int]:
         if process.kind == "slurmd" and process.node is not None:
             found.setdefault(process.node, process.pid)
     return found
+
+
+def _serves(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _connects(path: Path) -> bool:

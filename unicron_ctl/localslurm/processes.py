@@ -21,13 +21,14 @@ from unicron_ctl.localslurm import tombstone
 from unicron_ctl.localslurm.network import MOUNTS
 
 TOMBSTONE = tombstone.__file__
+DAEMONS = ("slurmd", "slurmctld", "slurmdbd", "mariadbd", "munged")
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the cluster. `kind`: munged, slurmctld, slurmd, stepd, task or tombstone (of a node that was
-    switched off); the first two have no node. With
-    links there are others on the head: tasks of the node `head`."""
+    """One process of the cluster. `kind`: munged, slurmctld, slurmdbd, mariadbd, slurmd, stepd, task or tombstone (of a
+    node that was switched off); the first four have no node. With links there are others on the head: tasks of the
+    node `head`."""
 
     pid: int
     kind: str
@@ -37,12 +38,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Marks:
-    """What the processes of one cluster show: its slurm.conf, its munge socket, its folder of logs, and what the names
-    of its network namespaces begin with."""
+    """What the processes of one cluster show: its slurm.conf, its munge socket, its folders of logs and database,
+    and what the names of its network namespaces begin with."""
 
     slurm_conf: str
     munge_socket: str
     log_dir: str
+    database_dir: str
     namespaces: str = ""
 
 
@@ -100,9 +102,11 @@ def _identify(pid: int, marks: Marks) -> tuple[str, str | None] | None:
         return "tombstone", command_line[command_line.index(marks.slurm_conf) + 1]
     if program == "munged":
         return ("munged", None) if f"--socket={marks.munge_socket}" in command_line else None
+    if program == "mariadbd":
+        return ("mariadbd", None) if f"--datadir={marks.database_dir}" in command_line else None
     if program in ("slurmctld", "slurmd") and marks.slurm_conf in command_line:
         return program, command_line[command_line.index("-N") + 1] if "-N" in command_line else None
-    if program in ("slurmctld", "slurmd", "slurmstepd"):
+    if program in ("slurmctld", "slurmd", "slurmstepd", "slurmdbd"):
         return _identify_by_files(pid, program, marks)
     # SLURM_CONF alone is not enough: a user's shell has it too.
     environment = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
@@ -115,7 +119,7 @@ def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str |
     """For what has put a title over its command line: a slurmstepd, a forked slurmd, slurmctld's script runner."""
     kind = "stepd" if program == "slurmstepd" else program
     for path in _open_files(pid):
-        if path == f"{marks.log_dir}/slurmctld.log":
+        if path in (f"{marks.log_dir}/slurmctld.log", f"{marks.log_dir}/slurmdbd.log"):
             return kind, None
         if path.startswith(f"{marks.log_dir}/slurmd-") and path.endswith(".log"):
             return kind, path[len(f"{marks.log_dir}/slurmd-") : -len(".log")]
@@ -171,10 +175,10 @@ def find(marks: Marks) -> list[Process]:
         parent = queue.pop()
         for pid in children.get(parent.pid, []):
             if pid not in found and pid != me:
-                kind = parent.kind if parent.kind in ("slurmctld", "slurmd", "munged") else "task"
+                kind = parent.kind if parent.kind in DAEMONS else "task"
                 found[pid] = Process(pid, kind, parent.node, stats[pid].started)
                 queue.append(found[pid])
-    order = ("slurmd", "stepd", "task", "tombstone", "slurmctld", "munged")
+    order = ("slurmd", "stepd", "task", "tombstone", *DAEMONS[1:])
     return sorted(found.values(), key=lambda process: (order.index(process.kind), process.pid))
 
 

@@ -22,6 +22,7 @@ from planner.simulate.policies import ITERATION, policy
 from planner.simulate.trace import TraceEvent, make, write
 from planner.solve import solve
 
+SYSTEMS = sorted(set(POLICIES) - {"clairvoyant"})  # that one is a bound
 FLOPS = {k: 1e15 * k for k in range(1, 5)}
 
 
@@ -129,7 +130,7 @@ def test_a_spare_that_fails_costs_nothing():
 
 def test_unicron_is_best_on_the_recalled_traces():
     for maker in (trace_a, trace_b):
-        results = {name: simulate(case(5), maker(), POLICIES[name]).efficiency for name in POLICIES}
+        results = {name: simulate(case(5), maker(), POLICIES[name]).efficiency for name in SYSTEMS}
         assert max(results.values()) - results["unicron"] < 1e-3, results
 
 
@@ -269,7 +270,7 @@ def test_other_refusals(tmp_path):
     with pytest.raises(PlanError, match="can't read"):
         load_trace(tmp_path / "none.csv")
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
-    with pytest.raises(PlanError, match="not a CSV file"):
+    with pytest.raises(PlanError, match="not a text file"):
         load_trace(tmp_path / "binary")
     with pytest.raises(PlanError, match="end of the replay"):
         make([], until=0)

@@ -86,6 +86,15 @@ def test_simulate_prints_the_contract(files, capsys):
     assert status == 0 and "unicron" in out and "[R]" in out
 
 
+def test_simulate_shows_each_policy_beside_the_bound(capsys):
+    words = ("simulate", "--generate", "trace-a", "--days", "56", "--nodes", "12")
+    status, out, _ = call(capsys, *words, "--policy", "unicron", "--policy", "clairvoyant")
+    assert status == 0
+    header, ours, bound = out.splitlines()[:3]
+    assert header.endswith("of the bound")
+    assert 99.0 < float(ours.split()[-2]) < 100.0 and bound.split()[-2] == "100.00"
+
+
 def test_simulate_generates_draws_and_saves(files, capsys):
     status, _, _ = call(
         capsys,
@@ -125,6 +134,8 @@ WRONG = [
     ["simulate", "--trace", "t.csv", "--policy", "magic"],
     ["simulate", "--trace", "t.csv", "--scenario", "t.csv"],
     ["simulate", "--trace", "t.csv", "--until", "nan"],
+    ["simulate", "--trace", "t.csv", "--scenario", "s.toml", "--nodes", "3"],
+    ["simulate", "--trace", "t.csv", "--nodes", "0"],
     ["simulate", "--trace", "t.csv", "--until", "-5"],
     ["simulate", "--trace", "t.csv", "--figure", "a.pdf"],
     ["simulate", "--trace", "t.csv", "--html", "no/such/a.html"],

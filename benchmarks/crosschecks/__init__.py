@@ -1,0 +1,1 @@
+"""The simulator beside published figures: `python -m benchmarks.crosschecks`."""

@@ -1,0 +1,230 @@
+"""Readers for public formats of failure traces (planner.simulate.trace has our own and the churn traces).
+
+- A JSON list of faults that start and end on nodes, one object each: `node_id`, `event_time` in days, `event_type`
+  (`fault_start`, `fault_end`), `fault_type` (for example stepfun-ai/InfiniteHBD-Trace, of arXiv 2502.03885).
+- JSON with the times between which nodes were away: a list of `{"node", "start", "end"}`, or by node a list of
+  `[start, end]`.
+- CSV with a header that names a node, a start and a stop.
+
+Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. A node is away from
+its first open fault until the last one has ended.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.model import PlanError
+from planner.simulate import causes
+from planner.simulate.causes import CAUSES, Cause
+
+DAY = 86400.0
+NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machine", "machine_id", "server", "instance")
+STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "timestart", "event_start_time")
+STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
+CAUSE_NAMES = ("cause", "reason", "fault", "fault_type", "type", "desc", "description")
+# Words of public traces, in the order in which they count, and what they are in our table.
+WORDS = (
+    ("ecc", "ecc_error"),
+    ("nvlink", "nvlink_error"),
+    ("nic", "nic_error"),
+    ("cable", "nic_error"),
+    ("optical", "nic_error"),
+    ("link down", "nic_error"),
+    ("gpu", "gpu_lost"),
+    ("disk", "local_disk_error"),
+    ("raid", "local_disk_error"),
+    ("kernel", "kernel_error"),
+    ("operating system", "kernel_error"),
+    ("hardware", "host_hardware_error"),
+)
+
+
+class Away(NamedTuple):
+    """A node is not there from `start` to `end`, in seconds; end: infinite where it does not come back."""
+
+    node: str
+    start: float
+    end: float
+    cause: Cause
+
+
+def cause_of(text: str) -> Cause:
+    """A cause of severity 1, for the node is away."""
+    known = causes.find(text)
+    if known is not None and known.severity == 1:
+        return known
+    lower = text.lower()
+    name = next((name for word, name in WORDS if re.search(rf"\b{word}", lower)), "node_failed")
+    return CAUSES[name]
+
+
+def merged(rows: Iterable[Away]) -> list[Away]:
+    """In order of time; of one node's that overlap, one with the first one's cause."""
+    out: list[Away] = []
+    last: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: (row.start, row.node)):
+        before = last.get(row.node)
+        if before is not None and row.start <= out[before].end:
+            out[before] = out[before]._replace(end=max(out[before].end, row.end))
+        else:
+            last[row.node] = len(out)
+            out.append(row)
+    return out
+
+
+# ------------------------------------------------------------ JSON
+def from_json(path: str | Path, text: str) -> list[Away]:
+    """Raises PlanError, one line."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is not valid JSON: {error}") from None
+    if isinstance(told, Mapping):
+        told = [
+            {"node": node, "start": pair[0], "end": pair[1]}
+            if _is_pair(pair)
+            else {"node": node, **_object(path, pair)}
+            for node, pairs in told.items()
+            for pair in _list(path, pairs)
+        ]
+    rows = [_object(path, row) for row in _list(path, told)]
+    if rows and "event_type" in rows[0]:
+        return merged(_opened_and_closed(path, rows))
+    return merged(_between(path, rows))
+
+
+def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
+    """Events of faults, times in days. One that ends on a node without having begun there is left out."""
+    found: list[Away] = []
+    opened: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, row in enumerate(rows, 1):
+        what, node, fault = row.get("event_type"), _named(path, number, row), _words(row.get("fault_type"))
+        when = _number(path, number, row.get("event_time")) * DAY
+        if what == "fault_start":
+            opened[node, fault].append(len(found))
+            found.append(Away(node, when, math.inf, cause_of(fault)))
+        elif what != "fault_end":
+            raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
+        elif opened[node, fault]:
+            at = opened[node, fault].pop(0)
+            found[at] = found[at]._replace(end=when)
+    return found
+
+
+def _object(path: str | Path, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{path}: expected objects with a node, a start and an end, or pairs [start, end] by node")
+    return value
+
+
+def _list(path: str | Path, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise PlanError(f"{path}: expected a list of faults, or such lists by node")
+    return value
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _words(value: object) -> str:
+    """Of a description: itself, or all the words of its parts."""
+    if isinstance(value, Mapping):
+        return " ".join(str(part) for part in value.values())
+    return "" if value is None else str(value)
+
+
+# ------------------------------------------------------------ CSV
+def is_start_stop(header: Sequence[str]) -> bool:
+    """The header (lower case) names a node, a start and a stop."""
+    return all(_column(header, names) is not None for names in (NODES, STARTS, STOPS))
+
+
+def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Away]:
+    """rows: (number of the line, fields), the header first. Raises PlanError, one line."""
+    header = [_plain(field) for field in rows[0][1]]
+    node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
+    cause = _column(header, CAUSE_NAMES)
+    assert node is not None and start is not None and stop is not None
+    told = []
+    for number, row in rows[1:]:
+        if len(row) <= max(node, start, stop):
+            raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
+        text = row[cause] if cause is not None and cause < len(row) else ""
+        told.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
+    return merged(_between(path, told))
+
+
+def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
+    plain = [_plain(field) for field in header]
+    return next((plain.index(name) for name in names if name in plain), None)
+
+
+def _plain(field: str) -> str:
+    return re.sub(r"[\s-]+", "_", field.strip().lower())
+
+
+def read_csv(text: str) -> list[tuple[int, list[str]]]:
+    """(number of the line, fields) of each line that is not empty. Raises csv.Error."""
+    return [(number, row) for number, row in enumerate(csv.reader(text.splitlines()), 1) if any(map(str.strip, row))]
+
+
+# ------------------------------------------------------------ both
+def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
+    spans: list[tuple[str, float, float, Cause]] = []
+    dated = False
+    for position, row in enumerate(rows, 1):
+        number = row.get("line", position)
+        begin, date = _moment(path, number, _first(row, STARTS))
+        end, _ = _moment(path, number, _first(row, STOPS), open_end=True)
+        if end < begin:
+            raise PlanError(f"{path}, line {number}: ends before it starts")
+        dated |= date
+        spans.append((_named(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
+    zero = min((span[1] for span in spans), default=0.0) if dated else 0.0
+    return [Away(node, begin - zero, end - zero, cause) for node, begin, end, cause in spans]
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) not in (None, "")), None)
+
+
+def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
+    name = str(_first(row, NODES) or "").strip()
+    if not name:
+        raise PlanError(f"{path}, line {number}: the node's name is missing")
+    return name
+
+
+def _moment(path: str | Path, number: int, value: object, open_end: bool = False) -> tuple[float, bool]:
+    """(seconds, whether it was a date)."""
+    text = str(value).strip() if value is not None else ""
+    if open_end and text.lower() in ("", "none", "null", "unknown", "nan", "inf"):
+        return math.inf, False
+    with_zone = re.sub(r"[zZ]$", "+00:00", text)
+    try:
+        moment = datetime.datetime.fromisoformat(with_zone)
+    except ValueError:
+        return _number(path, number, value), False
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return moment.timestamp(), True
+
+
+def _number(path: str | Path, number: int, value: object) -> float:
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise PlanError(f"{path}, line {number}: the time {value!r} is neither a number of 0 or more nor an ISO date")
+    return seconds

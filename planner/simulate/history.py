@@ -1,0 +1,211 @@
+"""What a site's own history of failures has cost, and what it would have cost with Unicron.
+
+The history is what `sacct` prints (see COMMAND). Of each run of a job that a failure has ended, and that went on later,
+three things were lost on all of its nodes: the wait until it ran again, which the history tells; the start; and the
+work since the last checkpoint, on average half of the time between two. With Unicron the others go on: all of them wait
+for detection and transition, and compute at most half an iteration again; the place of a lost node is empty for as long
+as the wait was. Hangs, and jobs that ran slowly, are not in such a history.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import datetime
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.model import PlanError
+from planner.simulate.causes import CAUSES, Cause
+from planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
+
+COMMAND = "sacct -a -D -X -P -S START -o JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
+COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
+AGAIN_SECONDS = 86400.0  # a job of the same name that is submitted so soon after a failure goes on from it [choice]
+EARLY_SECONDS = 600.0  # who ends with an error so soon after the start, has made it [choice]
+TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (planner.simulate.cases)
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a job. Times in seconds; end: infinite while it lasts."""
+
+    job: str
+    user: str
+    name: str
+    state: str
+    exit_code: str
+    submit: float
+    start: float
+    end: float
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds."""
+
+    run: Run
+    cause: Cause
+    waited: float
+    lost: float
+    with_unicron: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """checkpoint: seconds between two of them; setup: from the start of a run to its first iteration; transition:
+    D_transition with Unicron."""
+
+    checkpoint: float = CHECKPOINT
+    setup: float = SETUP
+    transition: float = TRANSITION_SECONDS
+    least_nodes: int = 2
+    policy: Policy = POLICIES["unicron"]
+
+
+@dataclass(frozen=True)
+class History:
+    """worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
+    own; left: those after which nobody went on."""
+
+    runs: int
+    worked: float
+    failures: tuple[Failure, ...]
+    early: int
+    left: int
+
+    @property
+    def lost(self) -> float:
+        return math.fsum(failure.lost for failure in self.failures)
+
+    @property
+    def with_unicron(self) -> float:
+        return math.fsum(failure.with_unicron for failure in self.failures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `unicronctl simulate --from-sacct`."""
+        return {
+            "runs": self.runs,
+            "node_hours": self.worked / HOUR,
+            "failures": len(self.failures),
+            "causes": dict(Counter(failure.cause.name for failure in self.failures).most_common()),
+            "lost_node_hours": self.lost / HOUR,
+            "lost_node_hours_with_unicron": self.with_unicron / HOUR,
+            "saved_node_hours": (self.lost - self.with_unicron) / HOUR,
+            "not_counted": {"script's own": self.early, "nobody went on": self.left},
+        }
+
+
+# ------------------------------------------------------------ reading
+def load(path: str | Path) -> list[Run]:
+    """The runs in a file that COMMAND has made, by start; those that never started are left out. Raises PlanError, one
+    line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise PlanError(f"can't read {path}: {error.strerror or error}") from None
+    rows = [row for row in csv.reader(lines, delimiter="|", quoting=csv.QUOTE_NONE) if any(map(str.strip, row))]
+    header = [field.strip().lower() for field in rows[0]] if rows else []
+    missing = [name for name in COLUMNS if name not in header]
+    if missing:
+        raise PlanError(f"{path} has no column {', '.join(missing)}: make it with {COMMAND} > FILE")
+    runs = []
+    for number, row in enumerate(rows[1:], 2):
+        if len(row) < len(header):
+            raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
+        run = _run(path, number, dict(zip(header, map(str.strip, row), strict=False)))
+        if run is not None:
+            runs.append(run)
+    return sorted(runs, key=lambda run: (run.start, run.job))
+
+
+def _run(path: str | Path, number: int, row: Mapping[str, str]) -> Run | None:
+    """None: of a step, or it never started."""
+    if "." in row["jobid"]:
+        return None
+    submit, start, end = (_moment(path, number, row[name]) for name in ("submit", "start", "end"))
+    if not math.isfinite(start):
+        return None
+    try:
+        nodes = int(row["nnodes"])
+    except ValueError:
+        raise PlanError(f"{path}, line {number}: NNodes must be a number, not {row['nnodes']!r}") from None
+    state = row["state"].split()[0].upper() if row["state"] else ""
+    return Run(row["jobid"], row["user"], row["jobname"], state, row["exitcode"], submit, start, max(end, start), nodes)
+
+
+def _moment(path: str | Path, number: int, text: str) -> float:
+    """Seconds; infinite for what has not happened."""
+    if text in ("", "Unknown", "None", "NONE"):
+        return math.inf
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        why = f"{text!r} is no time as sacct prints it (unset SLURM_TIME_FORMAT)"
+        raise PlanError(f"{path}, line {number}: {why}") from None
+
+
+# ------------------------------------------------------------ judging
+def cause_of(run: Run) -> Cause | None:
+    """Why a run has ended; None: not by a failure (sacct(1), JOB STATE CODES)."""
+    if run.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return CAUSES["node_failed"]
+    if run.state == "OUT_OF_MEMORY":
+        return CAUSES["host_out_of_memory"]
+    if run.state == "FAILED":
+        code, _, signal = run.exit_code.partition(":")
+        killed = signal not in ("", "0") or (code.isdigit() and int(code) > 128)
+        return CAUSES["killed_from_outside" if killed else "exited_abnormally"]
+    return None
+
+
+def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
+    """What the failures have cost, and would have. runs: by start, as of :func:`load`."""
+    costs = costs or Costs()
+    counted = [run for run in runs if run.nodes >= costs.least_nodes]
+    by_job, alike = defaultdict(list), defaultdict(list)
+    for run in counted:
+        by_job[run.job].append(run)
+        alike[run.user, run.name, run.nodes].append(run)
+    failures, early, left = [], 0, 0
+    for run in counted:
+        cause = cause_of(run)
+        if cause is None or not math.isfinite(run.end):
+            continue
+        if cause.name == "exited_abnormally" and run.end - run.start < EARLY_SECONDS:
+            early += 1
+            continue
+        again = [_next(run, by_job[run.job], -math.inf), _next(run, alike[run.user, run.name, run.nodes], run.start)]
+        waited = min(again) - run.end
+        if math.isfinite(waited):
+            failures.append(_failure(run, cause, waited, costs))
+        else:
+            left += 1
+    last = max((run.start if math.isinf(run.end) else run.end for run in counted), default=0.0)
+    worked = math.fsum(run.nodes * (min(run.end, last) - run.start) for run in counted)
+    return History(len(counted), worked, tuple(failures), early, left)
+
+
+def _next(run: Run, others: Sequence[Run], submitted: float) -> float:
+    """When one of the others, which is submitted after that and not too late, goes on with what `run` was at."""
+    place = bisect.bisect_left(others, run.end, key=lambda other: other.start)
+    for other in others[place:]:
+        if other is not run and submitted <= other.submit <= run.end + AGAIN_SECONDS:
+            return other.start
+    return math.inf
+
+
+def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
+    policy = costs.policy
+    lost = run.nodes * (waited + costs.setup + min(costs.checkpoint / 2, run.end - run.start))
+    transition = policy.transition[cause.severity]
+    stands = detection_seconds(policy, cause) + policy.redo * ITERATION
+    stands += costs.transition if transition is None else transition
+    empty = waited if cause.severity == 1 else 0.0
+    return Failure(run, cause, waited, lost, min(lost, run.nodes * stands + empty))

@@ -1,0 +1,86 @@
+"""What a site's failures have cost, from the history that real accounting has of a real cluster."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.simulate.history import COMMAND
+from tests.support.processes import unicronctl, wait_for
+from unicron_ctl.localslurm import LocalCluster
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def accounted(tmp_path: Path) -> Iterator[LocalCluster]:
+    """Three nodes, and slurmdbd."""
+    cluster = LocalCluster(tmp_path / "state", nodes=3, gpus_per_node=0, with_accounting=True)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def slurm(cluster: LocalCluster, *words: str) -> str:
+    environment = {**os.environ, **cluster.env()}
+    return subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def history(cluster: LocalCluster) -> list[dict[str, str]]:
+    text = slurm(cluster, *COMMAND.replace("START", "now-1days").split())
+    header, *rows = [line.split("|") for line in text.splitlines()]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def submit(cluster: LocalCluster, script: Path, text: str, *options: str) -> str:
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    return slurm(cluster, "sbatch", "--parsable", "-o", "/dev/null", *options, str(script)).strip()
+
+
+def seconds(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
+def test_a_lost_node_and_a_killed_job_in_the_history_of_slurmdbd(accounted: LocalCluster, tmp_path: Path):
+    """A job of two nodes loses one and is requeued; another is killed and submitted again; a third ends by itself."""
+
+    def runs(job: str, state: str) -> list[dict[str, str]]:
+        return [row for row in history(accounted) if row["JobID"] == job and row["State"] == state]
+
+    lost = submit(accounted, tmp_path / "a", "sleep 600", "-N2", "-J", "gpt", "--requeue")
+    wait_for(lambda: runs(lost, "RUNNING"), "the job runs", limit=30)
+    node = slurm(accounted, "squeue", "-h", "-j", lost, "-o", "%N")
+    slurm(accounted, "scontrol", "update", f"nodename={node.strip().replace('[1-2]', '2')}", "state=down", "reason=x")
+    wait_for(lambda: runs(lost, "NODE_FAIL") and runs(lost, "RUNNING"), "the job runs again", limit=60)
+    slurm(accounted, "scancel", lost)
+    wait_for(lambda: len(history(accounted)) == 2 and not runs(lost, "RUNNING"), "it has ended", limit=30)
+    killed = submit(accounted, tmp_path / "b", "kill -9 $$", "-N2", "-J", "bert")
+    wait_for(lambda: runs(killed, "FAILED"), "it is killed", limit=30)
+    again = submit(accounted, tmp_path / "c", "exit 0", "-N2", "-J", "bert")
+    wait_for(lambda: runs(again, "COMPLETED"), "the next one ends", limit=30)
+
+    table = tmp_path / "history.txt"
+    rows = history(accounted)
+    table.write_text("\n".join("|".join(row) for row in ([*rows[0]], *(list(row.values()) for row in rows))))
+    figure = tmp_path / "saved.svg"
+    options = ("--setup-minutes", "0", "--checkpoint-minutes", "0", "--figure", str(figure), "--json")
+    done = unicronctl("simulate", "--from-sacct", str(table), *options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    (first,), (then,) = runs(lost, "NODE_FAIL"), runs(killed, "FAILED")
+    waits = [
+        min(seconds(row["Start"]) for row in rows if row["JobID"] == lost and row != first) - seconds(first["End"]),
+        seconds(runs(again, "COMPLETED")[0]["Start"]) - seconds(then["End"]),
+    ]
+    assert told["causes"] == {"node_failed": 1, "killed_from_outside": 1}
+    assert told["lost_node_hours"] == pytest.approx(2 * sum(waits) / 3600)
+    assert told["lost_node_hours_with_unicron"] <= told["lost_node_hours"]
+    assert "<svg" in figure.read_text()

@@ -1,0 +1,116 @@
+"""Public formats of failure traces: which one a file has is found out, and bad ones are refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.model import PlanError
+from planner.simulate import load
+
+DAY = 86400.0
+
+
+def rows(path: Path) -> list[tuple[float, str, str, str]]:
+    return [
+        (event.seconds, event.event, event.node, event.cause.name if event.cause else "") for event in load(path).events
+    ]
+
+
+def fault(node: str, days: float, what: str, level: str = "Hardware Failure", desc: str = "GPU DBE ECC") -> dict:
+    return {
+        "node_id": node,
+        "event_time": days,
+        "event_type": what,
+        "fault_type": {"Level": level, "Class": "GPU", "Desc": desc},
+    }
+
+
+def test_faults_that_start_and_end_are_in_days(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(
+        json.dumps(
+            [
+                fault("a", 1.0, "fault_start"),
+                fault("b", 1.5, "fault_start", "Other Failure", "Unknown Error"),
+                fault("b", 1.6, "fault_start", desc="NIC Lost"),
+                fault("a", 2.0, "fault_end"),
+                fault("b", 1.7, "fault_end", desc="NIC Lost"),
+                fault("b", 3.0, "fault_end", "Other Failure", "Unknown Error"),
+                fault("c", 3.5, "fault_end"),
+            ]
+        )
+    )
+    assert rows(path) == [
+        (1.0 * DAY, "fail", "a", "ecc_error"),
+        (1.5 * DAY, "fail", "b", "gpu_lost"),
+        (2.0 * DAY, "join", "a", ""),
+        (3.0 * DAY, "join", "b", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [{"node": "a", "start": 10, "end": 20}, {"node": "b", "start": 15, "end": None}],
+        {"a": [[10, 20]], "b": [[15, None]]},
+        {"a": [{"start": 10, "end": 20}], "b": [{"start": 15}]},
+    ],
+    ids=["list", "pairs", "objects"],
+)
+def test_times_between_which_nodes_are_away(tmp_path, told):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(told))
+    assert rows(path) == [(10, "fail", "a", "node_failed"), (15, "fail", "b", "node_failed"), (20, "join", "a", "")]
+
+
+def test_dates_count_from_the_earliest(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(
+        "Hostname,Reason,Start Time,End Time\n"
+        "n1,NVLink down,2026-01-01T01:00:00Z,2026-01-01 02:00:00\n"
+        "n2,,2026-01-01T00:00:00,Unknown\n"
+    )
+    assert rows(path) == [
+        (0, "fail", "n2", "node_failed"),
+        (3600, "fail", "n1", "nvlink_error"),
+        (7200, "join", "n1", ""),
+    ]
+
+
+def test_start_and_stop_in_seconds(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("\ufeffnode,start,stop\na,5,10\na,8,12\n\na,20,30\n", encoding="utf-8")
+    assert rows(path) == [
+        (5, "fail", "a", "node_failed"),
+        (12, "join", "a", ""),
+        (20, "fail", "a", "node_failed"),
+        (30, "join", "a", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text,why",
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "expected objects"),
+        ('{"a": 1}', "expected a list of faults"),
+        ('[{"node": "a", "start": 5, "end": 4}]', "ends before it starts"),
+        ('[{"node": "a", "start": "soon", "end": 4}]', "neither a number of 0 or more nor an ISO date"),
+        ('[{"start": 1, "end": 4}]', "the node's name is missing"),
+        ('[{"node": "a", "end": 4}]', "neither a number"),
+        ('[{"node_id": "a", "event_time": 1, "event_type": "boom"}]', "fault_start or fault_end"),
+        ("node,start,stop\na,1\n", "line 2: expected 3 fields, found 2"),
+        ("node,start,stop\na,-1,2\n", "line 2: the time '-1'"),
+        ("x,y,z\n1,2,3\n", "the first line must be"),
+        ("", "is empty"),
+    ],
+)
+def test_refusals_are_one_line_with_the_place(tmp_path, text, why):
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load(path)
+    assert why in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)

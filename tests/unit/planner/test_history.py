@@ -1,0 +1,121 @@
+"""A site's history of failures: which runs a failure has ended, what went on after it, and what that has cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.model import PlanError
+from planner.simulate.figure import draw_history
+from planner.simulate.history import COMMAND, Costs, judge, load
+
+HEADER = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
+FREE = Costs(checkpoint=0.0, setup=0.0)
+
+
+def moment(hours: float) -> str:
+    days, rest = divmod(hours, 24)
+    return f"2026-01-{1 + int(days):02d}T{int(rest):02d}:{round(rest % 1 * 60):02d}:00"
+
+
+def row(
+    job: str, state: str, start: float, end: float | None, nodes=8, code="0:0", name="gpt", submit: float | None = None
+) -> str:
+    ended = "Unknown" if end is None else moment(end)
+    return (
+        f"{job}|ann|{name}|{state}|{code}|{moment(start if submit is None else submit)}|{moment(start)}|{ended}|{nodes}"
+    )
+
+
+def judged(tmp_path, *rows: str, costs: Costs = FREE):
+    path = tmp_path / "history.txt"
+    path.write_text("\n".join([HEADER, *rows]) + "\n")
+    return judge(load(path), costs)
+
+
+def test_a_requeued_job_by_hand(tmp_path):
+    """8 nodes; one fails after 10 h; an hour later all run again. 14 min to start, a checkpoint every 30 min."""
+    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20), costs=Costs())
+    (failure,) = found.failures
+    assert failure.cause.name == "node_failed" and failure.waited == 3600
+    assert failure.lost == 8 * (3600 + 840 + 900)
+    assert failure.with_unicron == pytest.approx(8 * (5.6 + 60 + 15) + 3600)
+    assert found.worked == 8 * 19 * 3600
+
+
+@pytest.mark.parametrize(
+    "state,code,cause",
+    [
+        ("FAILED", "0:9", "killed_from_outside"),
+        ("FAILED", "137:0", "killed_from_outside"),
+        ("FAILED", "1:0", "exited_abnormally"),
+        ("OUT_OF_MEMORY", "0:125", "host_out_of_memory"),
+        ("BOOT_FAIL", "0:0", "node_failed"),
+    ],
+)
+def test_causes(tmp_path, state, code, cause):
+    found = judged(tmp_path, row("7", state, 0, 10, code=code), row("8", "RUNNING", 12, None, submit=11))
+    assert [failure.cause.name for failure in found.failures] == [cause]
+    assert found.failures[0].lost == 8 * 2 * 3600
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "TIMEOUT", "CANCELLED by 1000", "PREEMPTED", "RUNNING", "DEADLINE"])
+def test_what_is_no_failure(tmp_path, state):
+    assert judged(tmp_path, row("7", state, 0, 10), row("7", "COMPLETED", 11, 12)).failures == ()
+
+
+def test_what_nobody_goes_on_with_is_not_counted(tmp_path):
+    others = [
+        row("8", "COMPLETED", 11, 12, name="other"),
+        row("9", "COMPLETED", 11, 12, nodes=4),
+        row("10", "COMPLETED", 45, 46, submit=44),
+        row("11", "COMPLETED", 5, 6, submit=4),
+    ]
+    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), *others)
+    assert (found.failures, found.left) == ((), 1)
+
+
+def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
+    siblings = [row("7_0", "NODE_FAIL", 1, 10, submit=0), row("7_1", "COMPLETED", 11, 12, submit=0)]
+    assert judged(tmp_path, *siblings).left == 1
+
+
+def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path):
+    found = judged(tmp_path, row("7", "FAILED", 0, 0.1, code="1:0"), row("8", "COMPLETED", 1, 2))
+    assert (found.failures, found.early) == ((), 1)
+
+
+def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
+    found = judged(
+        tmp_path,
+        row("7", "NODE_FAIL", 0, 10, nodes=1),
+        row("7", "COMPLETED", 11, 12, nodes=1),
+        row("8.batch", "FAILED", 0, 10),
+        f"9|ann|gpt|PENDING|0:0|{moment(0)}|Unknown|Unknown|8",
+    )
+    assert (found.runs, found.failures) == (0, ())
+
+
+@pytest.mark.parametrize(
+    "text,why",
+    [
+        ("JobID|State\n1|FAILED\n", "no column user"),
+        ("", "no column"),
+        (f"{HEADER}\n1|ann\n", "line 2: expected 9 fields, found 2"),
+        (f"{HEADER}\n1|ann|x|FAILED|0:0|a|b|c|2\n", "is no time as sacct prints it"),
+        (f"{HEADER}\n{row('1', 'FAILED', 0, 1)}x\n", "NNodes must be a number"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path, text, why):
+    path = tmp_path / "history.txt"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load(path)
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+    assert "no column" not in why or COMMAND in str(caught.value)
+
+
+def test_the_figure_is_drawn_with_and_without_failures(tmp_path):
+    for number, rows in enumerate(([], [row("7", "NODE_FAIL", 0, 10), row("7", "RUNNING", 11, None)])):
+        path = tmp_path / f"{number}.svg"
+        draw_history(judged(tmp_path, *rows), path)
+        assert path.read_text().rstrip().endswith("</svg>")
