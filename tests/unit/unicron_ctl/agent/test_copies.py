@@ -24,11 +24,11 @@ HERE |= {"SLURM_JOB_ID": "7", "UNICRON_NODE_ADDRESS": "127.0.0.1"}
 class Side:
     """One agent's copies, with a folder of its own."""
 
-    def __init__(self, folder: Path, mode: str = wire.SESSION, **environment: str):
+    def __init__(self, folder: Path, **environment: str):
         folder.mkdir()
         self.now = 0.0
         self.folder, self.told, self.said = folder, [], []
-        place = read_place(HERE).in_mode(mode, "")
+        place = read_place(HERE).in_mode(wire.SESSION, "")
         self.copies = Copies(lambda: folder, place, HERE | environment, self.told.append, self.said.append)
 
     def image(self, key: Key = KEY, name: str = "cut") -> None:
@@ -64,11 +64,9 @@ def sides(tmp_path: Path) -> Iterator[tuple[Side, Side]]:
 
 
 def test_who_keeps_no_memory_does_not_listen(tmp_path: Path) -> None:
-    for name, side in {
-        "none": Side(tmp_path / "none", UNICRON_MEMORY_EVERY="0"),
-        "restart": Side(tmp_path / "restart", wire.RESTART),
-    }.items():
-        assert (side.copies.address, side.copies.token) == ("", ""), name
+    for every, listens in (("0", False), ("1", True)):
+        side = Side(tmp_path / every, UNICRON_MEMORY_EVERY=every)
+        assert (bool(side.copies.address), bool(side.copies.token)) == (listens, listens)
         side.copies.close()
 
 
