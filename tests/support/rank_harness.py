@@ -128,6 +128,7 @@ class Ranks:
         self.breaks: list[tuple[int, list[int], float]] = []
         self.reports: list[dict[int, wire.RankStatus]] = []  # what the survivors of each Break reported
         self.rests: list[float] = []  # seconds from a Break to the plan that answered it
+        self.stuck: set[int] = set()  # slots that were killed since gloo had lost them
         self.reformed = False  # nobody was left, and new ranks began anew
         self.ended: dict[int, float] = {}  # slot -> when its pidfd told of an end
         self.exits: dict[int, list[int]] = {}
@@ -391,6 +392,7 @@ class Ranks:
             assert time.monotonic() < deadline, self._where()
             if time.monotonic() > late:  # as the controller does: gloo sometimes loses one that waits
                 late = deadline
+                self.stuck |= set(stuck)
                 for slot in stuck:
                     self.ranks[slot].kill()
             self._hear(10)
