@@ -39,7 +39,7 @@ class Hook:
             env={name: str(self.conf)} | environment,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=30,
             stdin=subprocess.DEVNULL,
         )
         assert time.monotonic() - began < limit
