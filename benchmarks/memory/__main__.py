@@ -143,7 +143,7 @@ def iterations(pairs: int) -> None:
     sure = medians(ratios)
     usual = statistics.median(seconds for kept, seconds, _ in blocks if not kept)
     print(
-        f"iterations of {usual:.2f} s, {told['size'] / 1e6:.0f} MB copied in each, {RANKS} ranks; quartiles of the ratio "
+        f"iterations of {usual:.2f} s, {told['size'] / 1e6:.0f} MB copied in each, {RANKS} ranks; ratios: quartiles "
         f"{low:.4f}..{high:.4f}, 95 % of medians {sure[0]:.4f}..{sure[1]:.4f}"
     )
     print(f"  the processor's time of the rank that copies: {statistics.median(busy):.4f}")
