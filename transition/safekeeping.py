@@ -75,9 +75,9 @@ class Safekeeping:
         has come."""
         if message["kind"] == "fetch":
             self._came = True
-        elif message.get("none"):
+        elif message["kind"] == "cut" and message.get("none"):
             self._cuts.wanted = Wanted()  # the agent removes what there is
-        else:
+        elif message["kind"] == "cut":
             self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
