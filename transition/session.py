@@ -175,8 +175,8 @@ class Session:
         return unread
 
     def _hear(self, message: Mapping[str, Any]) -> None:
-        """What the agent says of the node's memory, in the channel's thread: who keeps this rank's state hears of cuts and
-        images, and of checkpoints' files everybody does."""
+        """What the agent says of the node's memory, in the channel's thread: of files to one alone, whoever keeps this
+        rank's state."""
         if self._kept is not None and message["kind"] not in ("save", "saved"):
             self._kept.hear(message)
         else:
