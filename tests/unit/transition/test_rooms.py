@@ -114,6 +114,35 @@ def test_a_head_that_has_grown_gets_a_larger_image(store):
     assert not room.image.path.exists()
 
 
+def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_size(tmp_path, store):
+    held: list[list[rooms.Room]] = []
+    made = []
+    for version in range(1, 8):
+        both = []
+        for shard, head in ((3, bytes(10 * PAGE)), (2, b"head")):
+            with store.take(1, ELEMENTS, len(head)) as (room,):
+                both.append(room)
+            store.seal(room, key(3, version, shard), head)
+        store.settle()
+        held.append(both)
+        if len(held) > 2:
+            for room in held.pop(0):
+                store.give_back(room)
+        made.append({path.name for path in tmp_path.iterdir()})
+    assert len(made[2]) == 6 and made[2:] == [made[2]] * 5
+
+
+def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
+    small, large = keep(store, 1.0, key(3)), None
+    with store.take(1, ELEMENTS, 10 * PAGE) as (large,):
+        pass
+    for room in (large, small):
+        store.give_back(room)
+    with store.take(1, ELEMENTS, 10 * PAGE) as (again,):
+        assert again is large
+    assert small.image.path.exists() and store.spare == 1
+
+
 @pytest.mark.parametrize(
     ("about", "here", "claims"),
     [
