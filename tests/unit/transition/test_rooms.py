@@ -133,7 +133,7 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
 
 
 def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
-    small, large = keep(store, 1.0, key(3)), None
+    small = keep(store, 1.0, key(3))
     with store.take(1, ELEMENTS, 10 * PAGE) as (large,):
         pass
     for room in (large, small):
