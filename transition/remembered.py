@@ -149,6 +149,7 @@ class Remembered:
         if generation == self._generation:
             return
         same = [slot for slot in members if slot % writer.size == writer.place]
+        keeper.drop_cuts()
         nodes, here = {self._node(slot) for slot in same}, self._node(self._slot)
         self._generation, self._writes = generation, min(slot for slot in same if self._node(slot) == here)
         wanted = min(1 + wanted_copies(), len({self._node(slot) for slot in members}))

@@ -76,7 +76,7 @@ class Safekeeping:
         if message["kind"] == "fetch":
             self._came = True
         elif message["kind"] == "cut" and message.get("none"):
-            self._cuts.wanted = Wanted()  # the agent removes what there is
+            self._cuts.wanted, self._cuts.none = Wanted(), True
         elif message["kind"] == "cut":
             self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
 
@@ -133,6 +133,9 @@ class Safekeeping:
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
         state, untrained = self._state, self._untrained.keep()
+        if self._cuts.none:
+            self.settle()
+            self._cuts.drop()
         cut = self._cuts.due(version)
         if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
             cut = self._untrained.cut(self._cuts, version)

@@ -101,7 +101,6 @@ class Keeper:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
         to the whole (:class:`transition.checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
         to make a file of it."""
-        self._drop_cuts()
         if iteration != self.cut and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
@@ -133,7 +132,6 @@ class Keeper:
     def hand_over(self, slot: int) -> None:
         """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
-        self._drop_cuts()
         newest, its = -1, -1
         for found in inventory(self.folder):
             if found.path in self._turns.paths:
@@ -145,8 +143,8 @@ class Keeper:
         with contextlib.suppress(OSError):
             self._turns.clear()
 
-    def _drop_cuts(self) -> None:
-        """The controller wants none."""
+    def drop_cuts(self) -> None:
+        """Where the controller wants none: let go of the files, and of their memory."""
         if self.none:
             self.none = False
             self._done.wait()

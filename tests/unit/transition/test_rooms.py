@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +265,22 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
     found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert {each.key.iteration: float(each.room.flat.mean()) for each in found}[8] == 8.0
     assert not said
+
+
+def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
+    cuts, flat = Cutting(tmp_path, 3, said.append), torch.ones(ELEMENTS)
+    cuts.wanted = Wanted(4)
+    assert cuts.keep(key(3, 4), b"head", flat, bytes(16))
+    cuts.drop()
+    (path,) = tmp_path.glob("cut-*")
+    path.unlink()  # as the agent does
+    mapped = Path("/proc/self/maps")
+    assert str(path) in mapped.read_text()
+    cuts.wanted, cuts.none = Wanted(), True
+    cuts.drop()
+    assert str(path) not in mapped.read_text() and not said
+    cuts.wanted = Wanted(6)
+    assert cuts.keep(key(3, 6), b"head", flat, bytes(16)) and look(path).key.iteration == 6, "and begun anew"
 
 
 def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):

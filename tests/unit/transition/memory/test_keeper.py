@@ -370,3 +370,4 @@ def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_pa
     keeper.copy(gatherer, 4, 1, WRITER)
     keeper.close()
     assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]
+    keeper.drop_cuts()
