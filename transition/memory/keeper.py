@@ -82,6 +82,7 @@ class Keeper:
         self.none = False  # no cut is to be kept, and what there is goes
         self._aside: Path | None = None  # the last copy that was to be set aside
         self._setting_aside = False
+        self.missed = False  # what was to be set aside last was not
         self._failures = self._pause = 0
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
@@ -114,7 +115,7 @@ class Keeper:
         apart = None
         if aside:
             apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
-            self._setting_aside = True
+            self._setting_aside, self.missed = True, False
         self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
@@ -170,6 +171,7 @@ class Keeper:
             try:
                 self._copy(task)
             except Exception as error:  # whatever it is, the training goes on
+                self.missed = self.missed or task.aside is not None
                 self._failed(error)
             finally:
                 if task.aside is not None:
