@@ -19,7 +19,7 @@ import threading
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -379,7 +379,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
 
 def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
-    saved: dict[str, tuple[Iterable[str], dict[str, Any]]] = {}
+    saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:
         for name, whole, offset, extent, begin, end, keys, others in file.data["index"]:
 
@@ -388,7 +388,7 @@ def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
 
             box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
             sources[name].append(parts.Source(box, begin, end, read))
-            saved[name] = [key for key in keys if key != parts.PARAMETER], others
+            saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
         parts.restore(state.model, state.optimizer, sources, saved)
     except (parts.Missing, KeyError, RuntimeError) as error:

@@ -3,6 +3,7 @@ next states do not overwrite (docs/design/sharded-optimizer.md, "Where all repli
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +21,21 @@ class Cutting:
     def __init__(self, folder: Path | None, slot: int, say: Callable[[str], None]):
         self._folder, self._slot, self._say = folder, slot, say
         self.wanted = Wanted()  # set by the channel's thread
+        self.none = False  # ... too: no cut is to be kept, and what there is goes
         self._turns: dict[str, Turns] = {}
         self._quiet = False
 
     def due(self, iteration: int) -> bool:
         """The state with which `iteration` comes next is to stay."""
         return self._folder is not None and iteration == self.wanted.at
+
+    def drop(self) -> None:
+        """Where the controller wants none: let go of the files, and of their memory. While no thread keeps one."""
+        if self.none:
+            self.none = False
+            with contextlib.suppress(OSError):
+                for turns in self._turns.values():
+                    turns.clear()
 
     def keep(self, key: Key, head: bytes, flat: torch.Tensor, sums: bytes) -> bool:
         """Copy what an image of this key holds; whether it is there. flat: of the host; sums: its checksum."""

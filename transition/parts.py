@@ -200,6 +200,14 @@ class Source(NamedTuple):
         return cls(box, begin, end, lambda key: flat)
 
 
+class Saved(NamedTuple):
+    """Of a block: the keys of its optimizer state, and what else is in that."""
+
+    box: Box
+    keys: Sequence[str]
+    others: Mapping[str, Any]
+
+
 def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
     """The block `box` of one kind (`key`), put together from parts of any layout. Shape: the box's extent.
 
@@ -263,18 +271,18 @@ def restore(
     model: Sequence[Any],
     optimizer: Any,
     sources: Mapping[str, Sequence[Source]],
-    saved: Mapping[str, tuple[Iterable[str], Mapping[str, Any]]],
+    saved: Mapping[str, Sequence[Saved]],
 ) -> None:
     """Put what `sources` (by tensor name) have into this rank's model and optimizer.
 
-    saved: tensor name -> the keys of its optimizer state, and what else is in that. Raises :class:`Missing`; then part
-    of the state may be the old one.
+    saved: by tensor name, what the optimizer had of it, where that is wanted. Raises :class:`Missing`; then part of the
+    state may be the old one.
     """
     held = _held(optimizer)
     for parameter, boxes, _ in _places(model):
         if any(box.name not in sources for box in boxes):
             raise Missing(f"{boxes[0].name} is not there")
-        keys, others = saved[boxes[0].name]
+        keys, others = _optimizers_part(boxes[0], saved)
         own = held.get(id(parameter))
         values = {
             key: torch.cat([assemble(box, key, sources[box.name]).reshape(-1) for box in boxes])
@@ -283,6 +291,11 @@ def restore(
         parameter.detach().view(-1).copy_(values[PARAMETER])
         if own is not None:
             _restore_state(own, values, keys, others)
+
+
+def _optimizers_part(box: Box, saved: Mapping[str, Sequence[Saved]]) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Of the block itself: layers that are blocks of one tensor need not all be trained."""
+    return next(((each.keys, each.others) for each in saved.get(box.name, ()) if _overlap(box, each.box)), ((), {}))
 
 
 def _restore_state(

@@ -36,7 +36,7 @@ class Remembered:
         self._came = False  # an image, since the last look
         self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
         self._cuts = False  # copies of its state may be asked for, in that generation
-        self.asked = False  # somebody wants a checkpoint
+        self._asked = False
         self.active = False
 
     def look(self, checkpoints: Checkpoints | None, start: int, writer: Writer) -> int:
@@ -74,7 +74,7 @@ class Remembered:
         if message["kind"] == "fetch":
             self._came = True
         elif message["kind"] == "save":
-            self.asked = True
+            self._asked = True
         elif message["kind"] == "saved":
             if self._checkpoints is not None:
                 self._checkpoints.newest = max(self._checkpoints.newest, int(message["iteration"]))
@@ -126,6 +126,17 @@ class Remembered:
             return False
 
     @property
+    def asked(self) -> bool:
+        """Somebody wants a checkpoint, or what was to become the last one's file could not be set aside."""
+        return self._asked or (self._keeper is not None and self._keeper.missed)
+
+    @asked.setter
+    def asked(self, asked: bool) -> None:
+        self._asked = asked
+        if self._keeper is not None:
+            self._keeper.missed = False
+
+    @property
     def filing(self) -> bool:
         """The agent is at that still."""
         return self._keeper is not None and self._keeper.filing
@@ -138,6 +149,7 @@ class Remembered:
         keeper = self._keeper
         if keeper is None:
             return
+        keeper.drop_cuts()
         self._settle(members, generation, writer)
         if self._slot == self._writes:
             keeper.copy(self._gatherer, iteration, generation, writer, aside)

@@ -71,6 +71,7 @@ class Rooms:
         self._pending: list[Room] = []
         self._worker: ThreadPoolExecutor | None = None
         self._number = 0
+        self._head_bytes = 0  # of the largest head so far: a rank's own shard has a larger one than the copies
         self._warned = False
 
     # ------------------------------------------------------------ rooms
@@ -96,15 +97,17 @@ class Rooms:
             self.discard(room)
 
     def _one(self, elements: int, head_bytes: int) -> Room:
-        while self._spare:
-            room = self._spare.pop()
-            if room.sums is not None:
-                room.sums.result()  # else it would make whole what is written by then
-                room.sums = None
+        self._head_bytes = head_bytes = max(head_bytes, self._head_bytes)  # one room is as good as the other then
+        for room in reversed(self._spare):
             if room.image is None or room.image.fits(head_bytes, room.flat.nbytes):
+                self._spare.remove(room)
+                _summed(room)
                 if room.image is not None:
                     room.image.begin()
                 return room
+        if self._spare:
+            room = self._spare.pop()
+            _summed(room)
             self.discard(room)
         size = elements * torch.float32.itemsize
         if self._folder is not None:
@@ -232,6 +235,13 @@ def claimant(key: Key, here: Sequence[int]) -> int:
     """Who uses an image that lies on a node whose slots at its place are `here`: its own slot; of a slot that is not on
     this node, or not any more, one of these, by the number of the shard."""
     return key.slot if key.slot in here else here[key.shard % len(here)]
+
+
+def _summed(room: Room) -> None:
+    """Its thread is done with it; else it would make whole what is written by then."""
+    if room.sums is not None:
+        room.sums.result()
+        room.sums = None
 
 
 def _finish(room: Room, image: Image, key: Key, head: bytes, cuts: Cutting | None) -> bytes:

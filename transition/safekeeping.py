@@ -75,9 +75,9 @@ class Safekeeping:
         has come."""
         if message["kind"] == "fetch":
             self._came = True
-        elif message.get("none"):
-            self._cuts.wanted = Wanted()  # the agent removes what there is
-        else:
+        elif message["kind"] == "cut" and message.get("none"):
+            self._cuts.wanted, self._cuts.none = Wanted(), True
+        elif message["kind"] == "cut":
             self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
@@ -106,7 +106,8 @@ class Safekeeping:
 
         lacking: this rank has not trained yet, so it needs what is not trained, too; None where that comes otherwise.
         """
-        extra = msgpack.unpackb(self.shards.adopt(base, version), strict_map_key=False)
+        whole = functools.partial(self._whole, version, lacking)
+        extra = msgpack.unpackb(self.shards.adopt(base, version, whole), strict_map_key=False)
         self._state.adopt_schedule(extra["scheduler"])
         auxiliary.adopt_biases(self._state.model, extra["biases"])
         self._state.seed, self._state.loss = int(extra["seed"]), extra["loss"]
@@ -115,9 +116,26 @@ class Safekeeping:
             self._untrained.share(has, self._process.device, self._exchange.data_parallel)
         self._confirm(version)
 
+    def _whole(self, version: int, lacking: bool | None, extra: bytes) -> bool:
+        """Collective over the members: what the shards of `version` name of what is not trained is there, too."""
+        if lacking is None:
+            return True
+        mark, untrained = msgpack.unpackb(extra, strict_map_key=False)["untrained"], self._untrained
+        has = not mark or not lacking or untrained.find(mark) is not None
+        nowhere = not untrained.somewhere(has, self._process.device, self._exchange.data_parallel)
+        if nowhere:
+            say(
+                f"training state in memory passed over: of iteration {version} what is not trained (parameters, "
+                "buffers) is in no node's memory; an older state is taken, or a checkpoint"
+            )
+        return not self._exchange.largest(int(nowhere))
+
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
         state, untrained = self._state, self._untrained.keep()
+        if self._cuts.none:
+            self.settle()
+            self._cuts.drop()
         cut = self._cuts.due(version)
         if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
             cut = self._untrained.cut(self._cuts, version)

@@ -10,7 +10,7 @@ same iteration because the commit all-reduce carries the offer that each holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class Session:
         self._checkpoints = checkpoints
         self._remembered = Remembered(self.slot, self._state)
         self._saving = Saving(checkpoints, self._remembered)
-        self._watch.on_memory = self._kept.hear if self._kept is not None else self._remembered.hear
+        self._watch.on_memory = self._hear
         unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
             self.iteration = self._remembered.look(checkpoints, start_iteration, self._writer())
@@ -173,6 +173,14 @@ class Session:
         if self._kept is not None and (saved is None or unread):
             self._kept.check_untouched()
         return unread
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        """What the agent says of the node's memory, in the channel's thread: of files to one alone, whoever keeps this
+        rank's state."""
+        if self._kept is not None and message["kind"] not in ("save", "saved"):
+            self._kept.hear(message)
+        else:
+            self._remembered.hear(message)
 
     def _join(self, current: process.Process, trained: Trained) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""

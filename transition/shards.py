@@ -85,6 +85,7 @@ class Shards:
         self._confirmed: tuple[int, int] | None = None
         self._before: tuple[int, int] | None = None  # what the next one is made from
         self._about = b""
+        self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
 
     @property
     def group(self) -> Any:
@@ -127,7 +128,7 @@ class Shards:
         except ValueError:
             model, step, header = b"of another release", 0.0, b""
         found = self._sets.get(name) or _Set(key.count, 0.0, header)
-        if model != self._model or found.count != key.count or key.shard in found.shards:
+        if model != self._model or found.count != key.count or key.shard in found.shards or name in self._passed:
             self.rooms.discard(claimed.room)
             return
         found.step = max(found.step, step)
@@ -188,22 +189,27 @@ class Shards:
 
     # ------------------------------------------------------------ adopting
     @torch.no_grad()
-    def adopt(self, base: int, version: int) -> bytes:
+    def adopt(self, base: int, version: int, whole: Callable[[bytes], bool] = lambda extra: True) -> bytes:
         """Collective, after :meth:`enter`: take up state `version` of generation `base` from whoever holds it.
 
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
         generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
         What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
         members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
+
+        whole(extra): the same in all members; where it is not, the set is let go of before anything has changed.
         """
-        self._keep_only({(base, version), self._confirmed})
-        self._before = base, version
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
         count, step, held = self._who_holds(old)
         if not any(held):
             raise Uncovered(f"nobody holds state {version} of generation {base}")
         header = self._common_header(old, next(rank for rank, shards in enumerate(held) if shards))
+        if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
+            self._pass_over((base, version))
+            raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")
+        self._keep_only({(base, version), self._confirmed})
+        self._before = base, version
         with self._rooms(1, header) as (room,):
             outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
             incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -251,6 +257,13 @@ class Shards:
     def _model(self) -> bytes:
         """The same for models whose buckets are the same."""
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
+
+    def _pass_over(self, key: tuple[int, int]) -> None:
+        """Nobody can go on from this set, so it is not said of again."""
+        self._passed.add(key)
+        if (old := self._sets.pop(key, None)) is not None:
+            for room in old.shards.values():
+                self.rooms.discard(room)
 
     def _drop_spoiled(self, old: _Set | None) -> None:
         """What memory has spoiled since it was summed is not given to anybody."""

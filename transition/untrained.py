@@ -77,8 +77,8 @@ class Untrained:
         name = re.compile(rf"{UNTRAINED}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
         return {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
 
-    def restore(self, mark: str) -> bool:
-        """Take them from an image of that mark, whoever of this node has made it; whether there was a sound one."""
+    def find(self, mark: str) -> tuple[Path, torch.Tensor] | None:
+        """A sound image of that mark and its content, whoever of this node has made it."""
         for found in inventory(self._folder) if self._folder is not None and mark else ():
             key = found.key
             if (key.kind, key.place, key.size, key.mark) != (UNTRAINED, self._place, self._size, mark):
@@ -87,27 +87,44 @@ class Untrained:
                 _, flat = contents.read(found)
                 if flat.numel() != self.bytes:
                     raise BadImage(f"{found.path}: of another model")
+                return found.path, flat
             except (BadImage, OSError) as error:
                 self._say(f"training state in memory passed over: {error}")
-                continue
-            for place, tensor in self._places(flat):
-                _raw(tensor).copy_(place)
-            if found.path in self._own(found.path.parent).values():
-                self._kept = mark
-            return True
-        return False
+        return None
 
-    def share(self, has: bool, device: torch.device, group: Any) -> None:
-        """Collective over `group`, the ranks of this place: who lacks them gets them from the first that has them;
-        where nobody has they are what the script made. Raises RuntimeError when a peer is lost or they come spoiled."""
-        if not self._tensors or dist.get_world_size(group) == 1:
-            return
+    def restore(self, mark: str) -> bool:
+        """Take them from an image of that mark; whether there was a sound one."""
+        if (found := self.find(mark)) is None:
+            return False
+        path, flat = found
+        for place, tensor in self._places(flat):
+            _raw(tensor).copy_(place)
+        if path in self._own(path.parent).values():
+            self._kept = mark
+        return True
+
+    def somewhere(self, has: bool, device: torch.device, group: Any) -> bool:
+        """Collective over `group`, the ranks of this place: one of them has them."""
+        return not self._tensors or self._first(has, device, group)[0] is not None
+
+    def _first(self, has: bool, device: torch.device, group: Any) -> tuple[int | None, bool]:
+        """The first rank of `group` that has them, and whether another one lacks them."""
         me, none = dist.get_rank(group), dist.get_world_size(group)
         said = torch.tensor([-(me if has else none), int(not has)], dtype=torch.int64, device=device)
         dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
-        source, lacking = -int(said[0]), bool(said[1])
-        if not lacking or source == none:
+        source = -int(said[0])
+        return None if source == none else source, bool(said[1])
+
+    def share(self, has: bool, device: torch.device, group: Any) -> None:
+        """Collective over `group`, the ranks of this place: who lacks them gets them from the first that has them;
+        where nobody has, as without a node's memory, they stay as they are. Raises RuntimeError when a peer is lost or
+        they come spoiled."""
+        if not self._tensors or dist.get_world_size(group) == 1:
             return
+        source, lacking = self._first(has, device, group)
+        if source is None or not lacking:
+            return
+        me = dist.get_rank(group)
         for tensor in self._tensors:
             mine = _raw(tensor).cpu().numpy().tobytes() if me == source else None
             data, sound = broadcast_bytes(mine, source, device, group)

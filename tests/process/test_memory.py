@@ -189,21 +189,30 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
 
 
-@pytest.mark.parametrize("every", ["1", "0"])
-def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, losses, every):
-    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
-    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}
-    settings = SETTINGS | saves | {"UNICRON_MEMORY_EVERY": every, "TINY_ITERATIONS": "1000"}
+@pytest.mark.parametrize(
+    ("kind", "by_agents"),
+    [
+        ({"TINY_LAYOUT": "2 1 1"}, True),
+        ({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False),
+        ({"TINY_DISTOPT": "1"}, False),
+    ],
+    ids=["memory", "nothing in memory", "distributed optimizer"],
+)
+def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
+    """SIGUSR2, of the agent or, with nothing in memory or the optimizer's shards there, of a rank: one iteration for
+    all."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"} | kind
+    settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000"}
     with Remembering(tmp_path, nodes=2, **settings) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
             agent.process.send_signal(signal.SIGUSR2)
-        job.wait(lambda: folders.whole(tmp_path / "saves"), "it is saved")
-        (saved,) = folders.whole(tmp_path / "saves")
-        job.wait(lambda: job.trains([0, 1], saved.iteration + 3), "the training goes on")
-        assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
-        word = "was saved in" if every == "1" else f"the checkpoint of iteration {saved.iteration} goes to"
+        word = "was saved in" if by_agents else "the checkpoint of iteration"
         job.wait(lambda: job.array.logs.count(word) == 2, "each node says so of its half")
+        job.wait(lambda: folders.whole(tmp_path / "saves"), "it is saved")
+        job.wait(lambda: job.trains([0, 1], folders.whole(tmp_path / "saves")[0].iteration + 3), "the training goes on")
+        assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
+    saved = folders.whole(tmp_path / "saves")[0]
     (tmp_path / "next").mkdir()
     with Remembering(
         tmp_path / "next", nodes=2, **SETTINGS | saves | {"TINY_ITERATIONS": str(saved.iteration + 3)}

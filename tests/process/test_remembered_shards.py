@@ -203,6 +203,21 @@ def test_both_holders_of_a_shard_are_lost_and_the_job_goes_on_from_the_file_and_
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+def test_where_what_is_not_trained_is_nowhere_the_shards_are_passed_over_and_the_file_is_taken(tmp_path, memory, capfd):
+    """Nobody goes on with trained parameters and with what the script has made of the others."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_FROZEN": "1"}
+    train(tmp_path / "reference", "dp", [], TINY_FROZEN="1")
+    first_life(tmp_path, memory, **saves)
+    for path in memory.glob("untrained-*"):
+        path.unlink()
+    ranks = train(tmp_path, "dp", [], UNICRON_MEMORY=str(memory), **saves)
+    plans = [plan for plan in ranks.plans if not plan.boundary]
+    assert [plan.state[1] for plan in plans[:-1]] == [HIT, HIT - 1], "each is tried once"
+    assert plans[-1].state is None and plans[-1].iteration == SAVED
+    assert capfd.readouterr().err.count("is in no node's memory") == 2 * SHAPES["dp"][2]
+    same_training(tmp_path, tmp_path / "reference", "dp")
+
+
 def test_without_room_the_job_trains_on_and_says_so_once(tmp_path, undisturbed, capfd):
     """Each rank says it."""
     train(tmp_path, "dp", [], UNICRON_MEMORY=str(tmp_path / "nothing" / "here"))

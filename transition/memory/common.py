@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,9 +176,13 @@ class World(NamedTuple):
         """By rank: from its own node if it is there, else from the node that gives least so far, whose ranks take
         turns; None where a rank's part is nowhere. The same in all ranks."""
         given: Counter[int] = Counter()
+        by_place: dict[int, list[There]] = defaultdict(list)
+        for each in images:
+            if each.size == self.size:
+                by_place[each.place].append(each)
         found = []
         for rank in range(self.size):
-            able = [each for each in images if (each.place, each.size) == (rank, self.size)]
+            able = by_place[rank]
             here = rank // self.per_node * self.per_node
             if not able:
                 return None

@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgpack
 
-from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, inventory, look
+from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, look
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
@@ -47,12 +48,12 @@ def file_head(key: Key, head: bytes) -> bytes:
 
 
 def unfinished(path: Path) -> Path:
-    """The name under which this process writes `path`."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.new")
+    """The name under which this thread writes `path`."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_native_id()}.new")
 
 
 def finished(path: Path, mark: str) -> None:
-    """The file that was written under its unfinished name, and is on disk, gets its own."""
+    """The file that this thread has written under its unfinished name, and is on disk, gets its own."""
     unfinished(path).replace(path)
     with contextlib.suppress(FileNotFoundError):
         (path.parent / f"{mark}.{DAMAGED}").unlink()
@@ -87,9 +88,13 @@ def aside_path(memory: Path, slot: int, iteration: int) -> Path:
 
 
 def set_aside(image: Path, aside: Path) -> None:
-    """The image is whole, and stays as it is under the name `aside` until that is removed. Raises OSError."""
-    with contextlib.suppress(FileExistsError):  # a process before this one came by the same iteration
-        aside.hardlink_to(image)
+    """The image is whole, and stays as it is under the name `aside` until that is removed; what has that name is
+    another one, of a process before this one that came by the same iteration. Raises OSError."""
+    new = aside.with_name(f"{aside.name}.{os.getpid()}.new")
+    new.unlink(missing_ok=True)
+    new.hardlink_to(image)
+    new.replace(aside)
+    new.unlink(missing_ok=True)  # where both were this image already, which replaces nothing
 
 
 def is_aside(image: Path) -> bool:
@@ -97,9 +102,19 @@ def is_aside(image: Path) -> bool:
     return image.stat().st_nlink > 1
 
 
-def asides(memory: Path) -> list[Found]:
-    """The images that are to become files, the oldest first."""
-    found = [each for each in inventory(memory) if each.path.name.startswith(ASIDE)]
+def asides(memory: Path, tell: Callable[[BadImage], None] = lambda error: None) -> list[Found]:
+    """The images that are to become files, the oldest first. What is none any more is removed, with a word to `tell`:
+    as long as it is there its rank sets no other one aside."""
+    found = []
+    for path in memory.glob(f"{ASIDE}*{SUFFIX}"):
+        try:
+            found.append(look(path))
+        except BadImage as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            tell(error)
+        except OSError:
+            pass  # it is gone
     return sorted(found, key=lambda each: (each.key.iteration, each.path))
 
 

@@ -82,6 +82,7 @@ class Keeper:
         self.none = False  # no cut is to be kept, and what there is goes
         self._aside: Path | None = None  # the last copy that was to be set aside
         self._setting_aside = False
+        self.missed = False  # what was to be set aside last was not
         self._failures = self._pause = 0
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
@@ -101,7 +102,6 @@ class Keeper:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
         to the whole (:class:`transition.checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
         to make a file of it."""
-        self._drop_cuts()
         if iteration != self.cut and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
@@ -115,7 +115,7 @@ class Keeper:
         apart = None
         if aside:
             apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
-            self._setting_aside = True
+            self._setting_aside, self.missed = True, False
         self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
@@ -133,7 +133,6 @@ class Keeper:
     def hand_over(self, slot: int) -> None:
         """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
         self._done.wait()
-        self._drop_cuts()
         newest, its = -1, -1
         for found in inventory(self.folder):
             if found.path in self._turns.paths:
@@ -145,8 +144,8 @@ class Keeper:
         with contextlib.suppress(OSError):
             self._turns.clear()
 
-    def _drop_cuts(self) -> None:
-        """The controller wants none."""
+    def drop_cuts(self) -> None:
+        """Where the controller wants none: let go of the files, and of their memory."""
         if self.none:
             self.none = False
             self._done.wait()
@@ -172,6 +171,7 @@ class Keeper:
             try:
                 self._copy(task)
             except Exception as error:  # whatever it is, the training goes on
+                self.missed = self.missed or task.aside is not None
                 self._failed(error)
             finally:
                 if task.aside is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transition.memory import files, folders
-from transition.memory.images import BadImage, Found, Key
+from transition.memory.images import BadImage, Found, Key, look
 from unicron_ctl.agent.memory import Memory
 from unicron_ctl.mailbox import Mailbox
 
@@ -71,7 +71,7 @@ class Files:
                 self._say("no checkpoint is written: the script gives its session no `checkpoints`")
                 self._asked = False
             return
-        for found in files.asides(memory):
+        for found in files.asides(memory, self._spoiled):
             if not self._ends.is_set():
                 self._write(found, where)
 
@@ -85,9 +85,14 @@ class Files:
         except (OSError, BadImage) as error:
             again = "the training goes on; it is tried again with the next one"
             self._said(f"couldn't save the training state of iteration {found.key.iteration}: {error}: {again}", True)
+        with contextlib.suppress(OSError, BadImage):
+            if look(found.path) == found:  # else a rank has set aside another one meanwhile
+                found.path.unlink()
         with contextlib.suppress(OSError):
-            found.path.unlink()
             folders.prune(where.folder, where.keep)
+
+    def _spoiled(self, error: BadImage) -> None:
+        self._said(f"no checkpoint is made of what was set aside: {error}: the training goes on", True)
 
     def _said(self, text: str, failing: bool) -> None:
         """What was asked for, and what is otherwise than the last time."""

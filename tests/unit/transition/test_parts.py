@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transition import parts
+from transition.checkpoint import Checkpoints, Writer
+from transition.migrate import TrainingState
 from transition.parts import PARAMETER, Box, Missing, Source, assemble
 
 
@@ -115,7 +117,7 @@ def held(model: Gated) -> list[Source]:
 @pytest.mark.parametrize(("its", "mine"), [(1, 2), (2, 1), (2, 4)])
 def test_a_gated_layer_is_two_blocks(its, mine):
     found = [source for rank in range(its) for source in held(Gated(rank, its))]
-    saved = {"fc1": ((), {})}
+    saved = {"fc1": [parts.Saved(source.box, (), {}) for source in found]}
     for rank in range(mine):
         model = Gated(rank, mine)
         wanted = model.weight.detach().clone()
@@ -123,3 +125,29 @@ def test_a_gated_layer_is_two_blocks(its, mine):
         optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
         parts.restore([model], optimizer, {"fc1": found}, saved)
         assert torch.equal(model.weight, wanted)
+
+
+def test_of_layers_that_are_blocks_of_one_tensor_one_may_be_trained_and_another_not(monkeypatch, tmp_path):
+    """As Megatron's layers are; the one that is not trained comes last."""
+
+    def training(value: float) -> TrainingState:
+        layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(2))
+        for parameter in layers.parameters():
+            torch.nn.init.constant_(parameter, value)
+        layers[1].weight.requires_grad_(False)
+        return TrainingState([SimpleNamespace(module=layers)], torch.optim.Adam([layers[0].weight]), None, seed=1)
+
+    def places(model):
+        for number, parameter in enumerate(model[0].module.parameters()):
+            yield parameter, [parts.Box("layers.weight", (2, 4), (number, 0), (1, 4))], False
+
+    monkeypatch.setattr(parts, "_places", places)
+    state, other = training(0.5), training(0.1)
+    state.model[0].module[0].weight.sum().backward()
+    state.optimizer.step()
+    state.loss = 1.0
+    Checkpoints(tmp_path).save_last(state, 1, Writer())
+    assert Checkpoints(tmp_path).load(other) == 1
+    wanted, found = (each.optimizer.state[each.model[0].module[0].weight] for each in (state, other))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
+    assert float(other.model[0].module[1].weight.mean()) == 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +113,35 @@ def test_a_head_that_has_grown_gets_a_larger_image(store):
     store.settle()
     assert larger is not room and look(larger.image.path).head_bytes == 10 * PAGE
     assert not room.image.path.exists()
+
+
+def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_size(tmp_path, store):
+    held: list[list[rooms.Room]] = []
+    made = []
+    for version in range(1, 8):
+        both = []
+        for shard, head in ((3, bytes(10 * PAGE)), (2, b"head")):
+            with store.take(1, ELEMENTS, len(head)) as (room,):
+                both.append(room)
+            store.seal(room, key(3, version, shard), head)
+        store.settle()
+        held.append(both)
+        if len(held) > 2:
+            for room in held.pop(0):
+                store.give_back(room)
+        made.append({path.name for path in tmp_path.iterdir()})
+    assert len(made[2]) == 6 and made[2:] == [made[2]] * 5
+
+
+def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
+    small = keep(store, 1.0, key(3))
+    with store.take(1, ELEMENTS, 10 * PAGE) as (large,):
+        pass
+    for room in (large, small):
+        store.give_back(room)
+    with store.take(1, ELEMENTS, 10 * PAGE) as (again,):
+        assert again is large
+    assert small.image.path.exists() and store.spare == 1
 
 
 @pytest.mark.parametrize(
@@ -235,6 +265,22 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
     found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert {each.key.iteration: float(each.room.flat.mean()) for each in found}[8] == 8.0
     assert not said
+
+
+def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
+    cuts, flat = Cutting(tmp_path, 3, said.append), torch.ones(ELEMENTS)
+    cuts.wanted = Wanted(4)
+    assert cuts.keep(key(3, 4), b"head", flat, bytes(16))
+    cuts.drop()
+    (path,) = tmp_path.glob("cut-*")
+    path.unlink()  # as the agent does
+    mapped = Path("/proc/self/maps")
+    assert str(path) in mapped.read_text()
+    cuts.wanted, cuts.none = Wanted(), True
+    cuts.drop()
+    assert str(path) not in mapped.read_text() and not said
+    cuts.wanted = Wanted(6)
+    assert cuts.keep(key(3, 6), b"head", flat, bytes(16)) and look(path).key.iteration == 6, "and begun anew"
 
 
 def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):

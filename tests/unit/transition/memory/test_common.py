@@ -53,6 +53,18 @@ def test_every_rank_gets_its_own_from_who_has_it_or_nobody_gets_anything(images)
             assert way.sender == rank
 
 
+def test_the_images_are_gone_through_once_however_many_ranks_there_are():
+    class Counted(list):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return super().__iter__()
+
+    images = Counted(there(2 * (place // 2), place, 64) for place in range(64))
+    assert len(world(64).ways(images)) == 64 and images.times == 1
+
+
 def test_what_was_spoiled_on_its_way_is_seen_and_said(capsys):
     head, data = b"head", torch.arange(40, dtype=torch.uint8)
     front = common._front((head, data)).tolist()

@@ -14,11 +14,14 @@ import torch
 
 from transition.beginnings import Beginnings, Unusable
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.exchange import Said
 from transition.memory import contents, files, images
 from transition.memory.contents import Gatherer
 from transition.memory.images import SUFFIX, BadImage, inventory, look
 from transition.memory.keeper import Keeper, Settings
 from transition.migrate import TrainingState
+from transition.remembered import Remembered
+from transition.saving import Saving
 
 WRITER = Writer(layout="TP1", loss=1.0)
 
@@ -367,6 +370,55 @@ def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_pa
         keeper.wait()
     assert [path.name for path in sorted(tmp_path.glob("cut-*"))] == ["cut-0-0.image"]
     keeper.cut, keeper.none = -1, True
+    keeper.drop_cuts()
     keeper.copy(gatherer, 4, 1, WRITER)
     keeper.close()
     assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]
+
+
+# ------------------------------------------------------------ what a session has to do with it
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
+    """Of slot 1, one of two ranks of a node."""
+    for name, value in (("UNICRON_MEMORY", str(tmp_path)), ("LOCAL_WORLD_SIZE", "2"), ("UNICRON_MEMORY_EVERY", "1")):
+        monkeypatch.setenv(name, value)
+    made = Remembered(1, training())
+    made.look(Checkpoints(tmp_path / "saves"), 0, WRITER)
+    return made
+
+
+def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path, remembered):
+    remembered.hear({"kind": "cut", "iteration": 1})
+    for iteration in (1, 2):
+        remembered.keep(iteration, [1], 1, WRITER)
+        remembered.wait()
+    kept(tmp_path, training(), 3)
+    remembered.keep(3, [0, 1], 2, WRITER)
+    assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-1-0.image"]
+    remembered.hear({"kind": "cut", "none": True})
+    remembered.keep(4, [0, 1], 2, WRITER)
+    assert not list(tmp_path.glob("*-1-*")) and "/cut-1-" not in Path("/proc/self/maps").read_text()
+    remembered.close()
+
+
+def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, remembered, monkeypatch, capsys):
+    here = [1], 1, WRITER
+    saving = Saving(Checkpoints(tmp_path / "saves"), remembered)
+    remembered.hear({"kind": "save"})
+    saving.hear(Said(save=saving.wanted))
+    assert saving.due(1) and not saving.wanted and remembered.files(*here)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(images.os, "posix_fallocate", full)
+        remembered.keep(1, *here, aside=True)
+        remembered.wait()
+        remembered.close()
+    assert not files.asides(tmp_path) and saving.wanted and not saving.busy
+    saving.begin()
+    saving.hear(Said(save=saving.wanted))
+    assert saving.due(2) and not saving.wanted, "it is asked for once"
+    assert not remembered.files(*here), "the rank writes it by itself"
+    assert "No space left" in capsys.readouterr().err

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import wait_for
 from transition.memory import files, folders
-from transition.memory.images import STATE, SUFFIX, Image, Key
+from transition.memory.images import STATE, SUFFIX, Image, Key, look
 from unicron_ctl.agent.files import Files
 from unicron_ctl.agent.memory import Memory
 from unicron_ctl.agent.place import Place
@@ -28,12 +29,12 @@ def memory(tmp_path: Path) -> Memory:
     return made
 
 
-def aside(memory: Memory, iteration: int, size: int = 100) -> Path:
-    """An image that a rank has set aside."""
+def aside(memory: Memory, iteration: int, size: int = 100, base: int = 0) -> Path:
+    """An image that a rank has set aside, of generation `base`."""
     path = memory.folder / f"state-0-{iteration % 2}{SUFFIX}"
     image = Image(path, 10, size)
     image.data[:size] = os.urandom(size)
-    image.finish(Key(STATE, 0, iteration, mark=MARK), b"head", size, b"0" * 16)
+    image.finish(Key(STATE, 0, iteration, base=base, mark=MARK), b"head", size, b"0" * 16)
     name = files.aside_path(memory.folder, 0, iteration)
     files.set_aside(path, name)
     return name
@@ -79,6 +80,49 @@ def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(me
     assert name.exists() and not list((tmp_path / "saves").glob("*/*"))
     Files(memory, lambda key: True, 0.0, print).close(20.0)
     assert not name.exists() and iterations(tmp_path / "saves") == [2]
+
+
+def test_what_is_no_image_any_more_is_said_and_goes_so_that_the_next_one_can_be_set_aside(
+    memory: Memory, tmp_path: Path
+) -> None:
+    name = aside(memory, 2)
+    name.write_bytes(b"x" + name.read_bytes()[1:])
+    said: list[str] = []
+    writer = Files(memory, lambda key: True, 0.0, said.append)
+    wait_for(lambda: not name.exists(), "it goes")
+    aside(memory, 4)
+    writer.close(20.0)
+    assert iterations(tmp_path / "saves") == [4]
+    assert len(said) == 2 and "not an image of this release" in said[0] and "iteration 4 was saved" in said[1]
+
+
+def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becomes_the_file(
+    memory: Memory, tmp_path: Path, monkeypatch
+) -> None:
+    """Of the same iteration, in another past: the name is the same."""
+    name = aside(memory, 2)
+    read, bases = files.persist, []
+
+    def replaced(found, folder, pace):
+        if not bases:
+            aside(memory, 2, base=7)
+        bases.append(found.key.base)
+        return read(found, folder, pace)
+
+    monkeypatch.setattr(files, "persist", replaced)
+    writer = Files(memory, lambda key: True, 0.0, lambda line: None)
+    wait_for(lambda: not name.exists(), "the file")
+    writer.close()
+    (path,) = (tmp_path / "saves").glob(f"*/*{SUFFIX}")
+    assert bases == [0, 7] and look(path).key.base == 7 and not list(memory.folder.glob("*.new"))
+
+
+def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Path) -> None:
+    names = [files.unfinished(tmp_path / "a")]
+    other = threading.Thread(target=lambda: names.append(files.unfinished(tmp_path / "a")))
+    other.start()
+    other.join()
+    assert len(set(names)) == 2 and all(name.name.endswith(".new") for name in names)
 
 
 def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tmp_path: Path, capfd) -> None:
