@@ -158,6 +158,8 @@ class FakeAgent:
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""
         values = {name: getattr(self.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+        if changes.get("state") == "running":  # only ranks at rest say with what they could go on
+            changes["kept"] = []
         changed = max(self.world.now, values["changed"] + 1e-6)  # no clock shows two changes at one time
         self.ranks[slot] = wire.RankStatus(**{**values, **changes, "changed": changed})
         self.status()

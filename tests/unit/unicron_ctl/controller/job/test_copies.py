@@ -20,7 +20,7 @@ class Node(FakeAgent):
 
     def ready(self, *kept: tuple[int, str]) -> None:
         for slot in self.slots:
-            self.set(slot, state="waiting", kept=list(kept or [(0, "")]))
+            self.set(slot, state="waiting", remembers=True, kept=list(kept or [(0, "")]))
 
     def has(self, iteration: int, *slots: int, mark: str = "m") -> None:
         """Images of the state of an iteration, of these slots' places."""
