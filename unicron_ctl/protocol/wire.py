@@ -101,8 +101,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     checkpoint of which the rank knows goes on; 0 before there is one, -1 where the script makes none.
     kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
     what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
-    belong together. forgets: why its state is not kept in memory. sharded: its optimizer's state is. remembers: its state as a whole is
-    one that can be kept in memory.
+    belong together. forgets: why its state is not kept in memory. sharded: its optimizer's state is. remembers: it has
+    one that is kept as a whole.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds

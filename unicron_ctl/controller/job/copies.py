@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from transition.memory.images import STATE
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
+from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import Fetching, JobView
@@ -40,12 +41,13 @@ State = tuple[int, str]  # (iteration, mark)
 @dataclass
 class Pace:
     """Of scripts without a session: what was the newest that they had saved, when, and how many a second. late: how
-    often a cut came too late for some of the ranks."""
+    often a cut came too late for some of the ranks. same: all ranks have saved the same, once it is known."""
 
     iteration: int = -1
     at: float = 0.0
     rate: float = 0.0
     late: int = 0
+    same: bool | None = None
 
 
 @dataclass
@@ -231,36 +233,29 @@ def targets(
 
 class Receivers:
     """Who could be given a copy. Whatever fails with the nodes that have the state comes last: with their switch, or
-    their block. Of the rest a hot spare whose ranks would take that place comes first, then the elements after the
-    giver's."""
+    their block. Of the rest a hot spare whose ranks would take that place comes first, then who was given least of the
+    elements after the giver's."""
 
     def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
-        self._ring = [one for one in job.alive() if one.images_at]
-        self._domains, self._all = domains, {domains.get(one.node, "") for one in self._ring}
-        self._position = {one.element: place for place, one in enumerate(self._ring)}
+        able = [one for one in job.alive() if one.images_at]
+        self._ring, self._domains = Ring(able, domains), domains
         self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
-        for one in self._ring:
+        for one in able:
             for place in {slot % job.replica for slot in one.slots} if one.element in waiting else ():
                 self._spares[place].append(one)
 
     def next(self, place: int, giver: int, has: Collection[str]) -> AgentView | None:
-        """The next one for a state of which these nodes have a copy."""
-        used = {self._domains.get(node, "") for node in has}
-        able, begin = self._spares.get(place, []), self._position.get(giver, -1) + 1
-        for avoid in (used, set[str]()) if self._all - used else (set[str](),):
-            for agents, first in (able, 0), (self._ring, begin):
-                if (found := self._first(agents, first, has, avoid)) is not None:
-                    return found
+        """The next one for a state of which these nodes have a copy; it is given one."""
+        for avoid in ({self._domains.get(node, "") for node in has}, frozenset[str]()):
+            found = self._spare(place, has, avoid) or self._ring.next(giver, has, avoid)
+            if found is not None:
+                self._ring.give(found)
+                return found
         return None
 
-    def _first(
-        self, agents: Sequence[AgentView], first: int, has: Collection[str], avoid: Collection[str]
-    ) -> AgentView | None:
-        for step in range(len(agents)):
-            one = agents[(first + step) % len(agents)]
-            if one.node not in has and self._domains.get(one.node, "") not in avoid:
-                return one
-        return None
+    def _spare(self, place: int, has: Collection[str], avoid: Collection[str]) -> AgentView | None:
+        able = (one for one in self._spares.get(place, []) if one.node not in has)
+        return next((one for one in able if self._domains.get(one.node, "") not in avoid), None)
 
 
 def holder(agent: AgentView) -> wire.Holder:

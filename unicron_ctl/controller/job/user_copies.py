@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
@@ -26,6 +26,7 @@ from unicron_ctl.controller.job.copies import (
     note_change,
     order,
 )
+from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
@@ -48,11 +49,15 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if newest is None or view.now < cuts.look_at:
         return
     cuts.look_at = view.now + LOOK_SECONDS
-    note_change(job, cuts, waiting)
+    same = newest.mark == SAME
+    if note_change(job, cuts, waiting) or same is not cuts.pace.same:
+        cuts.pace.same = same
+        cuts.targets = targets(job, view.slurm.domains, same, spares=False)
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
-    for agent in [agent for agent in job.alive() if cuts.targets and agent.cut != cuts.asked]:
-        yield agent, order(cuts, agent, 1 if newest.mark == SAME else len(agent.slots))
+    asked = bool(cuts.targets) and cuts.asked >= 0
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if asked else []:
+        yield agent, order(cuts, agent, 1 if same else len(agent.slots))
 
 
 def _newest(job: JobView) -> wire.Image | None:
@@ -76,7 +81,6 @@ def _measured(view: View, pace: Pace, iteration: int) -> bool:
 
 def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
-    cuts.targets = targets(job, view.slurm.domains, newest.mark == SAME)
     waited = view.now - cuts.asked_at
     if not cuts.targets or waited < CUT_SECONDS:
         return
@@ -98,32 +102,43 @@ def _differ(job: JobView, asked: int) -> bool:
     return len({image.iteration for image in images if image.kind == USER and image.iteration >= asked}) > 1
 
 
-def targets(job: JobView, domains: Mapping[str, str], replicated: bool = False) -> dict[int, list[wire.Holder]]:
-    """By element of the world, to whom it gives what its ranks have kept: the next ones of the world on other nodes,
-    then those that wait, and before all of these those that fail with another switch; nothing where all nodes have the
-    same and are enough. domains: node -> with what it fails."""
+def targets(
+    job: JobView, domains: Mapping[str, str], replicated: bool = False, spares: bool = True
+) -> dict[int, list[wire.Holder]]:
+    """By element of the world, to whom it gives what its ranks have kept: before all those that fail with another
+    switch, and of these first the next ones of the world on other nodes, then those that wait; nothing where all nodes
+    have the same and are enough. domains: node -> with what it fails. spares: False where a world without them could
+    not get what they have, so that they come after all of the world."""
     inside = sorted(job.state.elements(job.state.members))
     able = {agent.element: agent for agent in job.alive() if agent.images_at}
     more = job.state.settings.copies
     if replicated and len({able[element].node for element in inside if element in able}) > more:
         return {}
-    waiting = [element for element in sorted(able) if element not in inside]
+    world, members = [able[element] for element in inside if element in able], set(inside)
+    rings = Ring(world, domains), Ring([able[each] for each in sorted(able) if each not in members], domains)
     found: dict[int, list[wire.Holder]] = {}
-    for place, element in enumerate(inside):
-        if element not in able:
-            continue
-        has = {able[element].node}
+    for one in world:
+        has = {one.node}
         chosen: list[wire.Holder] = []
-        ring = [*inside[place + 1 :], *inside[:place], *waiting]
-        others = [able[other] for other in ring if other in able]
-        mine = domains.get(able[element].node, "")
-        for one in sorted(others, key=lambda one: domains.get(one.node, "") == mine):
-            if one.node not in has and len(chosen) < more:
-                has.add(one.node)
-                chosen.append(holder(one))
+        while len(chosen) < more and (to := _next(rings, one.element, has, domains, spares)) is not None:
+            has.add(to.node)
+            chosen.append(holder(to))
         if chosen:
-            found[element] = chosen
+            found[one.element] = chosen
     return found
+
+
+def _next(
+    rings: Sequence[Ring], giver: int, has: Collection[str], domains: Mapping[str, str], spares: bool
+) -> AgentView | None:
+    """Who gets the next one; rings: of the world, and of those that wait."""
+    used, none = {domains.get(node, "") for node in has}, frozenset[str]()
+    order = [(ring, avoid) for avoid in (used, none) for ring in rings]
+    for ring, avoid in order if spares else [(ring, avoid) for ring in rings for avoid in (used, none)]:
+        if (found := ring.next(giver, has, avoid)) is not None:
+            ring.give(found)
+            return found
+    return None
 
 
 # ---------------------------------------------------------------- from what the job can go on

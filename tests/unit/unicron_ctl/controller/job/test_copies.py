@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.job import copies
+from unicron_ctl.controller.job import copies, user_copies
 from unicron_ctl.protocol import wire
 
 
@@ -72,16 +72,27 @@ def test_several_replicas_in_one_node_are_one_copy():
 
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     _, agents = started(nodes=4, replica=4, copies=2)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [3, 0], [3, 0], [1, 2]]
 
 
 def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
     world, _ = started(nodes=4, replica=4)
     world.core.view.slurm.domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
     cuts = copies.targets(world.core.view.job(world.job()), {0: 1, 1: 1, 2: 1, 3: 1}, world.core.view.slurm.domains)
-    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [2], 2: [0], 3: [0]}
+    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [3], 2: [0], 3: [1]}
     two = copies.targets(world.core.view.job(world.job()), {0: 2}, world.core.view.slurm.domains)
     assert [one.element for one in two[0]] == [2, 1], "where nothing else is left another node of the same has to do"
+
+
+def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others():
+    world, _ = started(nodes=8, replica=8)
+    job = world.core.view.job(world.job())
+    domains = {f"n{number}": f"s{(number - 1) // 4}" for number in range(1, 9)}
+    ways = copies.targets(job, dict.fromkeys(range(8), 1), domains), user_copies.targets(job, domains)
+    for way in ways:
+        given = [(giver, one.element) for giver, to in way.items() for one in to]
+        assert sorted(to for _, to in given) == list(range(8)), "one each"
+        assert all(giver // 4 != to // 4 for giver, to in given), "behind the other switch"
 
 
 def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
@@ -93,11 +104,11 @@ def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_w
     world.run(2.0)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     first = agents[0].orders(wire.Cut)[-1].iteration
-    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [4], []]
+    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [0], []]
     assert all(agent.orders(wire.Cut)[-1].iteration == first for agent in agents)
     job, missing = world.core.view.job(world.job()), {0: 1, 1: 1}
     found = copies.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
-    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [2]]
+    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [3]]
 
 
 def test_a_spare_that_comes_later_is_given_copies_from_then_on():

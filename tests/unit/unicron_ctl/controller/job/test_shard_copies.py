@@ -60,7 +60,7 @@ def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
     _, agents = started(nodes=2, replica=2)
     assert told(agents) == [[1], [0]]
     _, agents = started(nodes=3, replica=3, copies=2)
-    assert told(agents) == [[1, 2], [2, 0], [0, 1]]
+    assert told(agents) == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_replicas_in_one_node_give_theirs_to_the_spare():
