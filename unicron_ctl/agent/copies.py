@@ -142,7 +142,7 @@ class Copies:
         parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED}  # which come first
         if not todo and len(parts) >= self.cut.parts:
             self._look_at = float("inf")
-        for found, holder in todo:
+        for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED):  # shards are no use without
             self._submit(_Task(found.key, holder, found), now)
 
     def finish(self, now: float) -> bool:

@@ -82,6 +82,17 @@ def test_the_folder_is_looked_at_until_all_of_the_cut_is_given_and_no_longer(sid
     assert one.copies.wait(one.now) == 0.0, "until there is another one"
 
 
+def test_what_goes_with_shards_is_given_before_them(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.image(Key("shard", slot=0, iteration=70, base=1, mark="0000a"), name="cut-shard")
+    one.image(Key("untrained", slot=0, iteration=70, mark="f00"), name="cut-untrained")
+    given: list[str] = []
+    one.copies._giving.put = lambda task: given.append(task.key.kind)
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.copies.turn(0.0)
+    assert given == ["untrained", "shard"]
+
+
 def test_what_went_through_is_measured_and_counted(sides: tuple[Side, Side]) -> None:
     one, other = sides
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))

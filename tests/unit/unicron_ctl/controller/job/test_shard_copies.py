@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
 from transition.sharding import named
+from unicron_ctl.controller.job import shard_copies
 from unicron_ctl.protocol import wire
 
 MARK, BASE = "0000a", 1
@@ -120,6 +121,11 @@ def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
     agents[0].has(20, (0, 0), (1, 0), untrained=untrained)
     agents[1].has(20, (0, 0), (1, 0), untrained=untrained)
     world.run(1.0)
+    return world, agents, lose_the_second(world, agents)
+
+
+def lose_the_second(world: World, agents: list[Node]) -> Node:
+    """Returns the one that is there instead."""
     agents[1].silent = True
     world.dead_nodes.add("n2")
     agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[wire.Shards(NAME, 23, 1, [0])])
@@ -128,7 +134,7 @@ def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
     new.register()
     new.ready()
     world.run(3.0)
-    return world, agents, new
+    return new
 
 
 def test_after_a_loss_each_shard_comes_to_a_rank_of_its_place_and_the_job_goes_back_to_it():
@@ -153,3 +159,17 @@ def test_what_goes_with_the_shards_comes_before_them():
     new.status()
     world.run(3.0)
     assert new.orders(wire.Fetch)[-1].image.kind == "shard"
+
+
+def test_a_state_of_which_nobody_has_what_goes_with_the_shards_is_passed_over_for_an_older_one():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(20, (0, 0), (1, 0), untrained=True)
+        agent.has(30, (0, 0), untrained=True)
+        agent.has(30, (1, 0))
+    world.run(1.0)
+    job = world.core.view.job(world.job())
+    assert shard_copies.newest_good(job) == shard_copies.newest_good(job, enough=False) == 20
+    new = lose_the_second(world, agents)
+    asked = {(order.image.place, order.image.iteration) for agent in (agents[0], new) for order in agent.orders(wire.Fetch)}
+    assert asked == {(0, 20), (1, 20)}
