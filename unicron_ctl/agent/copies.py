@@ -9,12 +9,15 @@ Nothing here decides, and nothing waits for a rank.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from transition.memory.cuts import CUT_PREFIX
 from transition.memory.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
@@ -27,6 +30,8 @@ from unicron_ctl.protocol import wire
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
 LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,15 @@ class _Done:
     rate: float = 0.0
 
 
-class _Lane:
+class _Lane(Generic[Item]):
     """One task after the other, in a thread that begins with the first."""
 
-    def __init__(self, perform: Callable[[_Task], None]):
+    def __init__(self, perform: Callable[[Item], None]):
         self._perform = perform
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, task: _Task) -> None:
+    def put(self, task: Item) -> None:
         self._tasks.put(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
@@ -101,6 +106,7 @@ class Copies:
         self.plain = False  # the ranks say nothing of what they keep
         self._look_at = 0.0
         self._giving, self._getting = _Lane(self._do), _Lane(self._do)
+        self._freeing, self._freed = _Lane(_unlink), itertools.count()
 
     @property
     def moved(self) -> int:
@@ -195,6 +201,7 @@ class Copies:
         self.refuse()
         self._giving.close()
         self._getting.close()
+        self._freeing.close()
         self.results.close()
 
     # ------------------------------------------------------------ inside
@@ -219,10 +226,17 @@ class Copies:
         for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none else (transfer.PREFIX,):
             for found in self._images(prefix):
                 if found.key.kind in COPIED and not needed(found.key.iteration):
-                    with contextlib.suppress(OSError):
-                        found.path.unlink()
+                    self._remove(found.path)
         self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
+
+    def _remove(self, path: Path) -> None:
+        """Nobody finds it any more. To give back the memory of a large file takes seconds, so a thread does it; where
+        that is ended in the middle, the next agent removes what is unfinished."""
+        away = path.with_name(f"{path.name}.{os.getpid()}-{next(self._freed)}.new")
+        with contextlib.suppress(OSError):
+            path.rename(away)
+            self._freeing.put(away)
 
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
@@ -253,6 +267,11 @@ class Copies:
         if (folder := self._folder()) is None:
             return 0
         return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def row(found: Found) -> wire.Image:

@@ -3,6 +3,7 @@ and lets go of what is not wanted any more."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,4 +126,21 @@ def test_when_no_copies_are_wanted_any_more_all_of_them_go(sides: tuple[Side, Si
     one.image(Key("shard", slot=0, iteration=70), name="shard")
     one.copies.obey(wire.Cut(iteration=71, none=True))
     assert one.names() == ["shard-0-0.image", "state-0-0.image"]
+    wait_for(lambda: len(list(one.folder.iterdir())) == 2, "their memory is given back")
     assert one.told == [wire.Cut(iteration=71, none=True)] and one.copies.rows(True) == []
+
+
+def test_the_agent_gives_memory_back_in_a_thread_for_that_takes_seconds(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = sides
+    threads: list[threading.Thread] = []
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda *given, **more: (threads.append(threading.current_thread()), unlink(*given, **more))[1]
+    )
+    one.image(name="copy")
+    one.copies.obey(wire.Cut(iteration=90, good=80))
+    assert one.names() == []
+    wait_for(lambda: not list(one.folder.iterdir()), "it is gone")
+    assert threads and threading.main_thread() not in threads
