@@ -45,10 +45,11 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell."""
+    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more."""
 
     task: _Task
     problem: str = ""
+    dropped: bool = False
     rate: float = 0.0
 
 
@@ -116,7 +117,7 @@ class Copies:
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:
         """Keep a cut, give it to others, and let go of older ones."""
-        if order.iteration < self.cut.iteration:
+        if order.number < self.cut.number:
             return
         self.cut, self._look_at = order, 0.0
         # Whom it goes to is not for the ranks.
@@ -167,6 +168,8 @@ class Copies:
                 self.failed += 1
                 self._not_before[mark] = now + AGAIN_SECONDS
                 self._complain(done)
+            elif done.dropped:
+                pass
             elif done.task.found is not None:
                 self._sent.add((done.task.key, done.task.holder.element))
             else:
@@ -219,15 +222,11 @@ class Copies:
     def _prune(self, order: wire.Cut) -> None:
         """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
         too, also of ranks that are no more."""
-
-        def needed(iteration: int) -> bool:
-            return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
-
         for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none else (transfer.PREFIX,):
             for found in self._images(prefix):
-                if found.key.kind in COPIED and not needed(found.key.iteration):
+                if found.key.kind in COPIED and not _needed(order, found.key.iteration):
                     self._remove(found.path)
-        self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
+        self._sent = {(key, element) for key, element in self._sent if _needed(order, key.iteration)}
         self._not_before.clear()
 
     def _remove(self, path: Path) -> None:
@@ -250,6 +249,9 @@ class Copies:
 
     # ------------------------------------------------------------ the threads
     def _do(self, task: _Task) -> None:
+        if task.found is not None and not _needed(self.cut, task.key.iteration):
+            self.results.put(_Done(task, dropped=True))
+            return
         began = time.monotonic()
         try:
             size = self._transfer(task)
@@ -267,6 +269,10 @@ class Copies:
         if (folder := self._folder()) is None:
             return 0
         return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
+
+
+def _needed(order: wire.Cut, iteration: int) -> bool:
+    return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
 
 
 def _unlink(path: Path) -> None:

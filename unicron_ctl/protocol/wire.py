@@ -236,7 +236,7 @@ class Status(Message, tag="status"):
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
-    cut: ranges.Iteration = -1  # the last Cut that the agent has heard of
+    cut: ranges.Count = 0  # the number of the last Cut that the agent has heard of
     moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
     unmoved: ranges.Count = 0  # images that came to nothing on their way; they are tried again
     rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
@@ -497,9 +497,10 @@ class Cut(Message, tag="cut"):
     """Keep the training state of `iteration` when it comes, and give it to `targets`, so many `parts` of it; of a
     script without a session the first that it saves from then on. That of `good`, which is in enough nodes, stays until
     then; older ones are not needed any more. -1: none. none: no copies are needed any more, so nothing is kept, and
-    what is there goes."""
+    what is there goes. number: the highest counts, for iterations may begin anew from an old file."""
 
     iteration: ranges.Iteration
+    number: ranges.Count = 0
     good: ranges.Iteration = -1
     parts: ranges.Count = 1
     none: bool = False

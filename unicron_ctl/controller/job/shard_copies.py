@@ -121,8 +121,8 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
         if cuts.targets:
             ask(view, job, cuts, newest_good)
         else:
-            end(job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.targets or cuts.none else []:
+            end(view, job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.number] if cuts.targets or cuts.none else []:
         yield agent, order(cuts, agent, len([slot for slot in agent.slots if slot in state.members]))
 
 

@@ -16,15 +16,17 @@ from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
     AHEAD,
     AHEAD_SECONDS,
-    CUT_LIMIT_SECONDS,
     CUT_SECONDS,
     LOOK_SECONDS,
+    MOST_LATE,
     Cuts,
     Pace,
     changed,
     holder,
+    name,
     note_change,
     order,
+    patient,
 )
 from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -34,7 +36,6 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol import wire
 
 HEARD_SECONDS = 1.0  # how old the word of an agent may be
-MOST_LATE = 10  # doublings of how far ahead a cut is named
 
 
 # ---------------------------------------------------------------- which copies are made
@@ -56,7 +57,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
     asked = bool(cuts.targets) and cuts.asked >= 0
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if asked else []:
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.number] if asked else []:
         yield agent, order(cuts, agent, 1 if same else len(agent.slots))
 
 
@@ -81,25 +82,24 @@ def _measured(view: View, pace: Pace, iteration: int) -> bool:
 
 def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
-    waited = view.now - cuts.asked_at
-    if not cuts.targets or waited < CUT_SECONDS:
+    if not cuts.targets or view.now - cuts.asked_at < CUT_SECONDS:
         return
     good = newest_good(job)
-    late = cuts.asked > good and _differ(job, cuts.asked)
-    if cuts.asked > good and waited < CUT_LIMIT_SECONDS and not late:
+    late = cuts.asked > good and len(_kept(job, cuts.asked, newest.base)) != 1 and newest.iteration > cuts.asked
+    if not late and patient(view, job, cuts, good):
         return
     pace = cuts.pace
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
     cuts.good = good if good >= 0 else newest_good(job, enough=False)
-    known = [cuts.asked, newest.iteration, *(agent.cut for agent in job.alive())]
     ahead = max(AHEAD, math.ceil((AHEAD_SECONDS + HEARD_SECONDS) * pace.rate)) << pace.late
-    cuts.asked, cuts.asked_at = 1 + max(known) + ahead, view.now
+    name(view, job, cuts, max(newest.iteration, cuts.asked) + 1 + ahead)
 
 
-def _differ(job: JobView, asked: int) -> bool:
-    """Ranks have kept different iterations for this cut."""
+def _kept(job: JobView, asked: int, base: int) -> set[int]:
+    """Which iterations the ranks of this world have kept for this cut: several, or none, where the word came too late
+    for some of them, or for all."""
     images = (image for agent in job.alive() for image in agent.images)
-    return len({image.iteration for image in images if image.kind == USER and image.iteration >= asked}) > 1
+    return {each.iteration for each in images if each.kind == USER and each.iteration >= asked and each.base == base}
 
 
 def targets(

@@ -144,3 +144,28 @@ def test_the_agent_gives_memory_back_in_a_thread_for_that_takes_seconds(
     assert one.names() == []
     wait_for(lambda: not list(one.folder.iterdir()), "it is gone")
     assert threads and threading.main_thread() not in threads
+
+
+def test_an_older_order_is_not_obeyed_and_a_newer_one_may_name_a_lower_iteration(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.copies.obey(wire.Cut(iteration=500, number=3))
+    one.copies.obey(wire.Cut(iteration=103, number=4))
+    one.copies.obey(wire.Cut(iteration=500, number=3))
+    assert one.copies.cut.iteration == 103 and [order.iteration for order in one.told] == [500, 103]
+
+
+def test_what_waits_to_be_given_of_an_older_cut_is_not_given_any_more(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    waiting: list = []
+    one.copies._giving.put = waiting.append
+    for slot, iteration in ((0, 70), (1, 80)):
+        one.image(Key("state", slot=slot, iteration=iteration, place=slot, size=2, base=1, mark="aa"))
+    one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
+    one.copies.turn(0.0)
+    assert sorted(task.key.iteration for task in waiting) == [70, 80]
+    one.copies.obey(wire.Cut(iteration=80, number=2, targets=[other.holder(1)]))
+    for task in waiting:
+        one.copies._do(task)
+    one.copies.finish(0.0)
+    assert other.names() == ["copy-1-0-80.image"]
+    assert not one.copies.failed and not one.copies._under_way

@@ -192,11 +192,36 @@ def test_what_was_lost_with_a_node_is_made_again_at_once_and_what_is_left_stays_
     assert order.iteration > first and order.good == first and elements(order) == [0]
 
 
+def test_a_job_that_falls_back_behind_its_last_cut_has_the_next_one_soon():
+    world, agents = started(nodes=2, replica=2)
+    for iteration in range(60):
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.has(agent.orders(wire.Cut)[0].iteration, 0, 1)
+    world.run(6.0)
+    high = agents[0].orders(wire.Cut)[-1]
+    assert high.iteration > 60
+    for agent in agents:
+        agent.images = []
+    other = lost(world, agents, [(10, "l")])
+    other.ready((10, "l"))
+    world.run(5.0)
+    assert agents[0].ranks[0].incarnation == 1, "its state was of no use"
+    agents[0].ready((10, "l"))
+    world.run(5.0)
+    assert world.job().phase == "running" and world.job().plan.iteration == 10
+    low = other.orders(wire.Cut)[-1]
+    assert 10 < low.iteration < 20 and low.number > high.number
+    assert agents[0].orders(wire.Cut)[-1].iteration == low.iteration
+
+
 def test_a_controller_that_was_restarted_knows_which_cut_is_good():
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
     for agent in agents:
         agent.has(first, 0, 1)
+    for iteration in range(first + 1):
+        world.iterate("1", iteration)
     world.restart()
     for agent in agents:
         agent.heard.clear()
@@ -313,6 +338,25 @@ def test_a_cut_that_gets_on_is_not_given_up():
     assert len(agents[0].orders(wire.Cut)) == 2
 
 
+def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahead():
+    world, agents = started(nodes=2, replica=2)
+    first = agents[0].orders(wire.Cut)[0].iteration
+    for iteration in range(first + copies.AHEAD + 1):
+        world.iterate("1", iteration)
+    world.run(copies.CUT_SECONDS + 2.0)
+    now, second = copies.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    assert second - now == 2 * first, "the first one was named in iteration 0"
+
+
+def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].has(40, 0, 1)
+    agents[0].has(30, 0, 1)
+    job = world.core.view.job(world.job())
+    reports = {slot: wire.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
+    assert copies.wanted(world.core.view, job, reports, None) is None
+
+
 def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
     world = World()
     agents = [Node(world, e, nodes=4, replica=2) for e in range(2)]
@@ -321,9 +365,10 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
         agent.ready()
     world.run(30.0)  # nobody else comes
     world.iterate("1", 0)
-    cut = agents[0].orders(wire.Cut)[-1].iteration
+    last = agents[0].orders(wire.Cut)[-1]
+    cut = last.number
     for agent in agents:
-        agent.has(cut, 0, 1)
+        agent.has(last.iteration, 0, 1)
     more = [Node(world, e, nodes=4, replica=2) for e in (2, 3)]
     for agent in more:
         agent.register()
@@ -338,7 +383,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
         world.iterate("1", iteration)
     world.run(2.0)
     ends = [agent.orders(wire.Cut)[-1] for agent in [*agents, *more]]
-    assert all(order.none and order.iteration == ends[0].iteration > cut for order in ends)
+    assert all(order.none and order.number == ends[0].number > cut for order in ends)
     for agent in agents:
         agent.images = []
         agent.status()

@@ -101,7 +101,6 @@ def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
 def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes():
     world, agents = started(nodes=2, replica=2)
     cut = agents[0].orders(wire.Cut)[0].iteration
-    agents[0].keeps = agents[1].keeps = cut
     agents[0].has(cut, (0, 0), (1, 0), untrained=True)
     agents[1].has(cut, (1, 0), untrained=True)
     world.run(10.0)

@@ -8,6 +8,7 @@ from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job import user_copies
+from unicron_ctl.controller.job.copies import CUT_LIMIT_SECONDS
 from unicron_ctl.protocol import wire
 
 
@@ -87,7 +88,6 @@ def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
     cut = agents[0].orders()[-1].iteration
     for agent in agents:
         agent.has(cut + 3, agent.element)
-        agent.keeps = cut
     save_on(world, agents, 8.0, begin=41)
     assert {agent.orders()[-1].iteration for agent in agents} == {cut}, "nobody has a copy yet"
     agents[0].has(cut + 3, 1)
@@ -103,8 +103,6 @@ def test_where_the_word_came_too_late_for_some_the_next_cut_is_named_at_once_and
     first = agents[0].orders()[-1].iteration
     agents[0].has(first, 0)
     agents[1].has(first + 1, 1)
-    for agent in agents:
-        agent.keeps = first
     again = save_on(world, agents, 6.0, begin=newest)
     second = agents[0].orders()[-1]
     assert second.iteration > first and second.good == -1
@@ -145,3 +143,27 @@ def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_e
     spare.register()
     save_on(world, agents, 3.0, begin=61)
     assert len(calls) == 2
+
+
+def test_a_cut_that_nobody_has_kept_is_named_anew_soon():
+    world, agents = started(2)
+    save_on(world, agents, 4.0)
+    first = agents[0].orders()[-1].iteration
+    save_on(world, agents, 8.0, begin=41)
+    assert agents[0].orders()[1].iteration > first
+
+
+def test_a_cut_whose_copies_get_on_is_given_time():
+    world, agents = started(2)
+    last = save_on(world, agents, 4.0)
+    first = agents[0].orders()[-1].iteration
+    for agent in agents:
+        agent.has(first, agent.element)
+    agents[0].images = [replace(one, bytes=int(100e9)) for one in agents[0].images]
+    for _ in range(4):
+        last = save_on(world, agents, CUT_LIMIT_SECONDS / 2, begin=last)
+        agents[0].moved += 1
+        agents[0].status()
+    assert [order.iteration for order in agents[0].orders()] == [first]
+    save_on(world, agents, CUT_LIMIT_SECONDS + 2.0, begin=last)
+    assert len(agents[0].orders()) == 2
