@@ -71,7 +71,7 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
     """Only the spare has a copy of that half, and nobody has to send it anything."""
     with Halves(tmp_path, nodes=3, UNICRON_SPARES="1", **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 1) and job.job()["spares_ready"] == 1, "two train, one is ready")
-        job.wait(lambda: job.copies("n2", 0) and job.copies("n2", 1), "a copy of each half in the spare's node")
+        job.wait(lambda: job.copies("n2", 0) and job.copies("n0", 1), "one half in the spare's node, the other in n0")
         cut = job.copies("n2", 0)[0].key.iteration
         job.wait(lambda: job.trains([0, 1], cut + 3), "some iterations more")
         assert not job.copies("n1", 0)

@@ -119,10 +119,11 @@ class Copies:
         """Keep a cut, give it to others, and let go of older ones."""
         if order.number < self.cut.number:
             return
+        back = not order.none and order.iteration < self.cut.iteration
         self.cut, self._look_at = order, 0.0
+        self._prune(order, back)
         # Whom it goes to is not for the ranks.
         self._tell(wire.Cut(iteration=order.iteration, good=order.good, none=order.none))
-        self._prune(order)
 
     def fetch(self, order: wire.Fetch, now: float) -> None:
         """Get an image, unless it is there or on its way."""
@@ -219,14 +220,19 @@ class Copies:
             self._under_way.add(mark)
             (self._getting if task.found is None else self._giving).put(task)
 
-    def _prune(self, order: wire.Cut) -> None:
+    def _prune(self, order: wire.Cut, back: bool) -> None:
         """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
-        too, also of ranks that are no more."""
-        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none else (transfer.PREFIX,):
+        too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is of later
+        iterations is of no use."""
+
+        def needed(iteration: int) -> bool:
+            return iteration == order.good if back else _needed(order, iteration)
+
+        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none or back else (transfer.PREFIX,):
             for found in self._images(prefix):
-                if found.key.kind in COPIED and not _needed(order, found.key.iteration):
+                if found.key.kind in COPIED and not needed(found.key.iteration):
                     self._remove(found.path)
-        self._sent = {(key, element) for key, element in self._sent if _needed(order, key.iteration)}
+        self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
 
     def _remove(self, path: Path) -> None:

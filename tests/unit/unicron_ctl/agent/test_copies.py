@@ -169,3 +169,14 @@ def test_what_waits_to_be_given_of_an_older_cut_is_not_given_any_more(sides: tup
     one.copies.finish(0.0)
     assert other.names() == ["copy-1-0-80.image"]
     assert not one.copies.failed and not one.copies._under_way
+
+
+def test_what_a_job_has_left_behind_when_it_went_back_goes_but_for_what_is_good(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.copies.obey(wire.Cut(iteration=500, good=480, number=1))
+    for slot, iteration in enumerate((480, 500, 90)):
+        key = Key("state", slot=slot, iteration=iteration, size=3, base=1, mark="aa")
+        one.image(key)
+        one.image(key, name="copy")
+    one.copies.obey(wire.Cut(iteration=103, good=90, number=2))
+    assert one.names() == ["copy-2-0.image", "cut-2-0.image"]
