@@ -86,6 +86,17 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
         assert job.job()["ledger_violations"] == 0
 
 
+def test_a_controller_that_is_started_again_goes_on_with_cuts_while_all_ranks_train(tmp_path: Path) -> None:
+    with Halves(tmp_path, nodes=2, **SETTINGS) as job:
+        job.both_copied()
+        job.kill()
+        there = {each: job.copies(*each)[-1].key.iteration for each in (("n0", 1), ("n1", 0))}
+        job.start()
+        for each, last in there.items():
+            job.wait(lambda each=each, last=last: job.copies(*each)[-1].key.iteration > last, "a newer copy")
+        assert not job.events("failure_detected")
+
+
 def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_path: Path) -> None:
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:
         job.both_copied()
