@@ -584,6 +584,7 @@ class Session:
             **self._remembered.status(),
             "kept": self._has(state),
             "sharded": self._kept is not None,
+            "remembers": self._remembered.active,
         }
 
     def _has(self, state: str) -> list[tuple[int, str]]:

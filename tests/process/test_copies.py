@@ -71,7 +71,7 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
     """Only the spare has a copy of that half, and nobody has to send it anything."""
     with Halves(tmp_path, nodes=3, UNICRON_SPARES="1", **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 1) and job.job()["spares_ready"] == 1, "two train, one is ready")
-        job.wait(lambda: job.copies("n2", 0) and job.copies("n2", 1), "a copy of each half in the spare's node")
+        job.wait(lambda: job.copies("n2", 0) and job.copies("n0", 1), "one half in the spare's node, the other in n0")
         cut = job.copies("n2", 0)[0].key.iteration
         job.wait(lambda: job.trains([0, 1], cut + 3), "some iterations more")
         assert not job.copies("n1", 0)
@@ -84,6 +84,17 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
         both = spare.keys() & first.keys()
         assert {i: spare[i] for i in both} == pytest.approx({i: first[i] for i in both}, rel=1e-6)
         assert job.job()["ledger_violations"] == 0
+
+
+def test_a_controller_that_is_started_again_goes_on_with_cuts_while_all_ranks_train(tmp_path: Path) -> None:
+    with Halves(tmp_path, nodes=2, **SETTINGS) as job:
+        job.both_copied()
+        job.kill()
+        there = {each: job.copies(*each)[-1].key.iteration for each in (("n0", 1), ("n1", 0))}
+        job.start()
+        for each, last in there.items():
+            job.wait(lambda each=each, last=last: job.copies(*each)[-1].key.iteration > last, "a newer copy")
+        assert not job.events("failure_detected")
 
 
 def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_path: Path) -> None:

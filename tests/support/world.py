@@ -86,7 +86,7 @@ class FakeAgent:
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[wire.Image] = []  # in its node's memory
         self.moved = 0  # bytes of images
-        self.keeps = -1  # the last cut that it was told
+        self.keeps = 0  # the number of the last cut that it was told
         self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
         world.agents.append(self)
@@ -158,6 +158,8 @@ class FakeAgent:
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""
         values = {name: getattr(self.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+        if changes.get("state") == "running":  # only ranks at rest say with what they could go on
+            changes["kept"] = []
         changed = max(self.world.now, values["changed"] + 1e-6)  # no clock shows two changes at one time
         self.ranks[slot] = wire.RankStatus(**{**values, **changes, "changed": changed})
         self.status()
@@ -193,7 +195,7 @@ class FakeAgent:
             return
         match message:
             case wire.Cut():
-                self.keeps = message.iteration
+                self.keeps = message.number
             case wire.Welcome():
                 self._relay(message.layout)
                 if message.layout and all(rank.state == "starting" for rank in self.ranks.values()):

@@ -99,7 +99,7 @@ class _Keeper:
         if self._thread is not None:
             self._thread.join()
         try:
-            turns, image = self._room(iteration, len(head), size)
+            turns, image = self._room(iteration, base, len(head), size)
             image.begin()
             data = contents.raw(image.data[:size])
             contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
@@ -112,18 +112,18 @@ class _Keeper:
         self._thread = threading.Thread(target=self._finish, args=task, name="unicron-memory")
         self._thread.start()
 
-    def _room(self, iteration: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
+    def _room(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
         """Of those that take turns; or of those for cuts, if this is one and there is room for it."""
         wanted = noted(self._world.folder)
-        if 0 <= wanted.at <= iteration and self._newest_cut() < wanted.at:
+        if 0 <= wanted.at <= iteration and self._newest_cut(base) < wanted.at:
             with contextlib.suppress(OSError):
                 return self._cuts, self._cuts.room(self._cuts.next(wanted.good), head_bytes, data_bytes)
         return self._turns, self._turns.room(self._turns.next(self.keep), head_bytes, data_bytes)
 
-    def _newest_cut(self) -> int:
-        """The newest that this rank has kept for a cut."""
-        there = inventory(self._world.folder)
-        return max((found.key.iteration for found in there if found.path in self._cuts.paths), default=-1)
+    def _newest_cut(self, base: int) -> int:
+        """The newest that this rank has kept for a cut, in this world: an earlier one may have been further."""
+        mine = (found.key for found in inventory(self._world.folder) if found.path in self._cuts.paths)
+        return max((key.iteration for key in mine if key.base == base), default=-1)
 
     def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int, data: torch.Tensor) -> None:
         image.finish(key, head, size, contents.sums(data))

@@ -9,12 +9,15 @@ Nothing here decides, and nothing waits for a rank.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from transition.memory.cuts import CUT_PREFIX
 from transition.memory.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
@@ -28,6 +31,8 @@ CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
 LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class _Task:
@@ -40,22 +45,23 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell."""
+    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more."""
 
     task: _Task
     problem: str = ""
+    dropped: bool = False
     rate: float = 0.0
 
 
-class _Lane:
+class _Lane(Generic[Item]):
     """One task after the other, in a thread that begins with the first."""
 
-    def __init__(self, perform: Callable[[_Task], None]):
+    def __init__(self, perform: Callable[[Item], None]):
         self._perform = perform
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, task: _Task) -> None:
+    def put(self, task: Item) -> None:
         self._tasks.put(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
@@ -101,6 +107,7 @@ class Copies:
         self.plain = False  # the ranks say nothing of what they keep
         self._look_at = 0.0
         self._giving, self._getting = _Lane(self._do), _Lane(self._do)
+        self._freeing, self._freed = _Lane(_unlink), itertools.count()
 
     @property
     def moved(self) -> int:
@@ -110,12 +117,13 @@ class Copies:
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:
         """Keep a cut, give it to others, and let go of older ones."""
-        if order.iteration < self.cut.iteration:
+        if order.number < self.cut.number:
             return
+        back = not order.none and order.iteration < self.cut.iteration
         self.cut, self._look_at = order, 0.0
+        self._prune(order, back)
         # Whom it goes to is not for the ranks.
         self._tell(wire.Cut(iteration=order.iteration, good=order.good, none=order.none))
-        self._prune(order)
 
     def fetch(self, order: wire.Fetch, now: float) -> None:
         """Get an image, unless it is there or on its way."""
@@ -142,7 +150,7 @@ class Copies:
         parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED}  # which come first
         if not todo and len(parts) >= self.cut.parts:
             self._look_at = float("inf")
-        for found, holder in todo:
+        for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED):  # shards are no use without
             self._submit(_Task(found.key, holder, found), now)
 
     def finish(self, now: float) -> bool:
@@ -161,6 +169,8 @@ class Copies:
                 self.failed += 1
                 self._not_before[mark] = now + AGAIN_SECONDS
                 self._complain(done)
+            elif done.dropped:
+                pass
             elif done.task.found is not None:
                 self._sent.add((done.task.key, done.task.holder.element))
             else:
@@ -195,6 +205,7 @@ class Copies:
         self.refuse()
         self._giving.close()
         self._getting.close()
+        self._freeing.close()
         self.results.close()
 
     # ------------------------------------------------------------ inside
@@ -209,20 +220,28 @@ class Copies:
             self._under_way.add(mark)
             (self._getting if task.found is None else self._giving).put(task)
 
-    def _prune(self, order: wire.Cut) -> None:
+    def _prune(self, order: wire.Cut, back: bool) -> None:
         """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
-        too, also of ranks that are no more."""
+        too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is of later
+        iterations is of no use."""
 
         def needed(iteration: int) -> bool:
-            return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
+            return iteration == order.good if back else _needed(order, iteration)
 
-        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none else (transfer.PREFIX,):
+        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none or back else (transfer.PREFIX,):
             for found in self._images(prefix):
                 if found.key.kind in COPIED and not needed(found.key.iteration):
-                    with contextlib.suppress(OSError):
-                        found.path.unlink()
+                    self._remove(found.path)
         self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
+
+    def _remove(self, path: Path) -> None:
+        """Nobody finds it any more. To give back the memory of a large file takes seconds, so a thread does it; where
+        that is ended in the middle, the next agent removes what is unfinished."""
+        away = path.with_name(f"{path.name}.{os.getpid()}-{next(self._freed)}.new")
+        with contextlib.suppress(OSError):
+            path.rename(away)
+            self._freeing.put(away)
 
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
@@ -236,6 +255,9 @@ class Copies:
 
     # ------------------------------------------------------------ the threads
     def _do(self, task: _Task) -> None:
+        if task.found is not None and not _needed(self.cut, task.key.iteration):
+            self.results.put(_Done(task, dropped=True))
+            return
         began = time.monotonic()
         try:
             size = self._transfer(task)
@@ -253,6 +275,15 @@ class Copies:
         if (folder := self._folder()) is None:
             return 0
         return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
+
+
+def _needed(order: wire.Cut, iteration: int) -> bool:
+    return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def row(found: Found) -> wire.Image:

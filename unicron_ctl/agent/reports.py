@@ -79,7 +79,7 @@ class Reports:
                 answer=agreement.asks(now),
                 agreed=agreement.agreed,
                 over=agreement.over,
-                cut=self._copies.cut.iteration,
+                cut=self._copies.cut.number,
                 moved=self._copies.moved,
                 unmoved=self._copies.failed,
                 rates=dict(self._copies.rates),

@@ -101,7 +101,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     checkpoint of which the rank knows goes on; 0 before there is one, -1 where the script makes none.
     kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
     what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
-    belong together. forgets: why its state is not kept in memory. sharded: its optimizer's state is.
+    belong together. forgets: why its state is not kept in memory. sharded: its optimizer's state is. remembers: it has
+    one that is kept as a whole.
     phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
@@ -139,6 +140,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     kept: Annotated[list[tuple[ranges.Iteration, ranges.Kind]], Meta(max_length=ranges.MOST_COPIES)] = []
     forgets: ranges.Kind = ""
     sharded: bool = False
+    remembers: bool = False
 
     @property
     def end(self) -> Exit | None:
@@ -234,7 +236,7 @@ class Status(Message, tag="status"):
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
-    cut: ranges.Iteration = -1  # the last Cut that the agent has heard of
+    cut: ranges.Count = 0  # the number of the last Cut that the agent has heard of
     moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
     unmoved: ranges.Count = 0  # images that came to nothing on their way; they are tried again
     rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
@@ -495,9 +497,10 @@ class Cut(Message, tag="cut"):
     """Keep the training state of `iteration` when it comes, and give it to `targets`, so many `parts` of it; of a
     script without a session the first that it saves from then on. That of `good`, which is in enough nodes, stays until
     then; older ones are not needed any more. -1: none. none: no copies are needed any more, so nothing is kept, and
-    what is there goes."""
+    what is there goes. number: the highest counts, for iterations may begin anew from an old file."""
 
     iteration: ranges.Iteration
+    number: ranges.Count = 0
     good: ranges.Iteration = -1
     parts: ranges.Count = 1
     none: bool = False

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from transition.memory.images import STATE
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
+from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import Fetching, JobView
@@ -29,6 +30,7 @@ LOOK_SECONDS = 0.5  # between two looks whether it is good
 CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
+MOST_LATE = 6  # doublings of that, where the word has come too late
 FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0
 FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
@@ -39,23 +41,25 @@ State = tuple[int, str]  # (iteration, mark)
 
 @dataclass
 class Pace:
-    """Of scripts without a session: what was the newest that they had saved, when, and how many a second. late: how
-    often a cut came too late for some of the ranks."""
+    """late: how often a cut came too late for ranks. Of scripts without a session also what was the newest that they
+    had saved, when, and how many a second. same: all ranks have saved the same, once it is known."""
 
     iteration: int = -1
     at: float = 0.0
     rate: float = 0.0
     late: int = 0
+    same: bool | None = None
 
 
 @dataclass
 class Cuts:
-    """What is remembered for now of one job's: the last that was asked for, and when; the newest from which it can go
-    on; and, of those who were there at the last look, in how many more nodes which places are to be, and who gives what
-    he has to whom. moved: bytes of images that all agents together had moved, and when that rose last. none: nobody is
-    to keep any."""
+    """What is remembered for now of one job's: the last that was asked for, its number, and when; the newest from which
+    it can go on; and, of those who were there at the last look, in how many more nodes which places are to be, and who
+    gives what he has to whom. moved: bytes of images that all agents together had moved, and when that rose last. none:
+    nobody is to keep any."""
 
     asked: int = -1
+    number: int = 0
     asked_at: float = 0.0
     moved: int = 0
     moved_at: float = 0.0
@@ -139,8 +143,8 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
         if cuts.wanting:
             ask(view, job, cuts)
         else:
-            end(job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.wanting or cuts.none else []:
+            end(view, job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.number] if cuts.wanting or cuts.none else []:
         places = {slot % job.replica for slot in agent.slots if slot in state.members}
         yield agent, order(cuts, agent, len(places))
 
@@ -148,9 +152,9 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
 def order(cuts: Cuts, agent: AgentView, parts: int) -> wire.Cut:
     """What an agent is told. parts: of the state that its ranks keep."""
     if cuts.none:
-        return wire.Cut(iteration=cuts.asked, none=True)
+        return wire.Cut(iteration=cuts.asked, number=cuts.number, none=True)
     to = cuts.targets.get(agent.element, [])
-    return wire.Cut(iteration=cuts.asked, good=cuts.good, targets=to, parts=parts)
+    return wire.Cut(iteration=cuts.asked, number=cuts.number, good=cuts.good, targets=to, parts=parts)
 
 
 def changed(job: JobView, cuts: Cuts) -> bool:
@@ -166,29 +170,60 @@ def note_change(job: JobView, cuts: Cuts, waiting: Sequence[int]) -> bool:
     there = job.state.plan.generation, *agents, *waiting
     if there == cuts.there:
         return False
-    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, job.state.iteration, False
+    if changed(job, cuts):
+        cuts.asked = -1  # its iterations may be lower
+    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, reached(job), False
     return True
 
 
 def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = newest_good) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
-    waited = view.now - cuts.asked_at
-    if waited < CUT_SECONDS:
+    if view.now - cuts.asked_at < CUT_SECONDS:
         return
-    moved, good = sum(agent.moved for agent in job.alive()), newest_good(job)
+    good, pace = newest_good(job), cuts.pace
+    late = _missed(job, cuts)
+    if not late and patient(view, job, cuts, good):
+        return
+    pace.late = min(MOST_LATE, pace.late + 1) if late else 0
+    cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
+    ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3))) << pace.late
+    name(view, job, cuts, max(reached(job), cuts.asked + 1) + ahead)
+
+
+def patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
+    """The last cut is given time: it is not good yet, and as long as bytes of images move it may become so."""
+    moved, waited = sum(agent.moved for agent in job.alive()), view.now - cuts.asked_at
     if moved != cuts.moved:
         cuts.moved, cuts.moved_at = moved, view.now
     still = view.now - max(cuts.asked_at, cuts.moved_at)
-    if cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job):
-        return
-    cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
-    ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3)))
-    cuts.asked, cuts.asked_at = max(job.state.iteration + 1 + ahead, 1 + _newest(job, cuts)), view.now
+    return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job)
 
 
-def _newest(job: JobView, cuts: Cuts) -> int:
-    """The last cut that anybody has heard of."""
-    return max([cuts.asked, *(agent.cut for agent in job.alive())])
+def _missed(job: JobView, cuts: Cuts) -> bool:
+    """Ranks are past the last cut, and nobody has kept anything of it."""
+    if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD:
+        return False
+    return not any(image.iteration == cuts.asked for agent in job.alive() for image in agent.images)
+
+
+def reached(job: JobView) -> int:
+    """The iteration that the first ranks are in, in this generation: it may have gone back behind what is on record."""
+    said = (
+        [0]
+        if job.state.plan is None
+        else [
+            status.iteration
+            for _, slot, status in job.all_ranks()
+            if slot in job.state.members and status.generation == job.state.plan.generation
+        ]
+    )
+    return max([job.live.stepped.iteration + 1, *said])
+
+
+def name(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
+    """This one is the cut from now on, for all who have heard of others."""
+    cuts.asked, cuts.asked_at = iteration, view.now
+    cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
 
 
 def _seconds(job: JobView) -> float:
@@ -198,14 +233,15 @@ def _seconds(job: JobView) -> float:
     return max(sizes, default=0) / nearest.usual(job.alive())
 
 
-def end(job: JobView, cuts: Cuts) -> None:
+def end(view: View, job: JobView, cuts: Cuts) -> None:
     """The job has grown: every place is in enough nodes that train it, and has been for a while. Copies only take
     memory then."""
     agents = job.alive()
     left = any(agent.images for agent in agents)
     able = (job.live.remembers or job.live.sharded) and all(agent.images_at for agent in agents)
-    if not cuts.none and left and able and job.state.iteration > cuts.since + AHEAD:
-        cuts.none, cuts.good, cuts.asked = True, -1, 1 + _newest(job, cuts)
+    if not cuts.none and left and able and reached(job) > cuts.since + AHEAD:
+        cuts.none, cuts.good = True, -1
+        name(view, job, cuts, -1)
 
 
 def targets(
@@ -231,36 +267,29 @@ def targets(
 
 class Receivers:
     """Who could be given a copy. Whatever fails with the nodes that have the state comes last: with their switch, or
-    their block. Of the rest a hot spare whose ranks would take that place comes first, then the elements after the
-    giver's."""
+    their block. Of the rest a hot spare whose ranks would take that place comes first, then who was given least of the
+    elements after the giver's."""
 
     def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
-        self._ring = [one for one in job.alive() if one.images_at]
-        self._domains, self._all = domains, {domains.get(one.node, "") for one in self._ring}
-        self._position = {one.element: place for place, one in enumerate(self._ring)}
+        able = [one for one in job.alive() if one.images_at]
+        self._ring, self._domains = Ring(able, domains), domains
         self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
-        for one in self._ring:
+        for one in able:
             for place in {slot % job.replica for slot in one.slots} if one.element in waiting else ():
                 self._spares[place].append(one)
 
     def next(self, place: int, giver: int, has: Collection[str]) -> AgentView | None:
-        """The next one for a state of which these nodes have a copy."""
-        used = {self._domains.get(node, "") for node in has}
-        able, begin = self._spares.get(place, []), self._position.get(giver, -1) + 1
-        for avoid in (used, set[str]()) if self._all - used else (set[str](),):
-            for agents, first in (able, 0), (self._ring, begin):
-                if (found := self._first(agents, first, has, avoid)) is not None:
-                    return found
+        """The next one for a state of which these nodes have a copy; it is given one."""
+        for avoid in ({self._domains.get(node, "") for node in has}, frozenset[str]()):
+            found = self._spare(place, has, avoid) or self._ring.next(giver, has, avoid)
+            if found is not None:
+                self._ring.give(found)
+                return found
         return None
 
-    def _first(
-        self, agents: Sequence[AgentView], first: int, has: Collection[str], avoid: Collection[str]
-    ) -> AgentView | None:
-        for step in range(len(agents)):
-            one = agents[(first + step) % len(agents)]
-            if one.node not in has and self._domains.get(one.node, "") not in avoid:
-                return one
-        return None
+    def _spare(self, place: int, has: Collection[str], avoid: Collection[str]) -> AgentView | None:
+        able = (one for one in self._spares.get(place, []) if one.node not in has)
+        return next((one for one in able if self._domains.get(one.node, "") not in avoid), None)
 
 
 def holder(agent: AgentView) -> wire.Holder:
@@ -331,6 +360,6 @@ def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: F
             return None
         missing = [place for place in range(size) if place not in ranks[one]]
         ways = nearest.ways(job, reports, missing, there[one], view.slurm.domains)
-        if ways:
-            return Wanted(one, ways)
+        if ways or not missing:
+            return Wanted(one, ways) if ways else None
     return None

@@ -77,6 +77,16 @@ def untrained(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
     return found
 
 
+def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
+    """Places of which something goes with the shards, and nobody has what goes with those of this version."""
+    versions: dict[int, set[int]] = defaultdict(set)
+    for agent in agents:
+        for image in agent.images:
+            if image.kind == UNTRAINED:
+                versions[image.place].add(image.iteration)
+    return {place for place, there in versions.items() if version not in there}
+
+
 def _number(mark: str) -> int | None:
     try:
         return int(mark, 16) if len(mark) == MARK_BITS // 4 else None
@@ -92,7 +102,8 @@ def newest_good(job: JobView, enough: bool = True) -> int:
     whole = [-1]
     for state, parts in images(agents).items():
         there = [*parts.values(), *untrained(agents, state.version).values()]
-        if len(parts) == size * state.ways and all(len(nodes) >= most for nodes in there):
+        complete = len(parts) == size * state.ways and not incomplete(agents, state.version)
+        if complete and all(len(nodes) >= most for nodes in there):
             whole.append(state.version)
     return max(whole)
 
@@ -110,8 +121,8 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
         if cuts.targets:
             ask(view, job, cuts, newest_good)
         else:
-            end(job, cuts)
-    for agent in [agent for agent in job.alive() if agent.cut != cuts.asked] if cuts.targets or cuts.none else []:
+            end(view, job, cuts)
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.number] if cuts.targets or cuts.none else []:
         yield agent, order(cuts, agent, len([slot for slot in agent.slots if slot in state.members]))
 
 
@@ -124,17 +135,18 @@ def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: F
         if found is not None and state.version <= found.iteration:
             return None
         ways = _ways(view, job, reports, state, there[state])
-        if ways:
-            return Wanted((state.version, f"{state.base:x}"), ways)
+        if ways is not None:
+            return Wanted((state.version, f"{state.base:x}"), ways) if ways else None
     return None
 
 
 def _ways(
     view: View, job: JobView, reports: Mapping[int, RankStatus], state: State, there: Mapping[Part, Where]
-) -> list[nearest.Way]:
-    """How the ranks get all shards of this state that they lack; nothing where that cannot be. What goes with the
-    shards comes first: a rank that has them begins."""
-    besides = untrained((agent for agent in job.alive() if agent.images_at), state.version)
+) -> list[nearest.Way] | None:
+    """How the ranks get all shards of this state that they lack; None where that cannot be. What goes with the shards
+    comes first: a rank that has them begins."""
+    sources = [agent for agent in job.alive() if agent.images_at]
+    besides, without = untrained(sources, state.version), incomplete(sources, state.version)
     load, ways = nearest.Load(), []
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]
@@ -142,8 +154,8 @@ def _ways(
         agents = [agent for slot in able if (agent := job.agent(slot)) is not None]
         for shard in (shard for shard in range(state.ways) if shard not in have):
             where = there.get((place, shard), {})
-            if not where or not agents:
-                return []
+            if not where or not agents or place in without:
+                return None
             receiver = next((agent for agent in agents if agent.node in where), agents[shard % len(agents)])
             first = besides.get(place, {})
             source = first if first and receiver.node not in first else where

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
     AHEAD,
     AHEAD_SECONDS,
-    CUT_LIMIT_SECONDS,
     CUT_SECONDS,
     LOOK_SECONDS,
+    MOST_LATE,
     Cuts,
     Pace,
     changed,
     holder,
+    name,
     note_change,
     order,
+    patient,
 )
+from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.live import JobView
@@ -33,7 +36,6 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol import wire
 
 HEARD_SECONDS = 1.0  # how old the word of an agent may be
-MOST_LATE = 10  # doublings of how far ahead a cut is named
 
 
 # ---------------------------------------------------------------- which copies are made
@@ -48,11 +50,15 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if newest is None or view.now < cuts.look_at:
         return
     cuts.look_at = view.now + LOOK_SECONDS
-    note_change(job, cuts, waiting)
+    same = newest.mark == SAME
+    if note_change(job, cuts, waiting) or same is not cuts.pace.same:
+        cuts.pace.same = same
+        cuts.targets = targets(job, view.slurm.domains, same, spares=False)
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
-    for agent in [agent for agent in job.alive() if cuts.targets and agent.cut != cuts.asked]:
-        yield agent, order(cuts, agent, 1 if newest.mark == SAME else len(agent.slots))
+    asked = bool(cuts.targets) and cuts.asked >= 0
+    for agent in [agent for agent in job.alive() if agent.cut != cuts.number] if asked else []:
+        yield agent, order(cuts, agent, 1 if same else len(agent.slots))
 
 
 def _newest(job: JobView) -> wire.Image | None:
@@ -76,54 +82,63 @@ def _measured(view: View, pace: Pace, iteration: int) -> bool:
 
 def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
     """Name another cut where the last one is good, or has come to nothing."""
-    cuts.targets = targets(job, view.slurm.domains, newest.mark == SAME)
-    waited = view.now - cuts.asked_at
-    if not cuts.targets or waited < CUT_SECONDS:
+    if not cuts.targets or view.now - cuts.asked_at < CUT_SECONDS:
         return
     good = newest_good(job)
-    late = cuts.asked > good and _differ(job, cuts.asked)
-    if cuts.asked > good and waited < CUT_LIMIT_SECONDS and not late:
+    late = cuts.asked > good and len(_kept(job, cuts.asked, newest.base)) != 1 and newest.iteration > cuts.asked
+    if not late and patient(view, job, cuts, good):
         return
     pace = cuts.pace
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
     cuts.good = good if good >= 0 else newest_good(job, enough=False)
-    known = [cuts.asked, newest.iteration, *(agent.cut for agent in job.alive())]
     ahead = max(AHEAD, math.ceil((AHEAD_SECONDS + HEARD_SECONDS) * pace.rate)) << pace.late
-    cuts.asked, cuts.asked_at = 1 + max(known) + ahead, view.now
+    name(view, job, cuts, max(newest.iteration, cuts.asked) + 1 + ahead)
 
 
-def _differ(job: JobView, asked: int) -> bool:
-    """Ranks have kept different iterations for this cut."""
+def _kept(job: JobView, asked: int, base: int) -> set[int]:
+    """Which iterations the ranks of this world have kept for this cut: several, or none, where the word came too late
+    for some of them, or for all."""
     images = (image for agent in job.alive() for image in agent.images)
-    return len({image.iteration for image in images if image.kind == USER and image.iteration >= asked}) > 1
+    return {each.iteration for each in images if each.kind == USER and each.iteration >= asked and each.base == base}
 
 
-def targets(job: JobView, domains: Mapping[str, str], replicated: bool = False) -> dict[int, list[wire.Holder]]:
-    """By element of the world, to whom it gives what its ranks have kept: the next ones of the world on other nodes,
-    then those that wait, and before all of these those that fail with another switch; nothing where all nodes have the
-    same and are enough. domains: node -> with what it fails."""
+def targets(
+    job: JobView, domains: Mapping[str, str], replicated: bool = False, spares: bool = True
+) -> dict[int, list[wire.Holder]]:
+    """By element of the world, to whom it gives what its ranks have kept: before all those that fail with another
+    switch, and of these first the next ones of the world on other nodes, then those that wait; nothing where all nodes
+    have the same and are enough. domains: node -> with what it fails. spares: False where a world without them could
+    not get what they have, so that they come after all of the world."""
     inside = sorted(job.state.elements(job.state.members))
     able = {agent.element: agent for agent in job.alive() if agent.images_at}
     more = job.state.settings.copies
     if replicated and len({able[element].node for element in inside if element in able}) > more:
         return {}
-    waiting = [element for element in sorted(able) if element not in inside]
+    world, members = [able[element] for element in inside if element in able], set(inside)
+    rings = Ring(world, domains), Ring([able[each] for each in sorted(able) if each not in members], domains)
     found: dict[int, list[wire.Holder]] = {}
-    for place, element in enumerate(inside):
-        if element not in able:
-            continue
-        has = {able[element].node}
+    for one in world:
+        has = {one.node}
         chosen: list[wire.Holder] = []
-        ring = [*inside[place + 1 :], *inside[:place], *waiting]
-        others = [able[other] for other in ring if other in able]
-        mine = domains.get(able[element].node, "")
-        for one in sorted(others, key=lambda one: domains.get(one.node, "") == mine):
-            if one.node not in has and len(chosen) < more:
-                has.add(one.node)
-                chosen.append(holder(one))
+        while len(chosen) < more and (to := _next(rings, one.element, has, domains, spares)) is not None:
+            has.add(to.node)
+            chosen.append(holder(to))
         if chosen:
-            found[element] = chosen
+            found[one.element] = chosen
     return found
+
+
+def _next(
+    rings: Sequence[Ring], giver: int, has: Collection[str], domains: Mapping[str, str], spares: bool
+) -> AgentView | None:
+    """Who gets the next one; rings: of the world, and of those that wait."""
+    used, none = {domains.get(node, "") for node in has}, frozenset[str]()
+    order = [(ring, avoid) for avoid in (used, none) for ring in rings]
+    for ring, avoid in order if spares else [(ring, avoid) for ring in rings for avoid in (used, none)]:
+        if (found := ring.next(giver, has, avoid)) is not None:
+            ring.give(found)
+            return found
+    return None
 
 
 # ---------------------------------------------------------------- from what the job can go on

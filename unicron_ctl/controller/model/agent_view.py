@@ -76,8 +76,8 @@ class AgentView:
     images_at: str = ""
     token: str = ""
     """host:port at which it takes and gives images of the training state, and what that takes."""
-    cut: int = -1
-    """The last cut that it has heard of."""
+    cut: int = 0
+    """The number of the last cut that it has heard of."""
     images: list[Image] = field(default_factory=list)
     """What lies in its node's memory."""
     saved: Image | None = None

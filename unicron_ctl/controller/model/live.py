@@ -122,7 +122,7 @@ class LiveJob:
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
     remembers: bool = False
-    """Its ranks say with which states of their places they could go on: they keep them whole, and in memory."""
+    """Its ranks keep the states of their places whole, and in memory."""
     sharded: bool = False
     """Its ranks have a distributed optimizer's state in shards."""
     fetching: Fetching = field(default_factory=lambda: Fetching())
@@ -134,7 +134,7 @@ class LiveJob:
             rank = agent.ranks.get(slot)
             if rank is not None and rank.state in READY:
                 self.replica, self.layout = rank.replica, rank.layout
-                self.remembers = self.remembers or bool(rank.kept)
+                self.remembers = self.remembers or rank.remembers
                 self.sharded = self.sharded or rank.sharded
 
 

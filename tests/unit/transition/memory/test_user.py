@@ -11,6 +11,7 @@ import torch
 
 import transition.memory
 from transition.memory import user
+from transition.memory.cuts import Wanted, note
 from transition.memory.images import inventory, look
 
 
@@ -118,3 +119,20 @@ def test_where_there_is_no_room_it_is_said_once_and_tried_again(memory, monkeypa
     transition.memory.save({"x": torch.zeros(4)}, 3)
     written()
     assert transition.memory.load().iteration == 3
+
+
+def test_a_world_that_begins_behind_an_earlier_ones_cut_keeps_its_own(memory, monkeypatch):
+    def kept() -> list[tuple[int, int]]:
+        written()
+        return sorted((each.key.base, each.key.iteration) for each in inventory(memory) if each.path.name[:4] == "cut-")
+
+    note(memory, Wanted(500))
+    monkeypatch.setenv("UNICRON_GENERATION", "1")
+    transition.memory.save({"x": 1}, 500)
+    assert kept() == [(1, 500)]
+    note(memory, Wanted(103))
+    monkeypatch.setenv("UNICRON_GENERATION", "2")
+    transition.memory.save({"x": 1}, 103)
+    assert kept() == [(1, 500), (2, 103)]
+    transition.memory.save({"x": 1}, 104)
+    assert kept() == [(1, 500), (2, 103)], "one for each"

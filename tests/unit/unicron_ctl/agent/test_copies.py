@@ -3,6 +3,7 @@ and lets go of what is not wanted any more."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def test_the_folder_is_looked_at_until_all_of_the_cut_is_given_and_no_longer(sid
     assert one.copies.wait(one.now) == 0.0, "until there is another one"
 
 
+def test_what_goes_with_shards_is_given_before_them(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.image(Key("shard", slot=0, iteration=70, base=1, mark="0000a"), name="cut-shard")
+    one.image(Key("untrained", slot=0, iteration=70, mark="f00"), name="cut-untrained")
+    given: list[str] = []
+    one.copies._giving.put = lambda task: given.append(task.key.kind)
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.copies.turn(0.0)
+    assert given == ["untrained", "shard"]
+
+
 def test_what_went_through_is_measured_and_counted(sides: tuple[Side, Side]) -> None:
     one, other = sides
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
@@ -114,4 +126,57 @@ def test_when_no_copies_are_wanted_any_more_all_of_them_go(sides: tuple[Side, Si
     one.image(Key("shard", slot=0, iteration=70), name="shard")
     one.copies.obey(wire.Cut(iteration=71, none=True))
     assert one.names() == ["shard-0-0.image", "state-0-0.image"]
+    wait_for(lambda: len(list(one.folder.iterdir())) == 2, "their memory is given back")
     assert one.told == [wire.Cut(iteration=71, none=True)] and one.copies.rows(True) == []
+
+
+def test_the_agent_gives_memory_back_in_a_thread_for_that_takes_seconds(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = sides
+    threads: list[threading.Thread] = []
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda *given, **more: (threads.append(threading.current_thread()), unlink(*given, **more))[1]
+    )
+    one.image(name="copy")
+    one.copies.obey(wire.Cut(iteration=90, good=80))
+    assert one.names() == []
+    wait_for(lambda: not list(one.folder.iterdir()), "it is gone")
+    assert threads and threading.main_thread() not in threads
+
+
+def test_an_older_order_is_not_obeyed_and_a_newer_one_may_name_a_lower_iteration(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.copies.obey(wire.Cut(iteration=500, number=3))
+    one.copies.obey(wire.Cut(iteration=103, number=4))
+    one.copies.obey(wire.Cut(iteration=500, number=3))
+    assert one.copies.cut.iteration == 103 and [order.iteration for order in one.told] == [500, 103]
+
+
+def test_what_waits_to_be_given_of_an_older_cut_is_not_given_any_more(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    waiting: list = []
+    one.copies._giving.put = waiting.append
+    for slot, iteration in ((0, 70), (1, 80)):
+        one.image(Key("state", slot=slot, iteration=iteration, place=slot, size=2, base=1, mark="aa"))
+    one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
+    one.copies.turn(0.0)
+    assert sorted(task.key.iteration for task in waiting) == [70, 80]
+    one.copies.obey(wire.Cut(iteration=80, number=2, targets=[other.holder(1)]))
+    for task in waiting:
+        one.copies._do(task)
+    one.copies.finish(0.0)
+    assert other.names() == ["copy-1-0-80.image"]
+    assert not one.copies.failed and not one.copies._under_way
+
+
+def test_what_a_job_has_left_behind_when_it_went_back_goes_but_for_what_is_good(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    one.copies.obey(wire.Cut(iteration=500, good=480, number=1))
+    for slot, iteration in enumerate((480, 500, 90)):
+        key = Key("state", slot=slot, iteration=iteration, size=3, base=1, mark="aa")
+        one.image(key)
+        one.image(key, name="copy")
+    one.copies.obey(wire.Cut(iteration=103, good=90, number=2))
+    assert one.names() == ["copy-2-0.image", "cut-2-0.image"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.job import copies
+from unicron_ctl.controller.job import copies, user_copies
 from unicron_ctl.protocol import wire
 
 
@@ -20,7 +20,7 @@ class Node(FakeAgent):
 
     def ready(self, *kept: tuple[int, str]) -> None:
         for slot in self.slots:
-            self.set(slot, state="waiting", kept=list(kept or [(0, "")]))
+            self.set(slot, state="waiting", remembers=True, kept=list(kept or [(0, "")]))
 
     def has(self, iteration: int, *slots: int, mark: str = "m") -> None:
         """Images of the state of an iteration, of these slots' places."""
@@ -72,16 +72,27 @@ def test_several_replicas_in_one_node_are_one_copy():
 
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     _, agents = started(nodes=4, replica=4, copies=2)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [2, 3], [3, 0], [0, 1]]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [3, 0], [3, 0], [1, 2]]
 
 
 def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
     world, _ = started(nodes=4, replica=4)
     world.core.view.slurm.domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
     cuts = copies.targets(world.core.view.job(world.job()), {0: 1, 1: 1, 2: 1, 3: 1}, world.core.view.slurm.domains)
-    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [2], 2: [0], 3: [0]}
+    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [3], 2: [0], 3: [1]}
     two = copies.targets(world.core.view.job(world.job()), {0: 2}, world.core.view.slurm.domains)
     assert [one.element for one in two[0]] == [2, 1], "where nothing else is left another node of the same has to do"
+
+
+def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others():
+    world, _ = started(nodes=8, replica=8)
+    job = world.core.view.job(world.job())
+    domains = {f"n{number}": f"s{(number - 1) // 4}" for number in range(1, 9)}
+    ways = copies.targets(job, dict.fromkeys(range(8), 1), domains), user_copies.targets(job, domains)
+    for way in ways:
+        given = [(giver, one.element) for giver, to in way.items() for one in to]
+        assert sorted(to for _, to in given) == list(range(8)), "one each"
+        assert all(giver // 4 != to // 4 for giver, to in given), "behind the other switch"
 
 
 def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
@@ -93,11 +104,11 @@ def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_w
     world.run(2.0)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     first = agents[0].orders(wire.Cut)[-1].iteration
-    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [4], []]
+    assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [0], []]
     assert all(agent.orders(wire.Cut)[-1].iteration == first for agent in agents)
     job, missing = world.core.view.job(world.job()), {0: 1, 1: 1}
     found = copies.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
-    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [2]]
+    assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [3]]
 
 
 def test_a_spare_that_comes_later_is_given_copies_from_then_on():
@@ -181,11 +192,36 @@ def test_what_was_lost_with_a_node_is_made_again_at_once_and_what_is_left_stays_
     assert order.iteration > first and order.good == first and elements(order) == [0]
 
 
+def test_a_job_that_falls_back_behind_its_last_cut_has_the_next_one_soon():
+    world, agents = started(nodes=2, replica=2)
+    for iteration in range(60):
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.has(agent.orders(wire.Cut)[0].iteration, 0, 1)
+    world.run(6.0)
+    high = agents[0].orders(wire.Cut)[-1]
+    assert high.iteration > 60
+    for agent in agents:
+        agent.images = []
+    other = lost(world, agents, [(10, "l")])
+    other.ready((10, "l"))
+    world.run(5.0)
+    assert agents[0].ranks[0].incarnation == 1, "its state was of no use"
+    agents[0].ready((10, "l"))
+    world.run(5.0)
+    assert world.job().phase == "running" and world.job().plan.iteration == 10
+    low = other.orders(wire.Cut)[-1]
+    assert 10 < low.iteration < 20 and low.number > high.number
+    assert agents[0].orders(wire.Cut)[-1].iteration == low.iteration
+
+
 def test_a_controller_that_was_restarted_knows_which_cut_is_good():
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
     for agent in agents:
         agent.has(first, 0, 1)
+    for iteration in range(first + 1):
+        world.iterate("1", iteration)
     world.restart()
     for agent in agents:
         agent.heard.clear()
@@ -302,6 +338,25 @@ def test_a_cut_that_gets_on_is_not_given_up():
     assert len(agents[0].orders(wire.Cut)) == 2
 
 
+def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahead():
+    world, agents = started(nodes=2, replica=2)
+    first = agents[0].orders(wire.Cut)[0].iteration
+    for iteration in range(first + copies.AHEAD + 1):
+        world.iterate("1", iteration)
+    world.run(copies.CUT_SECONDS + 2.0)
+    now, second = copies.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    assert second - now == 2 * first, "the first one was named in iteration 0"
+
+
+def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
+    world, agents = started(nodes=2, replica=2)
+    agents[0].has(40, 0, 1)
+    agents[0].has(30, 0, 1)
+    job = world.core.view.job(world.job())
+    reports = {slot: wire.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
+    assert copies.wanted(world.core.view, job, reports, None) is None
+
+
 def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
     world = World()
     agents = [Node(world, e, nodes=4, replica=2) for e in range(2)]
@@ -310,9 +365,10 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
         agent.ready()
     world.run(30.0)  # nobody else comes
     world.iterate("1", 0)
-    cut = agents[0].orders(wire.Cut)[-1].iteration
+    last = agents[0].orders(wire.Cut)[-1]
+    cut = last.number
     for agent in agents:
-        agent.has(cut, 0, 1)
+        agent.has(last.iteration, 0, 1)
     more = [Node(world, e, nodes=4, replica=2) for e in (2, 3)]
     for agent in more:
         agent.register()
@@ -327,7 +383,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
         world.iterate("1", iteration)
     world.run(2.0)
     ends = [agent.orders(wire.Cut)[-1] for agent in [*agents, *more]]
-    assert all(order.none and order.iteration == ends[0].iteration > cut for order in ends)
+    assert all(order.none and order.number == ends[0].number > cut for order in ends)
     for agent in agents:
         agent.images = []
         agent.status()

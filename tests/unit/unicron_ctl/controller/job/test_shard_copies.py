@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
 from transition.sharding import named
+from unicron_ctl.controller.job import shard_copies
 from unicron_ctl.protocol import wire
 
 MARK, BASE = "0000a", 1
@@ -60,7 +61,7 @@ def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
     _, agents = started(nodes=2, replica=2)
     assert told(agents) == [[1], [0]]
     _, agents = started(nodes=3, replica=3, copies=2)
-    assert told(agents) == [[1, 2], [2, 0], [0, 1]]
+    assert told(agents) == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_replicas_in_one_node_give_theirs_to_the_spare():
@@ -100,7 +101,6 @@ def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
 def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes():
     world, agents = started(nodes=2, replica=2)
     cut = agents[0].orders(wire.Cut)[0].iteration
-    agents[0].keeps = agents[1].keeps = cut
     agents[0].has(cut, (0, 0), (1, 0), untrained=True)
     agents[1].has(cut, (1, 0), untrained=True)
     world.run(10.0)
@@ -120,6 +120,11 @@ def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
     agents[0].has(20, (0, 0), (1, 0), untrained=untrained)
     agents[1].has(20, (0, 0), (1, 0), untrained=untrained)
     world.run(1.0)
+    return world, agents, lose_the_second(world, agents)
+
+
+def lose_the_second(world: World, agents: list[Node]) -> Node:
+    """Returns the one that is there instead."""
     agents[1].silent = True
     world.dead_nodes.add("n2")
     agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[wire.Shards(NAME, 23, 1, [0])])
@@ -128,7 +133,7 @@ def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
     new.register()
     new.ready()
     world.run(3.0)
-    return world, agents, new
+    return new
 
 
 def test_after_a_loss_each_shard_comes_to_a_rank_of_its_place_and_the_job_goes_back_to_it():
@@ -153,3 +158,17 @@ def test_what_goes_with_the_shards_comes_before_them():
     new.status()
     world.run(3.0)
     assert new.orders(wire.Fetch)[-1].image.kind == "shard"
+
+
+def test_a_state_of_which_nobody_has_what_goes_with_the_shards_is_passed_over_for_an_older_one():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(20, (0, 0), (1, 0), untrained=True)
+        agent.has(30, (0, 0), untrained=True)
+        agent.has(30, (1, 0))
+    world.run(1.0)
+    job = world.core.view.job(world.job())
+    assert shard_copies.newest_good(job) == shard_copies.newest_good(job, enough=False) == 20
+    new = lose_the_second(world, agents)
+    fetched = [*agents[0].orders(wire.Fetch), *new.orders(wire.Fetch)]
+    assert {(order.image.place, order.image.iteration) for order in fetched} == {(0, 20), (1, 20)}

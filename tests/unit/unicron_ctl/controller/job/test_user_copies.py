@@ -7,6 +7,8 @@ from msgspec.structs import replace
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
 from transition.memory.images import SAME, USER
+from unicron_ctl.controller.job import user_copies
+from unicron_ctl.controller.job.copies import CUT_LIMIT_SECONDS
 from unicron_ctl.protocol import wire
 
 
@@ -86,7 +88,6 @@ def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
     cut = agents[0].orders()[-1].iteration
     for agent in agents:
         agent.has(cut + 3, agent.element)
-        agent.keeps = cut
     save_on(world, agents, 8.0, begin=41)
     assert {agent.orders()[-1].iteration for agent in agents} == {cut}, "nobody has a copy yet"
     agents[0].has(cut + 3, 1)
@@ -102,8 +103,6 @@ def test_where_the_word_came_too_late_for_some_the_next_cut_is_named_at_once_and
     first = agents[0].orders()[-1].iteration
     agents[0].has(first, 0)
     agents[1].has(first + 1, 1)
-    for agent in agents:
-        agent.keeps = first
     again = save_on(world, agents, 6.0, begin=newest)
     second = agents[0].orders()[-1]
     assert second.iteration > first and second.good == -1
@@ -117,3 +116,54 @@ def test_what_all_ranks_have_alike_is_copied_where_too_few_nodes_have_it():
     world, agents = started(2, SAME, copies=2)
     save_on(world, agents, 4.0)
     assert [elements(agent.orders()[0]) for agent in agents] == [[1], [0]]
+
+
+def test_a_node_of_the_world_is_given_copies_before_one_that_waits_even_behind_another_switch():
+    """A world that begins anew without the one that waits could not get what that has."""
+    world, _ = started(2)
+    spare = Node(world, 2, 3)
+    spare.register()
+    spare.status()
+    job = world.core.view.job(world.job())
+    assert sorted(job.state.members) == [0, 1] and len(job.alive()) == 3
+    domains = {"n1": "s1", "n2": "s1", "n3": "s2"}
+    found = user_copies.targets(job, domains, spares=False)
+    assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [1], 1: [0]}
+    found = user_copies.targets(job, domains)
+    assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [2], 1: [2]}
+
+
+def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_every_look(monkeypatch):
+    calls, real = [], user_copies.targets
+    monkeypatch.setattr(user_copies, "targets", lambda *given, **more: (calls.append(1), real(*given, **more))[1])
+    world, agents = started(3)
+    save_on(world, agents, 6.0)
+    assert agents[0].orders() and len(calls) == 1
+    spare = Node(world, 3, 3)
+    spare.register()
+    save_on(world, agents, 3.0, begin=61)
+    assert len(calls) == 2
+
+
+def test_a_cut_that_nobody_has_kept_is_named_anew_soon():
+    world, agents = started(2)
+    save_on(world, agents, 4.0)
+    first = agents[0].orders()[-1].iteration
+    save_on(world, agents, 8.0, begin=41)
+    assert agents[0].orders()[1].iteration > first
+
+
+def test_a_cut_whose_copies_get_on_is_given_time():
+    world, agents = started(2)
+    last = save_on(world, agents, 4.0)
+    first = agents[0].orders()[-1].iteration
+    for agent in agents:
+        agent.has(first, agent.element)
+    agents[0].images = [replace(one, bytes=int(100e9)) for one in agents[0].images]
+    for _ in range(4):
+        last = save_on(world, agents, CUT_LIMIT_SECONDS / 2, begin=last)
+        agents[0].moved += 1
+        agents[0].status()
+    assert [order.iteration for order in agents[0].orders()] == [first]
+    save_on(world, agents, CUT_LIMIT_SECONDS + 2.0, begin=last)
+    assert len(agents[0].orders()) == 2
