@@ -34,7 +34,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
     if (fetching := copies.waits(view, job, more)) is not None:
         return fetching
     if found is None:
-        again = without_match(reports)
+        again = without_match(reports) or sorted(reports)  # all are new and as far, with states of different pasts
         reason = (
             f"slots {sorted(again)[:20]} have kept their training state, but the ranks for the other places of a "
             "replica have none of the same iteration: they start again, from the newest state that they find"

@@ -435,3 +435,18 @@ def test_an_image_in_the_own_node_is_only_pointed_out():
     world.run(3.0)
     order = agents[1].orders(wire.Fetch)[-1]
     assert order.holder.element == 1 and order.image.slot == 1
+
+
+def test_new_ranks_with_states_of_different_pasts_start_again():
+    """Else they would be looked at again and again, and the job set aside as broken."""
+    world = World()
+    agents = [Node(world, e, nodes=2, replica=2) for e in range(2)]
+    for agent, mark in zip(agents, "ab", strict=True):
+        agent.register()
+        agent.ready((7, mark))
+    world.run(0.3)
+    assert [[order.incarnation for order in agent.orders(wire.StartRank)][:1] for agent in agents] == [[1], [1]]
+    for agent in agents:
+        agent.set(agent.element, state="waiting", remembers=True, kept=[(7, "a")], incarnation=1)
+    world.run(5.0)
+    assert world.job().phase == "running"
