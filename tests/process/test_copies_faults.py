@@ -40,7 +40,7 @@ def test_where_all_who_had_a_part_of_the_state_are_lost_the_job_goes_on_from_the
         assert job.job()["ledger_violations"] == 0
 
 
-@pytest.mark.parametrize("element", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize("element", [pytest.param(0, marks=pytest.mark.long), 1], ids=["sender", "receiver"])
 def test_an_agent_is_killed_in_the_middle_of_a_transfer(tmp_path: Path, element: int) -> None:
     """Slot 0's half is on its way to n1. What has not come whole is gone, and the job goes on from what its nodes have
     in memory; then copies are made again."""

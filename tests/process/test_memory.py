@@ -136,6 +136,8 @@ def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_fal
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "4"}
     with Remembering(tmp_path, nodes=2, TINY_HIDDEN="64", **saves, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 5), "6 iterations")
+        made = tmp_path / "saves" / "iteration-00000004"
+        job.wait(lambda: list(made.glob("*.image")), "the agent has made the file of iteration 4")
         for slot in (0, 1):
             resource.prlimit(job.rank(slot)["pid"], resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
             for path in job.memory(slot).iterdir():

@@ -65,7 +65,7 @@ def same(first: dict[int, float], again: dict[int, float]) -> None:
     assert len(both) > 2 and {i: again[i] for i in both} == {i: first[i] for i in both}
 
 
-@pytest.mark.parametrize("frozen", ["0", "1"])
+@pytest.mark.parametrize("frozen", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_node_that_alone_had_half_of_the_model_is_lost(tmp_path: Path, frozen: str) -> None:
     """One replica over two nodes: each shard has one holder."""
     with Nodes(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FROZEN=frozen, **SETTINGS) as job:

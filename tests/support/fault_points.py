@@ -237,6 +237,15 @@ def silent_reduces() -> None:
     dist.all_reduce = silent(dist.all_reduce, lambda tensor, *rest: [tensor])
 
 
+def save(saved: dict, path: Path) -> None:
+    """All of it or nothing: a rank may be killed at any moment."""
+    import torch
+
+    new = path.with_name(f"new-{path.name}")
+    torch.save(saved, new)
+    new.replace(path)
+
+
 def train(session, more=dict) -> None:
     """The loop: the losses come into a file, with what `more()` says beside them."""
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())

@@ -14,7 +14,8 @@ from typing import TypeVar
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
 UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
-FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN")  # variables that would tell a process where it is
+# Variables that would tell a process where it is, or that torch has set in this one.
+FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN", "TORCHINDUCTOR")
 T = TypeVar("T")
 
 

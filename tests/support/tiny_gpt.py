@@ -40,6 +40,7 @@ from tests.support.fault_points import (  # noqa: E402
     fetching,
     now,
     point,
+    save,
     silent,
     silent_reduces,
     train,
@@ -285,7 +286,7 @@ def install_points(chunks, optimizer) -> None:
         outcome = step()
         parameters = torch.cat([p.detach().float().reshape(-1) for p in every()])
         if now["iteration"] < SAVE:
-            torch.save({"gradient": gradient, "parameters": parameters}, OUT / f"step.{now['iteration']}.{SLOT}")
+            save({"gradient": gradient, "parameters": parameters}, OUT / f"step.{now['iteration']}.{SLOT}")
         return outcome
 
     optimizer.step = saving_step

@@ -36,6 +36,7 @@ from tests.support.fault_points import (  # noqa: E402
     fetching,
     now,
     point,
+    save,
     silent_reduces,
     train,
 )
@@ -135,7 +136,7 @@ def saving(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def after(*_) -> None:
         saved = {"gradient": gradient.pop(), "parameters": flat(model.parameters())}
         if now["iteration"] < SAVE:
-            torch.save(saved, OUT / f"step.{now['iteration']}.{SLOT}")
+            save(saved, OUT / f"step.{now['iteration']}.{SLOT}")
 
     def flat(tensors) -> torch.Tensor:
         return torch.cat([tensor.detach().reshape(-1).clone() for tensor in tensors])
