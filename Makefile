@@ -15,7 +15,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST  := $(BIN)/python -m pytest --dist loadfile
 UNIT  := $(TEST) -n 2 tests/unit
-# These wait for what other processes do, so there are more of them at a time than cores. tests/conftest.py has their order.
+# tests/conftest.py has the order of their files.
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
@@ -52,8 +52,8 @@ test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
-	$(WAITS) -n 4 -m "not long" tests/process
-	$(WAITS) -n 4 -m "not long and not alone" tests/slurm
+	$(WAITS) -n 2 -m "not long" tests/process
+	$(WAITS) -n 2 -m "not long and not alone" tests/slurm
 	$(BIN)/python -m pytest -m alone tests/slurm
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -68,21 +68,28 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
 
 
 def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(tmp_path: Path) -> None:
-    """Only the spare has a copy of that half, and nobody has to send it anything."""
+    """Only the spare has a copy of that half, and nobody has to send it anything. Whoever comes last of the two nodes
+    whose ranks could train the first half is the spare."""
     with Halves(tmp_path, nodes=3, UNICRON_SPARES="1", **SETTINGS) as job:
-        job.wait(lambda: job.trains([0, 1], 1) and job.job()["spares_ready"] == 1, "two train, one is ready")
-        job.wait(lambda: job.copies("n2", 0) and job.copies("n0", 1), "one half in the spare's node, the other in n0")
-        cut = job.copies("n2", 0)[0].key.iteration
-        job.wait(lambda: job.trains([0, 1], cut + 3), "some iterations more")
-        assert not job.copies("n1", 0)
-        job.power_failure(0, "n0")
+        job.wait(lambda: job.job()["members"] and job.job()["spares_ready"] == 1, "two train, one is ready")
+        (spare,) = (one["element"] for one in job.job()["spares"])
+        assert spare in (0, 2)
+        lost, own = 2 - spare, f"n{spare}"
+        job.wait(lambda: job.trains([lost, 1], 1), "training")
+        job.wait(
+            lambda: job.copies(own, lost) and job.copies(f"n{lost}", 1), "the half in the spare's node, the other's"
+        )
+        cut = job.copies(own, lost)[0].key.iteration
+        job.wait(lambda: job.trains([lost, 1], cut + 3), "some iterations more")
+        assert not job.copies("n1", lost)
+        job.power_failure(lost, f"n{lost}")
         before = job.array.losses(1)
         plan = job.on_again()
-        assert sorted(plan["members"]) == [1, 2] and plan["iteration"] >= cut and not plan.get("joiners")
-        spare, first = losses(job.array.losses(2)), losses(before)
-        assert min(spare) == plan["iteration"]
-        both = spare.keys() & first.keys()
-        assert {i: spare[i] for i in both} == pytest.approx({i: first[i] for i in both}, rel=1e-6)
+        assert sorted(plan["members"]) == sorted([1, spare]) and plan["iteration"] >= cut and not plan.get("joiners")
+        again, first = losses(job.array.losses(spare)), losses(before)
+        assert min(again) == plan["iteration"]
+        both = again.keys() & first.keys()
+        assert {i: again[i] for i in both} == pytest.approx({i: first[i] for i in both}, rel=1e-6)
         assert job.job()["ledger_violations"] == 0
 
 

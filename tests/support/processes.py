@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
 UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli import main; main()"]
 # Variables that would tell a process where it is, or that torch has set in this one.
-FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN", "TORCHINDUCTOR")
+FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN", "TORCHINDUCTOR", "TRITON")
 T = TypeVar("T")
 
 
