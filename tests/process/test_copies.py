@@ -71,14 +71,12 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
     """Only the spare has a copy of that half, and nobody has to send it anything. Whoever comes last of the two nodes
     whose ranks could train the first half is the spare."""
     with Halves(tmp_path, nodes=3, UNICRON_SPARES="1", **SETTINGS) as job:
-        job.wait(lambda: job.job()["members"] and job.job()["spares_ready"] == 1, "two train, one is ready")
+        job.wait(lambda: job.job().get("members") and job.job()["spares_ready"] == 1, "two train, one is ready")
         (spare,) = (one["element"] for one in job.job()["spares"])
         assert spare in (0, 2)
         lost, own = 2 - spare, f"n{spare}"
         job.wait(lambda: job.trains([lost, 1], 1), "training")
-        job.wait(
-            lambda: job.copies(own, lost) and job.copies(f"n{lost}", 1), "the half in the spare's node, the other's"
-        )
+        job.wait(lambda: job.copies(own, lost) and job.copies(f"n{lost}", 1), "copies of both halves")
         cut = job.copies(own, lost)[0].key.iteration
         job.wait(lambda: job.trains([lost, 1], cut + 3), "some iterations more")
         assert not job.copies("n1", lost)
