@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.flips import flip
 from tests.support.jobs import World
 from transition.memory.images import Found, inventory
 
@@ -107,11 +108,7 @@ def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_pa
         job.both_copied()
         job.power_failure(1, "n1")
         for found in job.copies("n0", 1):
-            with found.path.open("r+b") as file:
-                file.seek(found.offset + found.data_bytes // 2)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 0x10]))
+            flip(found)
         job.array.start(1, SLURMD_NODENAME="n5")
         job.wait(lambda: "do not match their checksum" in job.agents[0].log, "the damage is seen")
         plan = job.on_again()

@@ -3,11 +3,12 @@ scripts without a session, whom it cannot tell otherwise. Without torch."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import msgpack
+
+from transition.memory.images import leave
 
 NOTE = "cut.msgpack"  # beside the images
 CUT_PREFIX = "cut-"  # names of images that the next ones do not overwrite
@@ -24,9 +25,7 @@ class Wanted(NamedTuple):
 
 def note(folder: Path, wanted: Wanted) -> None:
     """Leave the note. Raises OSError."""
-    new = folder / f"{NOTE}.{os.getpid()}.new"
-    new.write_bytes(msgpack.packb(list(wanted)))
-    new.replace(folder / NOTE)
+    leave(folder / NOTE, msgpack.packb(list(wanted)))
 
 
 def noted(folder: Path) -> Wanted:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, look
+from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, leave, look
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
@@ -68,9 +68,7 @@ class Destination(NamedTuple):
 
 def note_destination(memory: Path, where: Destination) -> None:
     """Beside the images, for the agent. Raises OSError."""
-    new = memory / f"{NOTE}.{os.getpid()}.new"
-    new.write_bytes(msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
-    new.replace(memory / NOTE)
+    leave(memory / NOTE, msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
 
 
 def destination(memory: Path) -> Destination | None:

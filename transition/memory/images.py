@@ -109,6 +109,13 @@ class Image:
         self._map[_STATE : _STATE + 4] = struct.pack("<I", _WHOLE)
 
 
+def leave(note: Path, data: bytes) -> None:
+    """A note beside the images: whoever reads it meanwhile finds the one before. Raises OSError."""
+    new = note.with_name(f"{note.name}.{os.getpid()}.new")
+    new.write_bytes(data)
+    new.replace(note)
+
+
 def front(key: Key, head: bytes, data_bytes: int, sums: bytes) -> bytes:
     """What stands in front of the data of a whole image: for a file that is written from its beginning to its end."""
     offset = _data_offset(len(head))

@@ -34,6 +34,13 @@ class Node(FakeAgent):
         return [message for message in self.heard if isinstance(message, kind)]
 
 
+def come(agents: list[Node]) -> None:
+    """They are there, with ranks that are ready."""
+    for agent in agents:
+        agent.register()
+        agent.ready()
+
+
 def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1) -> tuple[World, list[Node]]:
     world = World()
     agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica) for e in range(nodes)]
@@ -98,9 +105,7 @@ def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others(
 def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
     world = World()
     agents = [Node(world, e, nodes=5, replica=4, spares=1) for e in range(5)]
-    for agent in agents:
-        agent.register()
-        agent.ready()
+    come(agents)
     world.run(2.0)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     first = agents[0].orders(wire.Cut)[-1].iteration
@@ -114,9 +119,7 @@ def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_w
 def test_a_spare_that_comes_later_is_given_copies_from_then_on():
     world = World()
     agents = [Node(world, e, nodes=4, replica=3, spares=1) for e in range(3)]
-    for agent in agents:
-        agent.register()
-        agent.ready()
+    come(agents)
     world.run(0.3)
     before = agents[0].orders(wire.Cut)[-1]
     assert elements(before) == [1] and elements(agents[2].orders(wire.Cut)[-1]) == [0]
@@ -360,9 +363,7 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
 def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
     world = World()
     agents = [Node(world, e, nodes=4, replica=2) for e in range(2)]
-    for agent in agents:
-        agent.register()
-        agent.ready()
+    come(agents)
     world.run(30.0)  # nobody else comes
     world.iterate("1", 0)
     last = agents[0].orders(wire.Cut)[-1]
@@ -370,9 +371,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
     for agent in agents:
         agent.has(last.iteration, 0, 1)
     more = [Node(world, e, nodes=4, replica=2) for e in (2, 3)]
-    for agent in more:
-        agent.register()
-        agent.ready()
+    come(more)
     world.run(10.0)
     for agent in [*agents, *more]:
         agent.take_offer()
@@ -395,9 +394,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
 def test_silent_holders_are_waited_for_no_longer_than_the_work_that_a_copy_lacks():
     world = World()
     agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
-    for agent in agents:
-        agent.register()
-        agent.ready()
+    come(agents)
     world.run(0.3)
     for iteration in range(12):
         world.iterate("1", iteration)
