@@ -78,6 +78,7 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
         lost, own = 2 - spare, f"n{spare}"
         job.wait(lambda: job.trains([lost, 1], 1), "training")
         job.wait(lambda: job.copies(own, lost) and job.copies(f"n{lost}", 1), "copies of both halves")
+        job.wait(lambda: not job.copies("n1", lost), "a first copy from before the spare was ready is let go of")
         cut = job.copies(own, lost)[0].key.iteration
         job.wait(lambda: job.trains([lost, 1], cut + 3), "some iterations more")
         assert not job.copies("n1", lost)
