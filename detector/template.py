@@ -42,6 +42,8 @@ LARGE_SEED = 1 << 32  # torch draws 64 bits; what people choose is smaller
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
 FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # Slurm sends them to every process of a step
+# Imported -> what it imports by itself when it is first used: torch with the first optimizer, for a third of a second.
+LATER = {"torch.optim": "torch._dynamo"}
 LAUNCHER = "transition.megatron_lm"  # runs the script that is its first argument
 
 
@@ -229,6 +231,7 @@ class Template:
             for path, package in self._scripts():
                 self._lead(path, package)
             self._import_all(told)
+            self._import_later()
         self._files.loaded()
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.opened(before | {self._line.fileno()}) or forkable.trial():
@@ -268,6 +271,11 @@ class Template:
     def _import_all(self, names: list[str]) -> None:
         for name in names:
             self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
+
+    def _import_later(self) -> None:
+        """What every rank would import for itself; what cannot be imported is the ranks' matter."""
+        with contextlib.suppress(Cold):
+            self._import_all([later for now, later in LATER.items() if now in sys.modules])
 
     def _import(self, statement: ast.stmt, space: dict[str, Any], where: str) -> None:
         try:

@@ -222,6 +222,12 @@ def test_only_imports_at_the_top_are_made_before_and_the_script_itself_is_not(sc
     assert run_warm(begin(path), tmp_path) == (0, "runs\nlate\n", "")
 
 
+def test_what_torch_imports_with_the_first_optimizer_is_there_before(script, begin, tmp_path):
+    path = script("import torch, sys\nprint('torch._dynamo' in sys.modules)\n")
+    warm = begin(path)
+    assert run_cold(warm, path)[1] == "False\n" and run_warm(warm, tmp_path) == (0, "True\n", "")
+
+
 def test_what_imports_do_to_the_search_path_stays_as_they_did_it(script, begin, tmp_path):
     script("import sys\nsys.path.insert(0, '/of the import')\nsys.path.append('/last')\n", "changes.py")
     path = script("import changes, sys\nprint(sys.path)\n")
