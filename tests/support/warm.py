@@ -17,7 +17,7 @@ from pathlib import Path
 from detector.supervise import Child, adopt_orphans
 from detector.template import READ_IN_C
 from tests.support.processes import outside_slurm
-from unicron_ctl.agent.template import Coming, Template
+from unicron_ctl.agent.template import ANSWER_SECONDS, HUNG_SECONDS, Coming, Template
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
 LIMIT = 90.0
@@ -28,6 +28,8 @@ class Warm:
 
     words: the command after the interpreter; told: what is imported beside its leading imports; settings: environment.
     """
+
+    patience = (ANSWER_SECONDS, HUNG_SECONDS)
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Warm:
             told,
             self._watched.__setitem__,
             lambda descriptor: self._watched.pop(descriptor, None),
+            *self.patience,
         )
         self.template.begin()
 
@@ -82,7 +85,10 @@ class Warm:
 
 
 class OfAll(Warm):
-    """Which any script of the tests may run from: what a process reads at its very start is the template's own."""
+    """Which any script of the tests may run from: what a process reads at its very start is the template's own.
+    Nothing starts cold here, however busy the machine is."""
+
+    patience = (LIMIT, LIMIT)
 
     def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}

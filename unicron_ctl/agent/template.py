@@ -105,6 +105,7 @@ class Template:
 
     python: the interpreter with its options; words: the command after it; environment: the template's. preload: modules
     that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
+    answer: seconds for a fork, after which the rank starts cold; hung: after which another template is started.
     """
 
     def __init__(
@@ -116,10 +117,13 @@ class Template:
         told: Sequence[str],
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
+        answer: float = ANSWER_SECONDS,
+        hung: float = HUNG_SECONDS,
     ):
         self._python, self._words, self.environment = list(python), list(words), dict(environment)
         self._task = json.dumps({"preload": list(preload), "told": list(told), "agent": os.getpid()}).encode()
         self._watch, self._unwatch = watch, unwatch
+        self._answer, self._hung = answer, hung
         self._child: Child | None = None
         self._line: socket.socket | None = None
         self.ready = False
@@ -221,12 +225,12 @@ class Template:
         if self._again is not None and now >= self._again:
             self.begin()
         for coming in self._asked.values():
-            since, limit = (self._began, LOAD_SECONDS) if coming.asked is None else (coming.asked, ANSWER_SECONDS)
+            since, limit = (self._began, LOAD_SECONDS) if coming.asked is None else (coming.asked, self._answer)
             if not coming.settled and now >= since + limit:
                 what = "imported everything" if coming.asked is None else "answered"
                 coming.late = True
                 self.why = coming.cold = f"the template has not {what} within {limit:g} s"
-        if any(coming.asked is not None and now >= coming.asked + HUNG_SECONDS for coming in self._asked.values()):
+        if any(coming.asked is not None and now >= coming.asked + self._hung for coming in self._asked.values()):
             assert self._child is not None
             self._child.signal(9)
 
@@ -235,7 +239,7 @@ class Template:
         due = [self._again] if self._again is not None else []
         for coming in self._asked.values():
             if coming.asked is not None:
-                due.append(coming.asked + (HUNG_SECONDS if coming.settled else ANSWER_SECONDS))
+                due.append(coming.asked + (self._hung if coming.settled else self._answer))
             elif not coming.settled:
                 due.append(self._began + LOAD_SECONDS)
         return max(0.0, min(due) - now) if due else float("inf")
