@@ -53,7 +53,8 @@ class CheckpointError(RuntimeError):
 class Writer:
     """What a rank's file is to the whole checkpoint: its place in the layout, and with a distributed optimizer its
     shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files of
-    two runs that came by the same iteration are no whole together."""
+    two runs that came by the same iteration are no whole together. shards: the mark of the set that the shard is of, for
+    files beside those that agents make of its others."""
 
     place: int = 0
     size: int = 1
@@ -61,10 +62,13 @@ class Writer:
     count: int = 1
     layout: str = ""
     loss: float | None = None
+    shards: str = ""
 
     @property
     def mark(self) -> str:
         """The same in all files that belong together."""
+        if self.shards:
+            return self.shards
         return hashlib.blake2b(repr((self.layout, self.loss)).encode(), digest_size=4).hexdigest()
 
     @property

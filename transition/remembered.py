@@ -120,8 +120,12 @@ class Remembered:
         if self._keeper is None or self._keeper.trouble:
             return False
         self._settle(members, generation, writer)
+        return self._slot == self._writes and self.noted()
+
+    def noted(self) -> bool:
+        """The agent knows where checkpoints go."""
         try:
-            return self._slot == self._writes and self._note()
+            return self._note()
         except OSError:
             return False
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from transition.cutting import Cutting
-from transition.memory import contents
+from transition.memory import contents, files
 from transition.memory.cuts import COPY_PREFIX, CUT_PREFIX
 from transition.memory.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, look
 from transition.saying import say
@@ -29,12 +29,13 @@ STAY = (CUT_PREFIX, COPY_PREFIX)  # names of images that nobody writes over whil
 @dataclass(eq=False)
 class Room:
     """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. sums: of its
-    content, when its image is whole."""
+    content, when its image is whole. aside: done when the image has the name under which the agent makes a file of it."""
 
     flat: torch.Tensor
     image: Image | None = None
     path: Path | None = None
     sums: Future[bytes] | None = None
+    aside: Future[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Rooms:
         self._spare: list[Room] = []
         self._pending: list[Room] = []
         self._worker: ThreadPoolExecutor | None = None
+        self._aside: tuple[Path, Future[None]] | None = None  # the last image that was to become a file
         self._number = 0
         self._head_bytes = 0  # of the largest head so far: a rank's own shard has a larger one than the copies
         self._warned = False
@@ -99,7 +101,7 @@ class Rooms:
     def _one(self, elements: int, head_bytes: int) -> Room:
         self._head_bytes = head_bytes = max(head_bytes, self._head_bytes)  # one room is as good as the other then
         for room in reversed(self._spare):
-            if room.image is None or room.image.fits(head_bytes, room.flat.nbytes):
+            if room.image is None or (room.image.fits(head_bytes, room.flat.nbytes) and not _is_aside(room)):
                 self._spare.remove(room)
                 _summed(room)
                 if room.image is not None:
@@ -163,6 +165,31 @@ class Rooms:
             self._worker = ThreadPoolExecutor(1, "unicron-images")
         room.sums = self._worker.submit(_finish, room, room.image, key, head, self._cuts if cut else None)
         self._pending.append(room)
+
+    def set_aside(self, room: Room, iteration: int) -> bool:
+        """The agent is to make a checkpoint's file of the image of a room that is sealed; nobody writes over it before.
+        False where it has none."""
+        if room.image is None or self._folder is None or self._worker is None:
+            return False
+        path = files.aside_path(self._folder, self.slot, iteration)
+        room.aside = self._worker.submit(files.set_aside, room.image.path, path)
+        self._aside = path, room.aside
+        return True
+
+    @property
+    def filing(self) -> bool:
+        """The agent has not made a file yet of what was set aside last."""
+        return self._aside is not None and (not self._aside[1].done() or self._aside[0].exists())
+
+    @property
+    def missed(self) -> bool:
+        """What was to be set aside last could not be."""
+        return self._aside is not None and self._aside[1].done() and self._aside[1].exception() is not None
+
+    def begin_anew(self) -> None:
+        """What was missed is heard of, and comes again."""
+        if self.missed:
+            self._aside = None
 
     def settle(self) -> None:
         """Until all images of this rank are whole that have been sealed."""
@@ -242,6 +269,17 @@ def _summed(room: Room) -> None:
     if room.sums is not None:
         room.sums.result()
         room.sums = None
+
+
+def _is_aside(room: Room) -> bool:
+    """The agent makes a file of its image."""
+    if room.image is None or room.aside is None:
+        return False
+    try:
+        room.aside.result()
+        return files.is_aside(room.image.path)
+    except OSError:  # it could not be set aside, or its file is gone: then nobody sees what is written
+        return False
 
 
 def _finish(room: Room, image: Image, key: Key, head: bytes, cuts: Cutting | None) -> bytes:

@@ -155,10 +155,25 @@ class Safekeeping:
         """For whoever reads the image of this rank's shard as a file of a checkpoint."""
         return contents.head_of(self._state, about, version, self._process.layout.text, step)
 
+    def set_aside(self, version: int) -> bool:
+        """The agent is to make a checkpoint's file of what this rank has kept last; False where it cannot, because a
+        part of the model is in no shard, or they are in no agent's memory."""
+        return self.shards.set_aside(version)
+
     @property
-    def size(self) -> int:
-        """Bytes that the states take: this rank's own and the copies of others', the last two versions of each."""
-        return 2 * (1 + len(self._shifts)) * self.shards.shard_bytes
+    def filing(self) -> bool:
+        """The agent is at that still."""
+        return self.shards.rooms.filing
+
+    @property
+    def missed(self) -> bool:
+        """What was to become the last checkpoint's file could not be set aside."""
+        return self.shards.rooms.missed
+
+    def size(self, filed: bool) -> int:
+        """Bytes that the states take: this rank's own and the copies of others', the last two versions of each; filed:
+        and one while the agent makes a file of it."""
+        return (2 * (1 + len(self._shifts)) + filed) * self.shards.shard_bytes
 
     def _confirm(self, version: int) -> None:
         self.shards.send_copies(version, self._shifts)

@@ -3,38 +3,44 @@ collective of all, who wants one and who has not finished the last one."""
 
 from __future__ import annotations
 
-from transition.checkpoint import Checkpoints
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transition.checkpoint import Checkpoints, Writer
 from transition.exchange import Said
+from transition.migrate import TrainingState
 from transition.remembered import Remembered
+from transition.safekeeping import Safekeeping
 from transition.saying import say
 
 
 class Saving:
-    """Of one rank. checkpoints: None where the script makes none."""
+    """Of one rank. checkpoints: None where the script makes none. kept: the states of a distributed optimizer."""
 
-    def __init__(self, checkpoints: Checkpoints | None, remembered: Remembered):
-        self._checkpoints, self._remembered = checkpoints, remembered
-        self._writes = checkpoints is not None and checkpoints.destination is not None
+    def __init__(self, checkpoints: Checkpoints | None, remembered: Remembered, kept: Safekeeping | None):
+        self._checkpoints, self._remembered, self._kept = checkpoints, remembered, kept
+        self.writes = checkpoints is not None and checkpoints.destination is not None
         self._said = Said()
         self._told = False  # that one was left out
-        self.asked = False  # the last one that was due
+        self._asked = False  # for the last one that was due
 
     @property
     def by_clock(self) -> bool:
         """Ranks without an agent have to agree on an iteration, too."""
-        return self._writes and self._checkpoints is not None and bool(self._checkpoints.minutes)
+        return self.writes and self._checkpoints is not None and bool(self._checkpoints.minutes)
 
     @property
     def wanted(self) -> bool:
         """This rank wants one: somebody has asked its agent, or its minutes are over."""
-        return (
-            self._checkpoints is not None and self._writes and (self._remembered.asked or self._checkpoints.overdue())
-        )
+        if self._checkpoints is None or not self.writes:
+            return False
+        missed = self._kept is not None and self._kept.missed
+        return missed or self._remembered.asked or self._checkpoints.overdue()
 
     @property
     def busy(self) -> bool:
         """The agent still makes a file of what this rank has set aside."""
-        return self._remembered.filing
+        return self._remembered.filing or (self._kept is not None and self._kept.filing)
 
     def begin(self) -> None:
         """Of another iteration nothing has been said yet."""
@@ -59,5 +65,24 @@ class Saving:
                 )
             return False
         checkpoints.begun()
-        self.asked, self._remembered.asked = self._remembered.asked, False
+        self._asked, self._remembered.asked = self._remembered.asked, False
+        if self._kept is not None:
+            self._kept.shards.rooms.begin_anew()
         return True
+
+    def store(
+        self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
+    ) -> bool:
+        """One of `iteration` is due, and this rank writes a part of it. True where that is to be set aside with the
+        copy to memory. Shards lie there already; what the agent cannot write a thread of this rank does."""
+        if self._kept is None and self._remembered.files(members, generation, writer):
+            return True
+        if self._kept is not None:
+            if self._remembered.noted() and self._kept.set_aside(iteration):
+                return False
+            writer = replace(writer, shards=self._kept.shards.mark)
+        assert self._checkpoints is not None
+        self._checkpoints.save(state, iteration, writer)
+        if self._asked:
+            say(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
+        return False

@@ -148,7 +148,7 @@ class Session:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._checkpoints = checkpoints
         self._remembered = Remembered(self.slot, self._state)
-        self._saving = Saving(checkpoints, self._remembered)
+        self._saving = Saving(checkpoints, self._remembered, self._kept)
         self._watch.on_memory = self._hear
         unread = False
         if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
@@ -202,7 +202,11 @@ class Session:
         if self._channel is None:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
-        kept = f", {self._kept.size / self._parameters:.1f} for the optimizer's states" if self._kept else ""
+        kept = (
+            f", {self._kept.size(self._saving.writes) / self._parameters:.1f} for the optimizer's states"
+            if self._kept
+            else ""
+        )
         size = self._remembered.size / self._parameters
         memory = f", {size:.1f} of shared memory for the state" if size else ""
         return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
@@ -245,13 +249,8 @@ class Session:
     def _remember(self) -> None:
         """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
         here = self._member.members, self.generation, self._writer()
-        aside = False
-        if self._saving.due(self.iteration) and self._writes():
-            aside = self._remembered.files(*here)
-            if not aside and self._checkpoints is not None:
-                self._checkpoints.save(self._state, self.iteration, self._writer())
-                if self._saving.asked:
-                    say(f"the checkpoint of iteration {self.iteration} goes to {self._checkpoints.folder}")
+        due = self._saving.due(self.iteration) and self._writes()
+        aside = due and self._saving.store(self.iteration, self._state, *here)
         self._remembered.keep(self.iteration, *here, aside)
 
     def _change_to(self, plan: Plan) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from detector.inject import injector
 from transition import elastic_buckets, parts
 from transition.memory import contents
+from transition.memory.files import set_mark
 from transition.memory.images import SHARD, Found, Key
 from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
 from transition.rooms import Claimed, Room, Rooms
@@ -86,6 +87,7 @@ class Shards:
         self._before: tuple[int, int] | None = None  # what the next one is made from
         self._about = b""
         self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
+        self._told: tuple[int, int] | None = None  # of which this rank's image says what a checkpoint's file has to
 
     @property
     def group(self) -> Any:
@@ -157,6 +159,24 @@ class Shards:
             _copy(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
         self._add(version, self.index, room, told, cut)
+        self._told = (self.base, version) if told else None
+
+    def set_aside(self, version: int) -> bool:
+        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot."""
+        if self._told != (self.base, version):
+            return False
+        return self.rooms.set_aside(self._sets[self._told].shards[self.index], version)
+
+    @property
+    def mark(self) -> str:
+        """Of the files that are made of the sets of this generation."""
+        return set_mark(*self._parted_base)
+
+    @property
+    def _parted_base(self) -> tuple[int, str]:
+        """The generation's number and its mark."""
+        generation, mark = divmod(self.base, 1 << MARK_BITS)
+        return generation, f"{mark:0{MARK_BITS // 4}x}"
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
         """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
@@ -235,18 +255,7 @@ class Shards:
         whoever reads its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = room
-        generation, mark = divmod(self.base, 1 << MARK_BITS)
-        key = Key(
-            SHARD,
-            self.rooms.slot,
-            version,
-            self._place,
-            self._size,
-            shard,
-            mine.count,
-            generation,
-            f"{mark:0{MARK_BITS // 4}x}",
-        )
+        key = Key(SHARD, self.rooms.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
         self.rooms.seal(room, key, self._head(mine.step, mine.header, told), cut)
 
     def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:

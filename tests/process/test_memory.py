@@ -191,18 +191,35 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
 
 
+@pytest.mark.parametrize("without_room", [False, True])
+def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, without_room):
+    """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set."""
+    saves, writes = tmp_path / "saves", range(2, ITERATIONS)
+    faults = [fault(slot, iteration, "save") for slot in ([0] if without_room else [0, 1]) for iteration in writes]
+    settings = SETTINGS | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_DISTOPT": "1"}
+    full = {"UNICRON_MEMORY_DIR": "/proc"} if without_room else {}
+    settings |= {"TINY_SLOW": "0.2", "TINY_FAULT": json.dumps(faults), "SLURM_ARRAY_TASK_COUNT": "2"}
+    with Remembering(tmp_path, nodes=1, **settings) as job:
+        job.start_agent(1, **full)
+        job.wait(lambda: any(each.iteration >= 6 for each in folders.whole(saves)), "a checkpoint in the middle")
+        assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
+        whole = [each for each in folders.whole(saves) if each.iteration >= 6][0]
+        job.ends()
+    assert len(whole.paths) == 2 and len({path.name.split(".")[0] for path in whole.paths}) == 1
+    assert not list(saves.glob("*/*.new")) and not list(tmp_path.glob("unicron.*/due-*"))
+
+
 @pytest.mark.parametrize(
     ("kind", "by_agents"),
     [
         ({"TINY_LAYOUT": "2 1 1"}, True),
         ({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False),
-        ({"TINY_DISTOPT": "1"}, False),
+        ({"TINY_DISTOPT": "1"}, True),
     ],
     ids=["memory", "nothing in memory", "distributed optimizer"],
 )
 def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
-    """SIGUSR2, of the agent or, with nothing in memory or the optimizer's shards there, of a rank: one iteration for
-    all."""
+    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"} | kind
     settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000"}
     with Remembering(tmp_path, nodes=2, **settings) as job:

@@ -32,10 +32,13 @@ def folder_name(iteration: int) -> str:
 
 def stem(key: Key) -> str:
     """Of the file's name: what it is to the whole checkpoint."""
-    mark = key.mark
-    if key.kind == SHARD:  # whose mark is one of a generation's number
-        mark = hashlib.blake2b(f"{key.base}.{key.mark}".encode(), digest_size=4).hexdigest()
+    mark = set_mark(key.base, key.mark) if key.kind == SHARD else key.mark
     return f"{mark}.place-{key.place}-of-{key.size}.shard-{key.shard}-of-{key.count}"
+
+
+def set_mark(base: int, mark: str) -> str:
+    """The same in all files of one set of shards: that of an image, which is one of a generation's number, with it."""
+    return hashlib.blake2b(f"{base}.{mark}".encode(), digest_size=4).hexdigest()
 
 
 def file_head(key: Key, head: bytes) -> bytes:
