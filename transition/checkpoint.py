@@ -53,8 +53,8 @@ class CheckpointError(RuntimeError):
 class Writer:
     """What a rank's file is to the whole checkpoint: its place in the layout, and with a distributed optimizer its
     shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files of
-    two runs that came by the same iteration are no whole together. shards: the mark of the set that the shard is of, for
-    files beside those that agents make of its others."""
+    two runs that came by the same iteration are no whole together. shards: the mark of the set that it is one of, where
+    agents make files of the others."""
 
     place: int = 0
     size: int = 1

@@ -29,7 +29,7 @@ STAY = (CUT_PREFIX, COPY_PREFIX)  # names of images that nobody writes over whil
 @dataclass(eq=False)
 class Room:
     """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. sums: of its
-    content, when its image is whole. aside: done when the image has the name under which the agent makes a file of it."""
+    content, when its image is whole. aside: when it has the name under which the agent makes a file of it."""
 
     flat: torch.Tensor
     image: Image | None = None

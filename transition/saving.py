@@ -17,7 +17,7 @@ from transition.saying import say
 class Saving:
     """Of one rank. checkpoints: None where the script makes none. kept: the states of a distributed optimizer."""
 
-    def __init__(self, checkpoints: Checkpoints | None, remembered: Remembered, kept: Safekeeping | None):
+    def __init__(self, checkpoints: Checkpoints | None, remembered: Remembered, kept: Safekeeping | None = None):
         self._checkpoints, self._remembered, self._kept = checkpoints, remembered, kept
         self.writes = checkpoints is not None and checkpoints.destination is not None
         self._said = Said()

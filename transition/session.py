@@ -30,7 +30,6 @@ from transition.remembered import Remembered
 from transition.result import StepResult
 from transition.safekeeping import Safekeeping
 from transition.saving import Saving
-from transition.saying import say
 from transition.snapshots import SETTING, chosen
 from transition.watch import Plan, PlanTimeout
 

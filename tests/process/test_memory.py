@@ -203,7 +203,7 @@ def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, 
         job.start_agent(1, **full)
         job.wait(lambda: any(each.iteration >= 6 for each in folders.whole(saves)), "a checkpoint in the middle")
         assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
-        whole = [each for each in folders.whole(saves) if each.iteration >= 6][0]
+        whole = next(each for each in folders.whole(saves) if each.iteration >= 6)
         job.ends()
     assert len(whole.paths) == 2 and len({path.name.split(".")[0] for path in whole.paths}) == 1
     assert not list(saves.glob("*/*.new")) and not list(tmp_path.glob("unicron.*/due-*"))

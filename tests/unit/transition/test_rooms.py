@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from transition import rooms
 from transition.cutting import Cutting
-from transition.memory import images
+from transition.memory import contents, files, images
 from transition.memory.cuts import Wanted
 from transition.memory.images import PAGE, SHARD, BadImage, Found, Key, look
 from transition.rooms import Rooms, claimant
@@ -265,6 +267,39 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
     found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert {each.key.iteration: float(each.room.flat.mean()) for each in found}[8] == 8.0
     assert not said
+
+
+def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, store):
+    room = keep(store, 4.0, key(3, 4))
+    assert store.set_aside(room, 4) and store.filing
+    store.give_back(room)
+    for version in (5, 6):
+        store.give_back(keep(store, float(version), key(3, version)))
+    (due,) = files.asides(tmp_path)
+    assert due.key.iteration == 4 and contents.read(due)[1].view(torch.float32).mean() == 4.0
+    assert len(list(tmp_path.glob("shard-3.*"))) == 1, "the room of what is due was not used again"
+    due.path.unlink()
+    assert not store.filing and not store.missed
+
+
+def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(store, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "set_aside", full)
+    room = keep(store, 4.0, key(3, 4))
+    assert store.set_aside(room, 4)
+    store.settle()
+    store.give_back(room)
+    assert keep(store, 5.0, key(3, 5)) is room, "nobody reads it"
+    assert store.missed and not store.filing
+    store.begin_anew()
+    assert not store.missed
+
+
+def test_without_an_image_nothing_is_set_aside():
+    room = keep(store := Rooms(None, 3, CPU), 4.0, key(3, 4))
+    assert not store.set_aside(room, 4) and not store.filing
 
 
 def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
