@@ -181,7 +181,7 @@ def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = 
     if view.now - cuts.asked_at < CUT_SECONDS:
         return
     good, pace = newest_good(job), cuts.pace
-    late = _missed(job, cuts)
+    late = _missed(job, cuts, newest_good)
     if not late and patient(view, job, cuts, good):
         return
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
@@ -199,11 +199,11 @@ def patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
     return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job)
 
 
-def _missed(job: JobView, cuts: Cuts) -> bool:
-    """Ranks are past the last cut, and nobody has kept anything of it."""
+def _missed(job: JobView, cuts: Cuts, newest_good: Callable[..., int]) -> bool:
+    """Ranks are past the last cut, and of a part of the state nobody has kept it: some heard of it too late."""
     if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD:
         return False
-    return not any(image.iteration == cuts.asked for agent in job.alive() for image in agent.images)
+    return newest_good(job, enough=False) < cuts.asked
 
 
 def reached(job: JobView) -> int:

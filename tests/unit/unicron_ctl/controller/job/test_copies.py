@@ -341,9 +341,11 @@ def test_a_cut_that_gets_on_is_not_given_up():
     assert len(agents[0].orders(wire.Cut)) == 2
 
 
-def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahead():
+@pytest.mark.parametrize("in_time", [[], [0]], ids=["all", "some"])
+def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahead(in_time):
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
+    agents[0].has(first, *in_time)
     for iteration in range(first + copies.AHEAD + 1):
         world.iterate("1", iteration)
     world.run(copies.CUT_SECONDS + 2.0)
