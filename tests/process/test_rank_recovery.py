@@ -154,8 +154,8 @@ def test_a_second_failure_in_the_resumed_part(run):
 def test_a_second_failure_while_groups_are_rebuilt(run, at):
     """Before, in the middle, and after the building of the groups, and at some moment of it."""
     ranks = run(
-        *(fault(5, 1, "fetch", 0), fault(4, 1, at)),
-        *(fault(3, 3, "fetch", 1), fault(2, 3, at, kind="late", delay=0.002)),
+        *(fault(5, 1, "fetch", 0, others=[4]), fault(4, 1, at)),
+        *(fault(3, 3, "fetch", 1, others=[2]), fault(2, 3, at, kind="late", delay=0.002)),
         size=6,
     )  # fmt: skip
     assert steppers(ranks, 1) | ranks.stuck == {0, 1, 2, 3} and steppers(ranks, 3) | ranks.stuck == {0, 1} | ranks.stuck

@@ -11,7 +11,8 @@ compare what they have after a recovery; "save" a checkpoint's file is written; 
 shards "export", "filled" (before they are copied into a room, which is torn by then), "copies" (before they are sent),
 "confirm"; of the copy to memory of the state with which `iteration` begins: "copy", "half" (of it is copied), "sum",
 "finish", "copied" (it is whole). With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
-"any" is any but the time before the first. With `file` only once that file is in TINY_OUT.
+"any" is any but the time before the first. With `file` only once that file is in TINY_OUT. With `others`: when these
+slots have begun the iteration, too.
 
 `kind`: "kill"; "late" (killed `delay` seconds later, whatever it does then); "hang" (SIGSTOP); "sleep" (`delay`
 seconds); "gloo" (the peers' connections break, nobody dies); "error" (they break, and the operation at hand fails
@@ -63,6 +64,8 @@ def point(name: str) -> None:
 
 def strike(fault: dict) -> None:
     """Fail in the wanted way."""
+    for slot in fault.get("others", ()):
+        wait(lambda slot=slot: f" {now['iteration']} " in (OUT / f"fetched.{slot}").read_text())
     (OUT / f"fault.{SLOT}.{INCARNATION}.{now['iteration']}").write_text(repr(time.time() + fault.get("delay", 0)))
     kind = fault["kind"]
     if kind == "kill":
