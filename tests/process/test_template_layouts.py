@@ -21,6 +21,8 @@ DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 # fp32: sums in another order. Seen: losses 9e-8, norms 6e-7.
 TOLERANCE = 1e-5
+# fp16 in slices of a tensor: each rank's part of a sum is rounded to 11 bits before it is sent. Seen: norms 3.3e-5.
+ROUNDED = 2e-4
 
 pytestmark = pytest.mark.process
 
@@ -112,9 +114,8 @@ def test_experts_further_tokens_and_fp16_give_one_training_too(dataset, tmp_path
     for each in (session,) if FP16 in model else (found, session):
         assert each["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
         assert [norm is None for norm in each["norms"]] == [norm is None for norm in alone["norms"]]
-        assert [norm or 0.0 for norm in each["norms"]] == pytest.approx(
-            [n or 0.0 for n in alone["norms"]], rel=TOLERANCE
-        )
+        most = ROUNDED if FP16 in model and TP in layout else TOLERANCE
+        assert [norm or 0.0 for norm in each["norms"]] == pytest.approx([n or 0.0 for n in alone["norms"]], rel=most)
     assert ("--fp16" in model) == (alone["norms"][0] is None), "the first step overflows"
 
 
