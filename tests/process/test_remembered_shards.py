@@ -14,6 +14,7 @@ import pytest
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
+from transition.memory import files
 from transition.memory.images import inventory
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -137,13 +138,17 @@ def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
 
 # ---------------------------------------------------------------- what lies there is not as it was written
 def first_life(out: Path, memory: Path, **settings: str) -> None:
-    """All ranks are killed, and stay away; generations are counted anew afterwards, as after the loss of a log."""
+    """All ranks are killed, and stay away; generations are counted anew afterwards, as after the loss of a log. What was
+    set aside becomes files, as an agent makes them."""
     layout, size, count = SHAPES["dp"]
     environment = {**SLOW, "TINY_LAYOUT": layout, "UNICRON_MEMORY": str(memory), **settings}
     late = all_at("dp", "fetch", kind="late", delay=0.1)
     ranks = Ranks(out, count, late, fork=True, replica=size, **environment)
     ranks.drive()
     assert set(map(tuple, ranks.exits.values())) == {(-14,)}
+    for found in files.asides(memory):
+        files.persist(found, Path(settings["TINY_CHECKPOINTS"]))
+        found.path.unlink()
 
 
 def images(memory: Path, shard: int) -> list[Path]:
