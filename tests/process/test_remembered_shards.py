@@ -138,7 +138,7 @@ def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
 
 # ---------------------------------------------------------------- what lies there is not as it was written
 def first_life(out: Path, memory: Path, **settings: str) -> None:
-    """All ranks are killed, and stay away; generations are counted anew afterwards, as after the loss of a log. What was
+    """All ranks are killed, and stay away; generations are counted anew afterwards, as after a log was lost. What was
     set aside becomes files, as an agent makes them."""
     layout, size, count = SHAPES["dp"]
     environment = {**SLOW, "TINY_LAYOUT": layout, "UNICRON_MEMORY": str(memory), **settings}
