@@ -88,7 +88,9 @@ class Controller:
                 preexec_fn=lambda: os.sched_setaffinity(0, self.cpus),
             )
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
+        heard = select.poll()  # select(2) takes no descriptor above 1,023
+        heard.register(self._process.stdout, select.POLLIN)
+        ready = heard.poll(1e3 * START_SECONDS)
         line = self._process.stdout.readline().strip() if ready else ""
         if not line.startswith(ANSWER):
             self.kill()
