@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent
 from benchmarks.scale.looks import LOOKS, Look
-from benchmarks.scale.simulation import REGISTER_RATE, Simulation
+from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
 from benchmarks.scale.slurm import address_of, names
 from benchmarks.scale.zmtp import Connection
 from detector import blackhole
@@ -276,6 +276,9 @@ class Traced(Simulation):
         for one, slot in zip(hit, slots, strict=True) if look.error else ():
             self._stand_still(one)
             if look.stops:
+                training = self.training
+                if training is not None:  # a rank knows its iteration, its last heartbeat may not
+                    one.progress(training.generation, training.iteration, 0.0, ITERATION_SECONDS, now)
                 one.fail(slot, now, look.error)
             else:
                 one.die(slot, now, EXITS, look.error)

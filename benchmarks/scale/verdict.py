@@ -86,10 +86,10 @@ def _strangers(injected: Sequence[Injected], events: Sequence[Event], ranks: int
     found = []
     for event in events:
         match event.record:
-            case records.Break(lost=lost) if others := {one.slot for one in lost} - touched:
-                found.append(f"left out although nothing happened to them: slots {sorted(others)[:8]}")
-            case records.RankStart(slot=slot) if slot not in touched:
-                found.append(f"started again although nothing happened to it: slot {slot}")
+            case records.Break(lost=lost, reason=why) if others := {one.slot for one in lost} - touched:
+                found.append(f"left out although nothing happened to them: slots {sorted(others)[:8]} ({why})")
+            case records.RankStart(slot=slot, reason=why) if slot not in touched:
+                found.append(f"started again although nothing happened to it: slot {slot} ({why})")
             case records.SlurmAction(action=action, element=element) if (
                 action in ("requeue", "requeue_hold", "hold", "cancel") and element not in left
             ):
