@@ -26,7 +26,7 @@ NODES = 16  # of the paper's evaluation, eight GPUs each
 MINUTE = 60.0
 DRAWS = 20_000  # failures of a generated trace, to compare shares
 READ, RECALLED = "[S]", "[R]"
-UNMEASURED = "not measured: --measured"
+UNMEASURED = "not measured in this run"
 BYTES_A_PARAMETER = 12  # fp32 parameters and Adam's moments (docs/design/memory.md)
 UNICRON, TRANSOM = "Unicron", "TRANSOM"
 
