@@ -63,7 +63,8 @@ def state_of(megabytes: int) -> TrainingState:
     return TrainingState([SimpleNamespace(module=model)], optimizer, None)
 
 
-def copies(megabytes: int) -> None:
+def copies(megabytes: int) -> dict[str, float]:
+    """Median seconds of each part, and the state's size in GB."""
     state = state_of(megabytes)
     gathered, _ = contents.gathered(state)
     gigabytes, seconds = gathered.size / 1e9, lambda began: time.perf_counter() - began
@@ -113,6 +114,7 @@ def copies(megabytes: int) -> None:
     asked("back in the loop, torch.save to a file / copy begun", sooner, "", ">= 20", sooner >= 20)
     behind = found["save"] / (found["copy"] + found["sum"])
     print(f"  a whole image is there {behind:.1f} times as soon as torch.save returns")
+    return found | {"gigabytes": gigabytes}
 
 
 # ------------------------------------------------------------ iterations
@@ -151,7 +153,8 @@ def iterations(pairs: int) -> None:
 
 
 # ------------------------------------------------------------ deaths
-def deaths(count: int) -> None:
+def deaths(count: int) -> dict[str, float]:
+    """Seconds from the kill of all ranks to the next step, and the iterations lost by it."""
     times, lost = [], 0
     for _ in range(count):
         with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM) as shared:
@@ -177,6 +180,7 @@ def deaths(count: int) -> None:
     middle = statistics.median(times)
     asked("all ranks killed to the next step", middle, "s", "<= 3 s", middle <= 3)
     asked("iterations lost by it", lost, "", "<= 0", lost <= 0)
+    return {"seconds": middle, "iterations_lost": lost}
 
 
 def main() -> int:
@@ -184,15 +188,19 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=800, help="of the state that is copied")
     parser.add_argument("--pairs", type=int, default=40, help="pairs of iterations")
     parser.add_argument("--deaths", type=int, default=3, help="times that all ranks are killed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of copies and deaths there")
     options = parser.parse_args()
+    found = {}
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     torch.set_num_threads(1)
     if options.megabytes:
-        copies(options.megabytes)
+        found["copies"] = copies(options.megabytes)
     if options.pairs:
         iterations(options.pairs)
     if options.deaths:
-        deaths(options.deaths)
+        found["all_killed"] = deaths(options.deaths)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

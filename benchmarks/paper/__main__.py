@@ -7,10 +7,15 @@ own sources (`unicronctl simulate --sources`) and were never fitted to these rat
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+from benchmarks.paper import tables
 from planner.simulate import POLICIES, simulate
 from planner.simulate.cases import CASES, case
 from planner.simulate.generate import trace_a, trace_b
@@ -98,10 +103,52 @@ def traces() -> bool:
     return best
 
 
+def all_tables(measured: tables.Measured) -> None:
+    """Every figure of docs/design/paper.md beside ours: those that were read, then those that are recalled."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        best = multi_task()
+    ratios = {}
+    for name, maker in (("trace-a", trace_a), ("trace-b", trace_b)):
+        columns = [_efficiencies(name, maker, hours) for hours in REPAIRS]
+        for of in OTHERS:
+            if RECALLED[name, of][0] != "-":
+                ratios[name, of] = [column["unicron"] / column[of] for column in columns]
+    tables.show("Read in a stored source", tables.read(measured))
+    tables.show("Recalled, and not re-read", tables.recalled(measured, ratios, best))
+
+
+def _measured(paths: list[Path]) -> tables.Measured:
+    """Raises SystemExit with one line."""
+    found = []
+    for path in paths:
+        try:
+            found.append(json.loads(path.read_text()))
+            tables.Measured.of(found[-1:])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SystemExit(
+                f"benchmarks.paper: {path}: {error}: give the --json of benchmarks.detection, scale.trace or memory"
+            ) from None
+    return tables.Measured.of(found)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Prints both tables; 0 if unicron is best or tied everywhere."""
+    """Prints the cases and the traces, or all tables; 0 if unicron is best or tied everywhere."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__.splitlines()[0])
-    parser.parse_args(arguments)
+    parser.add_argument("--tables", action="store_true", help="every figure of docs/design/paper.md beside ours")
+    parser.add_argument(
+        "--measured",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="with --tables: the --json of benchmarks.detection, benchmarks.scale.trace, benchmarks.memory; repeatable",
+    )
+    options = parser.parse_args(arguments)
+    if options.measured and not options.tables:
+        parser.error("--measured is for --tables: add it")
+    if options.tables:
+        all_tables(_measured(options.measured))
+        return 0
     return 0 if multi_task() & traces() else 1
 
 

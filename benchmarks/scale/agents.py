@@ -39,11 +39,27 @@ class Layout:
 class Agent:
     """The agent of element `element`, with `ranks` ranks of a job with `total` ranks and as many micro-batches."""
 
-    __slots__ = ("assignment", "element", "layout", "name", "ranks", "shares", "status", "told", "total", "welcomed")
+    __slots__ = (
+        "address",
+        "assignment",
+        "door",
+        "element",
+        "layout",
+        "name",
+        "node",
+        "ranks",
+        "shares",
+        "status",
+        "told",
+        "total",
+        "welcomed",
+    )
 
-    def __init__(self, element: int, ranks: int, total: int) -> None:
+    def __init__(self, element: int, ranks: int, total: int, node: str = "", address: str = "", door: str = "") -> None:
+        """node: it runs there, at `address`; door: host:port at which it shows that it lives, if at all."""
         self.element, self.total = element, total
-        self.name = f"agent-{element}"
+        self.node, self.address, self.door = node or f"n{element:05}", address or "127.0.0.1", door
+        self.name = f"agent-{element}-{node}" if node else f"agent-{element}"
         self.ranks = {
             slot: self._fresh(slot, 0, "starting") for slot in range(element * ranks, element * ranks + ranks)
         }
@@ -80,10 +96,11 @@ class Agent:
                 job=JOB,
                 element=self.element,
                 agent=self.name,
-                node=f"n{self.element:05}",
-                address="127.0.0.1",
+                node=self.node,
+                address=self.address,
                 slots=list(self.ranks),
                 settings=settings,
+                door=self.door,
             )
         )
 
@@ -147,9 +164,15 @@ class Agent:
         """What its ranks compute in an undisturbed iteration."""
         self.shares = {slot: layout.share(slot, self.total) for slot in self.ranks if slot in layout.places}
 
-    def die(self, slot: int, now: float) -> None:
-        """The rank is killed."""
-        self.change(slot, now, "exited", exit=wire.Exit(code=-9, at=now, lived=LIVED))
+    def die(self, slot: int, now: float, code: int = -9, last_line: str = "") -> None:
+        """The rank's process ends; it is killed unless a status says otherwise."""
+        self.change(slot, now, "exited", exit=wire.Exit(code=code, at=now, lived=LIVED, last_line=last_line))
+
+    def fail(self, slot: int, now: float, text: str) -> None:
+        """The rank stops by itself, by an error of its collective."""
+        rank = self.ranks[slot]
+        fault = wire.Fault(type="RuntimeError", text=text, at=now)
+        self.change(slot, now, "stopped", broken=rank.generation, entering=0, fault=fault)
 
     def start(self, slot: int, incarnation: int, now: float) -> bool:
         """A new process in the slot of one that has ended; False when there is none to start."""
@@ -197,7 +220,7 @@ class Agent:
             if rank.state not in ("waiting", "stopped", "left") or plan.generation <= max(rank.generation, rank.broken):
                 continue
             if slot in layout.places:
-                self.change(slot, now, "entering", entering=plan.generation)
+                self.change(slot, now, "entering", entering=plan.generation, fault=None)
             elif rank.state == "stopped":
                 self.change(slot, now, "left", generation=plan.generation)
 

@@ -17,11 +17,14 @@ START_SECONDS, STOP_SECONDS = 120.0, 30.0
 ANSWER = "unicrond: listening on "
 CONFIG = """[controller]
 auth = "none"
-slurm = "none"
+slurm = "{slurm}"
 heartbeat_period = 1.0
 forming_settle_seconds = {settle}
 metrics_seconds = {metrics}
 state_dir = "{state}"
+
+[partition.default]
+mode = "act"
 """
 _TICK = float(os.sysconf("SC_CLK_TCK"))
 
@@ -50,13 +53,23 @@ class Controller:
     """A real unicrond with the state folder `folder`/state, on the given cores.
 
     settle: how long it waits for further nodes before a job starts; metrics: the nodes' metrics come every so many
-    seconds, 0 for never. Raises :class:`NotStarted`.
+    seconds, 0 for never. slurm: how it asks Slurm. program: what is run with Python, unicrond's options follow.
+    Raises :class:`NotStarted`.
     """
 
-    def __init__(self, folder: Path, cpus: set[int], settle: float = 2.0, metrics: float = 0.0) -> None:
-        self.folder, self.cpus = folder, cpus
+    def __init__(
+        self,
+        folder: Path,
+        cpus: set[int],
+        settle: float = 2.0,
+        metrics: float = 0.0,
+        slurm: str = "none",
+        program: Sequence[str] = ("-m", "unicron_ctl.controller.main"),
+    ) -> None:
+        self.folder, self.cpus, self.program = folder, cpus, program
         self.state = folder / "state"
-        (folder / "unicron.toml").write_text(CONFIG.format(settle=settle, metrics=metrics, state=self.state))
+        config = CONFIG.format(settle=settle, metrics=metrics, state=self.state, slurm=slurm)
+        (folder / "unicron.toml").write_text(config)
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
 
@@ -75,7 +88,9 @@ class Controller:
                 preexec_fn=lambda: os.sched_setaffinity(0, self.cpus),
             )
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
+        heard = select.poll()  # select(2) takes no descriptor above 1,023
+        heard.register(self._process.stdout, select.POLLIN)
+        ready = heard.poll(1e3 * START_SECONDS)
         line = self._process.stdout.readline().strip() if ready else ""
         if not line.startswith(ANSWER):
             self.kill()
@@ -85,7 +100,7 @@ class Controller:
 
     def _command(self) -> Sequence[str]:
         config = ["--config", str(self.folder / "unicron.toml"), "--state-dir", str(self.state)]
-        return [sys.executable, "-m", "unicron_ctl.controller.main", *config, "--listen", "tcp://127.0.0.1:0"]
+        return [sys.executable, *self.program, *config, "--listen", "tcp://127.0.0.1:0"]
 
     def stop(self) -> float:
         """SIGTERM; seconds until it has ended. Raises :class:`NotStarted` when it had to be killed."""

@@ -339,6 +339,9 @@ class Simulation:
                 self._say(agent)
             case wire.Refused():
                 self._on_refused(agent, message)
+            case wire.Withdraw():
+                if self.offering is not None and self.offering.generation == message.generation:
+                    self.offering = None
             case wire.StopRank():
                 if agent.ranks[message.slot].incarnation == message.incarnation:
                     self.killed.add(message.slot)

@@ -12,48 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.support import proof
+from tests.support.matrix import ITERATIONS, KINDS, LAYOUTS, OVERFLOWS, size_of, train
 from tests.support.moments import fault, moments
 from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-ITERATIONS = 4
 GRADIENTS = 1e-6  # relative to the largest, in fp32; 7e-7 is seen
 LOSSES = 1e-5  # relative
 # A last bit of fp16 can send a token to another expert. Seen: 3.5e-8 in the healed iteration, 8e-4 and 1.5e-5 later.
 ROUTED, ROUTED_GRADIENTS, ROUTED_LOSSES = {("vpp", "experts-bias")}, 5e-3, 1e-4
-OVERFLOWS = str(2.0**22)  # a scale that is too large in the first two iterations, or three
-LAYOUTS = {  # TP PP VPP, replicas
-    "dp": ("1 1 1", 4),
-    "tp": ("2 1 1", 2),
-    "pp": ("1 2 1", 2),
-    "vpp": ("1 2 2", 2),
-    "tp-pp": ("2 2 1", 2),
-}
-KINDS: dict[str, dict[str, str]] = {
-    "plain": {},
-    "overlap": {"TINY_OVERLAP": "1"},
-    "dropout": {"TINY_DROPOUT": "0.1"},
-    "tokens": {"TINY_TOKENS": "1"},
-    "bf16": {"TINY_BF16": "1"},
-    "host": {"UNICRON_SNAPSHOT": "host"},
-    "no-copies": {"UNICRON_SNAPSHOT": "none", "TINY_OVERLAP": "1"},
-    "sharded": {"TINY_DISTOPT": "1"},
-    "sharded-overlap": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
-    "sharded-bf16": {"TINY_DISTOPT": "1", "TINY_BF16": "1", "TINY_DROPOUT": "0.1"},
-    "sharded-host": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "host"},
-    "sharded-no-copies": {"TINY_DISTOPT": "1", "UNICRON_SNAPSHOT": "none"},
-    "fp16": {"TINY_FP16": str(2.0**18)},  # doubled after two iterations
-    "fp16-overflow": {"TINY_FP16": OVERFLOWS},
-    "sharded-fp16": {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1", "TINY_FP16": OVERFLOWS},
-    "experts": {"TINY_EXPERTS": "aux_loss", "TINY_TOKENS": "1"},
-    "experts-bias": {"TINY_EXPERTS": "bias", "TINY_FP16": str(2.0**19)},  # too large in the first and the last
-    "experts-sequence": {"TINY_EXPERTS": "seq_aux_loss", "TINY_OVERLAP": "1", "TINY_BF16": "1"},
-    "sharded-experts": {"TINY_EXPERTS": "bias", "TINY_DISTOPT": "1", "TINY_OVERLAP": "1"},
-    "mtp": {"TINY_MTP": "1"},
-    "sharded-mtp": {"TINY_MTP": "2", "TINY_EXPERTS": "aux_loss", "TINY_DISTOPT": "1", "TINY_TOKENS": "1"},
-}
-
 
 MATRIX = [
     (layout, kind, moment)
@@ -91,21 +59,6 @@ SILENT = [
     for kind in ("plain", "overlap")
     for moment in ("reduce", "in-reduce", "proof", "commit")
 ]
-
-
-def size_of(layout: str) -> int:
-    tensor, pipeline, _ = map(int, layout.split())
-    return tensor * pipeline
-
-
-def train(out: Path, layout: str, settings: dict[str, str], faults: list[dict], **keywords) -> Ranks:
-    shape, replicas = LAYOUTS[layout]
-    size = size_of(shape)
-    environment = {"TINY_LAYOUT": shape, "TINY_ITERATIONS": str(ITERATIONS), **settings}
-    ranks = Ranks(out, replicas * size, faults, fork=True, replica=size, **keywords, **environment)
-    ranks.drive()
-    proof.exactly_once(ranks, ITERATIONS)
-    return ranks
 
 
 @pytest.fixture(scope="module")

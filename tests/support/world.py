@@ -378,28 +378,29 @@ class FakeSlurm:
         return [n for n, states in self.node_states.items() if states == {"IDLE"} and n not in used]
 
     def schedule(self) -> None:
+        free = dict.fromkeys(self.free())
         for entry in self.queue.values():
-            free = self.free()
-            if (
-                entry["state"] == "PENDING"
-                and "held" not in entry["reason"].lower()
-                and entry["reason"] != "BeginTime"
-                and free
-            ):
-                if entry["pin"] is None or entry["pin"] in free:
-                    entry.update(state="RUNNING", node=entry["pin"] or free[0], reason="")
+            waits = "held" in entry["reason"].lower() or entry["reason"] == "BeginTime"
+            if free and entry["state"] == "PENDING" and not waits and (entry["pin"] is None or entry["pin"] in free):
+                node = entry["pin"] or next(iter(free))
+                del free[node]
+                entry.update(state="RUNNING", node=node, reason="")
 
     def nodes(self) -> list[NodeInfo]:
         return [
             NodeInfo(
-                n,
-                frozenset(s),
-                self.reasons.get(n, ""),
-                n,
-                "slurmd",
-                self.starts[n],
-                1,
-                **{"partitions": ("main",), "gres": "gpu:1", **self.node_facts.get(n, {})},
+                name=n,
+                states=frozenset(s),
+                reason=self.reasons.get(n, ""),
+                slurmd_start=self.starts[n],
+                gpus=1,
+                **{
+                    "address": n,
+                    "port": "slurmd",
+                    "partitions": ("main",),
+                    "gres": "gpu:1",
+                    **self.node_facts.get(n, {}),
+                },
             )
             for n, s in self.node_states.items()
         ]

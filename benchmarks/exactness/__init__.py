@@ -1,0 +1,1 @@
+"""How far a healed run is from an undisturbed one."""

@@ -1,0 +1,321 @@
+"""The simulated agents under a trace of failures: nodes that break, fall silent, are left and come back.
+
+What is told of each failure to the controller is :mod:`benchmarks.scale.looks`; who runs where is
+:class:`benchmarks.scale.slurm.LiveSlurm`'s to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from benchmarks.scale.agents import JOB, Agent
+from benchmarks.scale.looks import LOOKS, Look
+from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
+from benchmarks.scale.slurm import address_of, names
+from benchmarks.scale.zmtp import Connection
+from detector import blackhole
+from planner.simulate.trace import Trace
+from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
+
+START_SECONDS = 1.0  # from Slurm's start of an element until its agent comes
+LATER_SECONDS = 0.5  # before a failure is tried again that found nobody to strike
+LOOK_SECONDS = 0.1  # between two looks whether all train again
+EXITS = 1  # status of a rank that ends by an exception
+
+
+@dataclass
+class Injected:
+    """A failure as it happened: element and slots on `node`, at `at` in the generation `generation`. entered, whole:
+    when a later generation began to train, and when all ranks did; 0.0 while not yet."""
+
+    at: float
+    cause: str
+    severity: int
+    elements: list[int]
+    slots: list[int]
+    node: str
+    generation: int
+    entered: float = 0.0
+    whole: float = 0.0
+
+
+@dataclass(frozen=True)
+class Due:
+    """A failure to come: seconds after the start, at the node's number, away for so many seconds."""
+
+    at: float
+    index: int
+    cause: str
+    severity: int
+    away: float
+
+
+def schedule(trace: Trace, speed: float) -> list[Due]:
+    """A trace of `n0` ... `nN`, `speed` times as fast. away: until the node joins again, 0 where it does not leave."""
+    found, joins = [], {}
+    for event in reversed(trace.events):
+        if event.event == "join":
+            joins[event.node] = event.seconds
+            continue
+        cause = event.failure
+        back = joins.pop(event.node, trace.until) - event.seconds if cause.severity == 1 else 0.0
+        found.append(Due(event.seconds / speed, int(event.node[1:]), cause.name, cause.severity, back / speed))
+    return found[::-1]
+
+
+class Hosts:
+    """Node -> the port at which its slurmd and its agent's door answer, all of one number. Raises OSError."""
+
+    def __init__(self, count: int) -> None:
+        self._listening: dict[str, socket.socket] = {}
+        self.port = 0
+        for index, name in enumerate(names(count)):
+            one = socket.create_server((address_of(index), self.port))
+            self.port = one.getsockname()[1]
+            self._listening[name] = one
+
+    def die(self, node: str) -> None:
+        """Nobody gets an answer there."""
+        blackhole.deafen(self._listening[node])
+
+    def revive(self, node: str) -> None:
+        """It answers again."""
+        blackhole.hear(self._listening[node])
+
+    def close(self) -> None:
+        for one in self._listening.values():
+            one.close()
+
+
+@dataclass
+class Moves:
+    """What Slurm did with elements after the first start: when which one got which node."""
+
+    started: list[tuple[float, int, str]] = field(default_factory=list)
+    ended: list[tuple[float, int]] = field(default_factory=list)
+
+
+class Traced(Simulation):
+    """`agents` elements on `nodes` nodes. slurm: the connection of :class:`LiveSlurm`."""
+
+    def __init__(
+        self, endpoint: tuple[str, int], slurm: socket.socket, hosts: Hosts, nodes: int, agents: int, ranks: int
+    ) -> None:
+        super().__init__(endpoint, agents, ranks)
+        self._endpoint, self._slurm, self._hosts = endpoint, slurm, hosts
+        self._slurm.setblocking(False)
+        self._place = {name: index for index, name in enumerate(names(nodes))}
+        self._half_line = b""
+        self._fresh = set(range(agents))  # whose first agent has not come
+        self.absent = set(range(agents))  # elements without an agent
+        self.dead: set[str] = set()
+        self.injected: list[Injected] = []
+        self.moves = Moves()
+        self.iterations = 0
+        self._next_state, self._events = 0.0, 0
+
+    # ------------------------------------------------------------ time
+    def fail_by(self, dues: Iterable[Due]) -> float:
+        """Everything in the schedule happens from now on. Returns when that was."""
+        now = time.time()
+        for due in dues:
+            self._later(now + due.at, lambda due=due: self._strike(due))
+        return now
+
+    def _turn(self) -> None:
+        self._hear_slurm()
+        super()._turn()
+        now = time.time()
+        if now >= self._next_state:
+            self._next_state = now + LOOK_SECONDS
+            self._note(now)
+
+    def _note(self, now: float) -> None:
+        """Which failures are over."""
+        training = self.training
+        waiting = [one for one in self.injected if not one.whole]
+        if not waiting or training is None or not training.running:
+            return
+        whole = self.complete()
+        for one in waiting:
+            if training.generation > one.generation:
+                one.entered = one.entered or training.began
+                if whole and now > one.at:
+                    one.whole = now
+
+    def _iterate(self, now: float) -> None:
+        before = self.training.iteration if self.training is not None else 0
+        super()._iterate(now)
+        if self.training is not None:
+            self.iterations += max(0, self.training.iteration - before)
+
+    # ------------------------------------------------------------ Slurm
+    def _hear_slurm(self) -> None:
+        try:
+            data = self._half_line + self._slurm.recv(1 << 20)
+        except BlockingIOError:
+            return
+        lines = data.split(b"\n")
+        self._half_line = lines.pop()
+        for line in lines:
+            element, node = json.loads(line)
+            now = time.time()
+            if element not in self.absent:
+                self._end(element, now)
+            if node is not None:
+                delay = element / REGISTER_RATE if element in self._fresh else START_SECONDS
+                if element not in self._fresh:
+                    self.moves.started.append((now, element, node))
+                self._later(now + delay, lambda element=element, node=node: self._begin(element, node))
+
+    def _begin(self, element: int, node: str) -> None:
+        address = address_of(self._place[node])
+        if node in self.dead:
+            return
+        if element in self._fresh:
+            self._fresh.discard(element)
+        else:
+            self._connections[element].close()
+            connection = Connection(*self._endpoint, f"{JOB}-{element}-{node}".encode())
+            self._connections[element] = connection
+            self._by_descriptor[connection.fileno()] = element
+            self._poller.register(connection.fileno())
+        door = f"{address}:{self._hosts.port}"
+        self.agents[element] = Agent(element, self.ranks_per_agent, self.total, node, address, door)
+        self.absent.discard(element)
+        self._register(self.agents[element])
+
+    def _end(self, element: int, now: float) -> None:
+        """Slurm ends the element: its agent says so, and goes."""
+        agent = self.agents[element]
+        for slot in agent.ranks:
+            agent.die(slot, now, -15)
+        agent.status.leaving = "stopped by Slurm (SIGTERM)"
+        self._say(agent)
+        self.moves.ended.append((now, element))
+        self._gone(agent, now)
+
+    def _gone(self, agent: Agent, now: float) -> None:
+        """Nothing comes from it any more."""
+        for slot in agent.ranks:
+            agent.die(slot, now)
+            self.killed.add(slot)
+        agent.welcomed = False
+        self.absent.add(agent.element)
+        self._stand_still(agent)
+        with contextlib.suppress(OSError, KeyError):
+            self._poller.unregister(self._connections[agent.element].fileno())
+        self._connections[agent.element].close()
+        self._unsent.discard(agent.element)
+        breaking = self.breaking
+        if breaking is not None and breaking.take(agent.element, time.time()):
+            self._report_stopped(breaking.generation)
+
+    def _stand_still(self, agent: Agent) -> None:
+        """The others wait for a member in their collectives."""
+        training = self.training
+        if training is not None and any(slot in training.layout.places for slot in agent.ranks):
+            self._finish_reports()
+            training.running = False
+
+    def _restart(self, node: str) -> None:
+        """The node is repaired: its slurmd begins anew."""
+        self.dead.discard(node)
+        self._hosts.revive(node)
+        self._slurm.sendall((json.dumps([node, time.time()]) + "\n").encode())
+
+    # ------------------------------------------------------------ failures
+    def _strike(self, due: Due) -> None:
+        """The failure happens at the element of its number, or at the next one that trains."""
+        now, look, training = time.time(), LOOKS[due.cause], self.training
+        count = len(self.agents)
+        states = ("running",) if look.stops else ("running", "stopped", "entering")
+        order = [self.agents[(due.index + step) % count] for step in range(count)]
+        able = [one for one in order if self._at_work(one, states)]
+        if training is None or len(able) < 2 or (look.stops and not training.running):
+            self._later(now + LATER_SECONDS, lambda: self._strike(due))
+            return
+        agent = able[0]
+        hit = [agent, able[len(able) // 2]] if look.stops else [agent]
+        slots = [min(one.ranks) + due.index % self.ranks_per_agent for one in hit]
+        elements = [one.element for one in hit]
+        generation = training.generation
+        self.injected.append(Injected(now, due.cause, due.severity, elements, slots, agent.node, generation))
+        self._happen(look, due, hit, slots, now)
+
+    def _at_work(self, agent: Agent, states: tuple[str, ...]) -> bool:
+        return agent.element not in self.absent and all(rank.state in states for rank in agent.ranks.values())
+
+    def _happen(self, look: Look, due: Due, hit: list[Agent], slots: list[int], now: float) -> None:
+        agent = hit[0]
+        if look.silent:
+            node = agent.node
+            self.dead.add(node)
+            self._hosts.die(node)
+            self._gone(agent, now)
+            self._later(now + due.away, lambda: self._restart(node))
+            return
+        if look.kernel:
+            self._events += 1
+            event = wire.NodeEvent(
+                job=JOB,
+                element=agent.element,
+                agent=agent.name,
+                number=self._events,
+                source="kernel",
+                text=look.kernel,
+                at=now,
+            )
+            self._send(agent.element, wire.encode(event))
+        for one, slot in zip(hit, slots, strict=True) if look.error else ():
+            self._stand_still(one)
+            if look.stops:
+                training = self.training
+                if training is not None:  # a rank knows its iteration, its last heartbeat may not
+                    one.progress(training.generation, training.iteration, 0.0, ITERATION_SECONDS, now)
+                one.fail(slot, now, look.error)
+            else:
+                one.die(slot, now, EXITS, look.error)
+                self.killed.add(slot)
+            self._say(one)
+
+    # ------------------------------------------------------------ agents that are gone say and hear nothing
+    def _send(self, index: int, data: bytes) -> None:
+        if index not in self.absent:
+            super()._send(index, data)
+
+    def _say(self, agent: Agent) -> None:
+        if self.agents[agent.element] is agent:
+            super()._say(agent)
+
+    def _register(self, agent: Agent) -> None:
+        if self.agents[agent.element] is agent and agent.element not in self.absent:
+            super()._register(agent)
+
+    def _ready(self, agent: Agent) -> None:
+        if agent.element not in self.absent:
+            super()._ready(agent)
+
+    def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
+        message = wire.decode(data, wire.ToAgent)
+        if isinstance(message, wire.Reach):
+            silent = {address_of(self._place[node]) for node in self.dead}
+            words = [
+                Reach.SILENT if target.rpartition(":")[0] in silent else Reach.REACHED for target in message.targets
+            ]
+            reached = wire.Reached(
+                job=JOB, element=agent.element, agent=agent.name, number=message.number, words=[str(w) for w in words]
+            )
+            self._later(time.time() + 0.7, lambda: self._answer(agent, reached))
+        else:
+            super()._on_message(agent, data, at)
+
+    def _answer(self, agent: Agent, reached: wire.Reached) -> None:
+        if self.agents[agent.element] is agent:
+            self._send(agent.element, wire.encode(reached))

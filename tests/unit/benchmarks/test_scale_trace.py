@@ -1,0 +1,121 @@
+"""The scale benchmark under a trace: what agents are told to look like is known for what it is, and each of the
+controller's mistakes is counted as one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.scale.looks import LOOKS
+from benchmarks.scale.observed import compressed
+from benchmarks.scale.slurm import address_of
+from benchmarks.scale.traced import Injected, schedule
+from benchmarks.scale.verdict import judge
+from detector.classify import Classifier
+from detector.escalation import Policy
+from planner.simulate.causes import CAUSES
+from planner.simulate.generate import LLAMA3_COUNTS, llama3
+from planner.simulate.trace import DAY, TraceEvent, make
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+
+RANKS = 8
+
+
+@pytest.mark.parametrize("cause", sorted(LLAMA3_COUNTS))
+def test_the_severity_table_knows_what_a_cause_looks_like(cause):
+    look, classifier = LOOKS[cause], Classifier()
+    if look.silent:
+        assert CAUSES[cause].method == "node_health"
+        return
+    verdict = classifier.match(look.kernel, "kernel") if look.kernel else classifier.text(look.error)
+    assert (verdict.cause, int(verdict.severity)) == (cause, CAUSES[cause].severity)
+
+
+def test_a_schedule_is_the_trace_so_many_times_as_fast():
+    trace = llama3(2048, DAY, seed=1)
+    dues = schedule(trace, 1000.0)
+    fails = [event for event in trace.events if event.event == "fail"]
+    assert [due.at for due in dues] == [pytest.approx(event.seconds / 1000) for event in fails]
+    assert [f"n{due.index}" for due in dues] == [event.node for event in fails]
+    assert all((due.away > 0) == (due.severity == 1) for due in dues)
+
+
+def test_a_node_is_away_until_it_joins_again():
+    node_failed = CAUSES["node_failed"]
+    events = [TraceEvent(10.0, "fail", "n3", node_failed), TraceEvent(50.0, "join", "n3")]
+    events += [TraceEvent(70.0, "fail", "n3", node_failed)]
+    assert [due.away for due in schedule(make(events, 100.0), 10.0)] == [4.0, 3.0]
+
+
+def test_only_what_compares_failures_is_shortened():
+    usual, fast = Policy(), compressed(Policy(), 1000.0)
+    assert fast.window == usual.window / 1000 and fast.shared_seconds == usual.shared_seconds / 1000
+    assert (fast.backoff, fast.quick_seconds, fast.moment) == (usual.backoff, usual.quick_seconds, usual.moment)
+
+
+def test_addresses_are_this_machines_own_and_no_two_alike():
+    found = {address_of(index) for index in range(16_384)}
+    assert len(found) == 16_384
+    assert all(max(map(int, address.split("."))) <= 255 for address in found)
+
+
+def event(number: int, at: float, record: records.Record) -> Event:
+    return Event(number, at, "1", 1, record)
+
+
+def failure(element: int, slots: list[int], severity: int, action: str, cause: str) -> records.FailureDetected:
+    return records.FailureDetected(
+        kind_of_failure="rank",
+        slots=slots,
+        severity=severity,
+        cause=cause,
+        action=action,
+        detected_by="process exit",
+        source="agent",
+        element=element,
+    )
+
+
+def crash(at: float = 100.0) -> Injected:
+    return Injected(at, "other_software_error", 2, [3], [25], "n4", 1)
+
+
+RESTART = failure(3, [25], 2, "restart", "other_software_error")
+
+
+def test_a_failure_that_is_found_and_answered_is_right():
+    found = judge([crash()], [event(1, 100.2, RESTART), event(2, 100.2, records.RankStart(25, 1, 100.2))], RANKS)
+    assert found.wrong == [] and found.detected == [("other_software_error", pytest.approx(0.2))]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (failure(9, [72], 2, "restart", "task_hang"), "did not happen"),
+        (records.Break(2, [records.Lost(25, "a", 0), records.Lost(26, "a", 0)]), r"left out .* \[26\]"),
+        (records.RankStart(26, 1, 0.0), "slot 26"),
+        (records.SlurmAction("requeue_hold", 3, "n4"), "requeue_hold of element 3"),
+        (records.SlurmAction("down", 3, "n4"), "down of n4"),
+    ],
+)
+def test_whoever_else_is_touched_is_told(record, said):
+    wrong = judge([crash()], [event(1, 100.2, RESTART), event(2, 101.0, record)], RANKS).wrong
+    assert len(wrong) == 1
+    assert re.search(said, wrong[0])
+
+
+def test_a_failure_that_is_not_found_or_not_answered_rightly_is_told():
+    assert "not found" in judge([crash()], [], RANKS).wrong[0]
+    moved = failure(3, [25], 1, "isolate", "gpu_lost")
+    assert "SEV1, isolate" in judge([crash()], [event(1, 100.2, moved)], RANKS).wrong[0]
+    late = judge([crash()], [event(1, 200.0, RESTART)], RANKS).wrong
+    assert "not found" in late[0] and "did not happen" in late[1]
+
+
+def test_what_became_known_later_counts():
+    first = failure(3, [25], 2, "restart", "cuda_error")
+    lost = Injected(100.0, "gpu_lost", 1, [3], [25], "n4", 1)
+    later = records.FailureVerdict(failure=1, severity=1, cause="gpu_lost", action="isolate")
+    assert judge([lost], [event(1, 100.2, first), event(2, 101.0, later)], RANKS).wrong == []
