@@ -1,4 +1,4 @@
-"""``python -m benchmarks.run [NAME ...]``: every benchmark but those of hours, then what was asked beside what was reached.
+"""``python -m benchmarks.run [NAME ...]``: each benchmark but the longest, then what was asked beside what was reached.
 
 A mark is a printed line that ends in ``asked: <= 1 s``, with ``MISSED`` behind it when it was. Exit status 1 when a
 benchmark crashed; a missed mark only shows in the table, since it may be the machine's doing.

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.storms.stage import ITERATIONS_TO_LEARN
 from benchmarks.torture import leaks, schedule
 from benchmarks.torture.deeds import Admin, Agenda, inflict
 from benchmarks.torture.progress import Done, Leg, Progress
 from benchmarks.torture.schedule import NOBODY, Fault
 from benchmarks.torture.show import Show
 from benchmarks.torture.sound import RUNNING, JobNow, Wound, sound, strikable, whole
-from benchmarks.torture.stage import ELEMENTS, NODES, TRAININGS, Site
+from benchmarks.torture.stage import ELEMENTS, TRAININGS, Site
+from detector.escalation import Policy
+from unicron_ctl.controller.model.view import SUSPECT_SECONDS
 from unicron_ctl.errors import UserError, one_line
 
 START_LIMIT = 240.0  # seconds; the ranks of all nodes start on this machine's few cores
@@ -55,6 +58,7 @@ class Run:
     _event: int = 0
     _next: dict[str, float] = field(default_factory=dict)
     _unsound: dict[str, float] = field(default_factory=dict)  # job -> since when
+    _left: dict[str, dict[str, float]] = field(default_factory=dict)  # job -> node -> until when it avoids it
     _fresh: float = 0.0
     _finishing: bool = False
 
@@ -64,6 +68,7 @@ class Run:
         for training in TRAININGS:
             self.site.submit(training)
         self.until(self.trains, "both jobs train on all nodes", START_LIMIT)
+        self.until(self._learns, "their iteration times are known, by which hangs are found", START_LIMIT)
         leg = self.progress.legs[-1]
         leg.began, leg.reads = dict(self.site.first), {name: self.site.reads(name) for name in ELEMENTS}
         self.show.tell(f"both jobs train, from iterations {', '.join(f'{n} {i}' for n, i in leg.began.items())} on")
@@ -80,9 +85,21 @@ class Run:
 
     def trains(self) -> str:
         """Empty when all nodes are used and everybody has stepped; else what lacks."""
-        lacks = whole(self.jobs, ELEMENTS, NODES - len(self.agenda.away))
+        nodes = set(self.site.cluster.spec.node_names) - self.agenda.away - self.admin.seen.keys()
+        lacks = whole(self.jobs, ELEMENTS, nodes, self._avoided(time.time()))
         unsound = [name for name, job in self.jobs.items() if not self._sound(job)]
         return lacks or (f"{' and '.join(unsound)} not sound" if unsound else "")
+
+    def _learns(self) -> str:
+        first, last = self.site.first, self.site.iteration
+        new = [name for name in ELEMENTS if last(name) - first.get(name, last(name)) < ITERATIONS_TO_LEARN]
+        return f"{' and '.join(new)} trained too few iterations" if new else ""
+
+    def _avoided(self, now: float) -> dict[str, list[str]]:
+        """By job the nodes that it has left and is not given."""
+        return {
+            name: [node for node, until in self._left.get(name, {}).items() if until > now] for name in self.site.ids
+        }
 
     def calm(self) -> None:
         """Wait until nothing is broken any more: all nodes serve and are used as planned."""
@@ -190,15 +207,20 @@ class Run:
                 self.progress.causes[event["cause"]] = self.progress.causes.get(event["cause"], 0) + 1
             elif kind in TO_TELL:
                 self._wrong(f"{kind} of job {event['job']}: {event['reason'] or event.get('problems')}")
+            elif kind == "avoided":
+                lasts = SUSPECT_SECONDS if event["suspect"] else Policy().window
+                self._left.setdefault(self._name(event["job"]), {})[event["node"]] = event["time"] + lasts
             elif kind == "inject_refused":
                 self._refused(event)
 
     def _refused(self, event: dict[str, Any]) -> None:
         """The agent could not do it: that was no failure, and the job has no wound."""
-        name = next((name for name, number in self.site.ids.items() if number == event["job"]), "")
         self.show.tell(f"refused: {event['reason']}")
         self.progress.refused += 1
-        self.wounds.pop(name, None)
+        self.wounds.pop(self._name(event["job"]), None)
+
+    def _name(self, number: str) -> str:
+        return next((name for name, each in self.site.ids.items() if each == number), "")
 
     def _sample(self, now: float) -> None:
         pids = [("unicrond", self.site.controller.process.pid)] if "unicrond" not in self.agenda.away else []

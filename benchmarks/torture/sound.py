@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,21 +77,25 @@ def sound(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None) -> b
 
 def strikable(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None, kind: Kind) -> list[int]:
     """The slots that this kind of fault may strike now; empty where it could take the last copy."""
-    stay = min(
-        len(job.members), len(job.members) if job.planned is None else job.planned
-    )  # the plan may take some away
+    stay = min(len(job.members), len(job.members) if job.planned is None else job.planned)  # the plan may take some
     if not sound(job, stepped, wound) or (kind.takes != NOBODY and stay < LEAST):
         return []
     return [slot for slot in job.members if slot in job.pids and slot in job.nodes]
 
 
-def whole(jobs: Mapping[str, JobNow], elements: Mapping[str, int], nodes: int) -> str:
-    """Whether all nodes that jobs can use are used as planned; empty, or what lacks. nodes: those in service."""
-    for name, most in elements.items():
+def whole(
+    jobs: Mapping[str, JobNow],
+    elements: Mapping[str, int],
+    nodes: Collection[str],
+    avoided: Mapping[str, Collection[str]],
+) -> str:
+    """Whether all nodes that jobs can use are in use; empty, or what lacks. elements: of each job. nodes: those in
+    service. avoided: by job, the nodes that it has left."""
+    for name in elements:
         job = jobs.get(name)
         if job is None or job.state != RUNNING:
             return f"{name} is {job.state if job else 'unknown'}"
-        if job.planned != len(job.members) or len(job.members) > most:
-            return f"{name} trains on {len(job.members)} nodes and is planned on {job.planned}"
-    used, wanted = sum(len(job.members) for job in jobs.values()), min(nodes, sum(elements.values()))
-    return "" if used == wanted else f"{used} nodes train, of {wanted}"
+    usable = [node for node in nodes if not all(node in avoided.get(name, ()) for name in elements)]
+    used, wanted = sum(len(job.members) for job in jobs.values()), min(len(usable), sum(elements.values()))
+    shares = ", ".join(f"{name} {len(jobs[name].members)} (planned {jobs[name].planned})" for name in elements)
+    return "" if used == wanted else f"{used} nodes train, of {wanted}: {shares}"

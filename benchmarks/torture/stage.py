@@ -34,7 +34,6 @@ allow_inject = true
 hang_floor_seconds = 5.0
 max_isolated_nodes = 1000000
 max_isolated_share = 1.0
-max_isolated_job_share = 1.0
 max_requeues_per_job = 1000000
 """
 

@@ -80,10 +80,16 @@ def test_nobody_is_struck_where_the_last_copy_could_be_taken() -> None:
 def test_what_lacks_until_all_nodes_are_in_use_is_said() -> None:
     wanted = {"large": 3, "small": 3}
     jobs = {"large": job(), "small": job((0, 2))}
-    assert whole(jobs, wanted, 5) == ""
-    assert whole(jobs, wanted, 4) == "5 nodes train, of 4"
-    assert whole({"large": job()}, wanted, 5) == "small is unknown"
-    assert "planned on 3" in whole(jobs | {"large": job((0, 1), planned=3)}, wanted, 5)
+    nodes = ["n1", "n2", "n3", "n4", "n5"]
+    assert whole(jobs, wanted, nodes, {}) == ""
+    assert whole(jobs, wanted, nodes[1:], {}).startswith("5 nodes train, of 4")
+    assert whole({"large": job()}, wanted, nodes, {}) == "small is unknown"
+    short = jobs | {"large": job((0, 1), planned=3)}
+    assert (
+        whole(short, wanted, nodes, {"large": ["n3"]})
+        == "4 nodes train, of 5: large 2 (planned 3), small 2 (planned 2)"
+    )
+    assert whole(short, wanted, nodes, {"large": ["n3"], "small": ["n3", "n1"]}) == ""  # nobody may have it
 
 
 def test_a_job_is_read_from_what_the_controller_tells() -> None:
