@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.torture import leaks, picture, progress, proof, schedule
 from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress
-from benchmarks.torture.run import PAGE, Defect, Run, Stopped, begin
+from benchmarks.torture.run import Defect, Run, Stopped, begin
 from benchmarks.torture.show import Show
 from benchmarks.torture.stage import ELEMENTS, NODES, TRAININGS, Site, end_leftovers
 from planner.model import PlanError
@@ -112,9 +112,10 @@ class Torture:
             except Stopped:
                 show.tell(f"interrupted after {run.position} failures: go on with --resume --folder {self.folder}")
                 return INTERRUPTED
-            except Defect as defect:
-                run.wrong.append(str(defect))
-                show.tell(f"DEFECT: {defect}; the logs are in {self.folder}")
+            except (Defect, UserError, AssertionError, subprocess.SubprocessError) as defect:
+                told = one_line(str(defect))[:500]
+                run.wrong.append(told)
+                show.tell(f"DEFECT: {told}; the logs are in {self.folder}")
                 run.legs[-1].ended = "defect"
                 self.save()
                 return 1
@@ -143,8 +144,6 @@ class Torture:
             except Stopped:
                 run.legs[-1].ended = "interrupted"
                 raise
-            except UserError as error:
-                raise Defect(one_line(str(error))) from None
             finally:
                 self.save()
         finally:
@@ -168,9 +167,6 @@ class Torture:
         for told in site.controller.ask("jobs"):
             if told["ledger_violations"]:
                 run.wrong.append(f"{told['name']}: {told['ledger_violations']} violations of the ledger")
-        kinds = ["job_registered", "reform"]
-        formed = [e for e in site.controller.ask("events", after=1, limit=PAGE) if e["kind"] in kinds]
-        run.causes["(reform)"] = run.causes.get("(reform)", 0) + sum(e["kind"] == "reform" for e in formed)
 
     def _undisturbed(self) -> float:
         """The same trainings without a fault. Raises Stopped."""
@@ -226,6 +222,7 @@ def _about(run: Progress, hours: float) -> dict[str, Any]:
         "legs": len(run.legs),
         "hours": hours,
         "moves": run.moves,
+        "formed_anew": run.formed_anew,
         "causes": run.causes,
         "kinds": proof.healing(run),
     }

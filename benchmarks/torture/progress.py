@@ -39,7 +39,7 @@ class Leg(msgspec.Struct):
 
 class Progress(msgspec.Struct):
     """All of a run. position: index of the next fault. wrong: what was asked and not seen. moves: how often a node went
-    from one job to the other."""
+    from one job to the other. formed_anew: how often no rank of a job was left, and it went on from memory."""
 
     seed: int
     failures: int
@@ -47,6 +47,7 @@ class Progress(msgspec.Struct):
     kinds: list[str]
     position: int = 0
     refused: int = 0
+    formed_anew: int = 0
     moves: int = 0
     format: int = FORMAT
     done: list[Done] = []

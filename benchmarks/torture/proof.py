@@ -102,10 +102,9 @@ def of_job(folder: Path, progress: Progress, training: Training) -> tuple[dict[s
     """(figures, curves for the picture, what is wrong) of one job, over all legs."""
     name, wrong = training.name, []
     legs = [folder / f"leg{number}" / name for number in range(len(progress.legs))]
-    steps = [steps_of(leg) for leg in legs]
-    began = [leg.began[name] for leg in progress.legs if name in leg.began]
-    told = [of for leg, of in zip(progress.legs, steps, strict=True) if name in leg.began]
-    paths = [path for leg, path in zip(progress.legs, legs, strict=True) if name in leg.began]
+    paths = [leg for leg in legs if any(leg.glob("losses.*"))]  # a leg may have ended before it trained
+    told = [steps_of(path) for path in paths]
+    began = [min(step["iteration"] for step in of) for of in told]
     last = max((step["iteration"] for of in told for step in of), default=-1)
     losses: dict[int, float] = {}
     for (first, end), of, leg in zip(curves.spans(began, last), told, paths, strict=True):

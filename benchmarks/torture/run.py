@@ -205,6 +205,8 @@ class Run:
             kind = event["kind"]
             if kind == "failure_detected":
                 self.progress.causes[event["cause"]] = self.progress.causes.get(event["cause"], 0) + 1
+            elif kind == "reform":
+                self.progress.formed_anew += 1
             elif kind in TO_TELL:
                 self._wrong(f"{kind} of job {event['job']}: {event['reason'] or event.get('problems')}")
             elif kind == "avoided":

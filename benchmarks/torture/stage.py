@@ -142,17 +142,17 @@ class Site:
         said = self.slurm("sbatch", *options, str(script), settings=training.settings | given)
         self.ids[training.name] = said.split(";")[0]
 
-    def slurm(self, *words: str, settings: dict[str, str] | None = None) -> str:
-        """One of Slurm's commands. Raises CalledProcessError."""
+    def slurm(self, *words: str, settings: dict[str, str] | None = None, check: bool = True) -> str:
+        """One of Slurm's commands. Raises CalledProcessError, if that is to be checked."""
         environment = outside_slurm() | self.cluster.env() | (settings or {})
         environment["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environment["PATH"]])
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT, check=check)
         return done.stdout.strip()
 
     def finish(self) -> None:
         """Ask both jobs to end after their present iteration, as Slurm's --signal would before a time limit."""
         for number in self.ids.values():
-            self.slurm("scancel", "--signal=USR1", number)
+            self.slurm("scancel", "--signal=USR1", number, check=False)  # elements that wait take no signal
 
     def jobs(self) -> dict[str, JobNow]:
         """By name, as the controller tells of them. Raises UserError when it does not answer."""
