@@ -96,30 +96,31 @@ class Torture:
         self.wanted = True
 
     def save(self) -> None:
-        self.progress.save(self.folder)
+        going = not (self.progress.legs and self.progress.legs[-1].ended in (FINISHED, PROVEN))
+        self.progress.save(self.folder, time.time() if going else 0.0)
 
     def run(self) -> int:
         """The exit status."""
-        run, show = self.progress, Show(self.progress.failures, self.progress.position)
-        with show:
-            left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
-            show.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
-            end_leftovers(self.folder)
-            try:
+        run = self.progress
+        try:
+            with Show(run.failures, run.position) as show:
+                left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
+                show.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
+                end_leftovers(self.folder)
                 if not (run.legs and run.legs[-1].ended == FINISHED):
                     self._leg(show)
-                order = self._undisturbed()
-            except Stopped:
-                show.tell(f"interrupted after {run.position} failures: go on with --resume --folder {self.folder}")
-                return INTERRUPTED
-            except (Defect, UserError, AssertionError, subprocess.SubprocessError) as defect:
-                told = one_line(str(defect))[:500]
-                run.wrong.append(told)
-                show.tell(f"DEFECT: {told}; the logs are in {self.folder}")
-                run.legs[-1].ended = "defect"
-                self.save()
-                return 1
-            return self._report(order)
+            order = self._undisturbed()
+        except Stopped:
+            print(f"interrupted after {run.position} failures: go on with --resume --folder {self.folder}")
+            return INTERRUPTED
+        except (Defect, UserError, AssertionError, RuntimeError, subprocess.SubprocessError) as defect:
+            told = one_line(str(defect))[:500]
+            print(f"DEFECT: {told}; the logs are in {self.folder}")
+            run.wrong.append(told)
+            run.legs[-1].ended = "defect"
+            self.save()
+            return 1
+        return self._report(order)
 
     def _leg(self, show: Show) -> None:
         """The cluster comes up, the rest of the schedule is played, and the cluster goes."""
@@ -193,12 +194,13 @@ class Torture:
             jobs.append(figures)
             self.curves.append(curves)
             run.wrong += wrong
-        hours = (time.time() - run.legs[0].started) / 3600
+        hours = sum(leg.seconds for leg in run.legs) / 3600
         result = _about(run, hours) | {"jobs": jobs, "order_alone": order, "wrong": run.wrong}
         run.legs[-1].ended = PROVEN
         self.save()
         path = self.options.picture or self.folder / "torture.png"
-        title = f"{len(run.done)} failures in {hours:.1f} h, {run.moves} moves of nodes, no checkpoint read"
+        title = f"{len(run.done)} failures in {hours:.1f} h, {run.moves} moves of nodes between the jobs"
+        title += f", interrupted {len(run.legs) - 1} times" if len(run.legs) > 1 else ""
         try:
             picture.draw(self.curves, proof.TOLERANCE, path, title)
             print(f"picture: {path}")

@@ -30,9 +30,9 @@ def draw(jobs: Sequence[Curves], tolerance: float, path: str | Path, title: str)
         axes = picture.add_subplot(grid[2 * row])
         axes.plot(list(job.undisturbed), list(job.undisturbed.values()), color=CALM, linewidth=2.2, label="undisturbed")
         axes.plot(list(job.losses), list(job.losses.values()), color=STRUCK, linewidth=0.9, label="tortured")
-        struck = [job.losses[i] for i in job.faults if i in job.losses]
-        at = [i for i in job.faults if i in job.losses]
-        axes.plot(at, struck, "|", color=FAULT, markersize=9, label=f"{len(job.faults)} faults")
+        low = [0.03] * len(job.faults)  # of the height: over the curve a thousand of them would hide it
+        marks = {"color": FAULT, "markersize": 9, "label": f"{len(job.faults)} faults"}
+        axes.plot(list(job.faults), low, "|", transform=axes.get_xaxis_transform(), **marks)
         axes.set_ylabel(f"loss of {job.name}", fontsize=8, color=figure.MUTED)
         axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper right")
         below = picture.add_subplot(grid[2 * row + 1], sharex=axes)

@@ -35,6 +35,7 @@ class Leg(msgspec.Struct):
     began: dict[str, int] = {}
     reads: dict[str, int] = {}
     ended: str = ""
+    seconds: float = 0.0
 
 
 class Progress(msgspec.Struct):
@@ -59,8 +60,10 @@ class Progress(msgspec.Struct):
     def over(self) -> bool:
         return self.position >= self.failures
 
-    def save(self, folder: Path) -> None:
-        """At once or not at all."""
+    def save(self, folder: Path, now: float = 0.0) -> None:
+        """At once or not at all. now: the last leg goes on, and has come so far."""
+        if now and self.legs:
+            self.legs[-1].seconds = now - self.legs[-1].started
         draft = folder / f"{FILE}.new"
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         draft.replace(folder / FILE)
