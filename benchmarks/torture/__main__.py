@@ -25,7 +25,7 @@ from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress
 from benchmarks.torture.run import Defect, Run, Stopped, begin
 from benchmarks.torture.show import Show
-from benchmarks.torture.stage import ELEMENTS, NODES, TRAININGS, Site, end_leftovers
+from benchmarks.torture.stage import ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
 from planner.model import PlanError
 from tests.support.processes import ROOT
 from unicron_ctl.errors import WRONG_USE, UserError, one_line
@@ -33,7 +33,8 @@ from unicron_ctl.localslurm.layout import default_state_dir
 
 INTERRUPTED = 130
 FINISHED, PROVEN = "finished", "proven"
-TIDY_LIMIT = 60.0  # seconds for what a job leaves to be gone
+TIDY_LIMIT = 150.0  # seconds for what a job leaves to be gone
+SPARE = 15.0  # seconds by which find(1) may count minutes otherwise
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
@@ -151,10 +152,13 @@ class Torture:
             site.close()
 
     def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
-        """What the jobs have left."""
-        deadline = time.monotonic() + TIDY_LIMIT
+        """What the jobs have left, after the next one has passed by on each node."""
+        passed, deadline = False, time.monotonic() + TIDY_LIMIT
         while (found := leaks.leaked(before, site.inventory())) and time.monotonic() < deadline:
             part.turn()
+            if not passed and deadline - time.monotonic() < TIDY_LIMIT - 60.0 * KEEP_MINUTES - SPARE:
+                passed = True
+                site.pass_by()
         self.progress.wrong += [f"left: {what}" for what in found]
         self.progress.wrong += [f"grows: {what}" for what in leaks.rising(part.samples)]
 

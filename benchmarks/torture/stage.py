@@ -21,10 +21,12 @@ from detector.memory_events import counter_file
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY
 from tests.support.links import AGENT, OTHER_STEP
-from tests.support.processes import LIMIT, outside_slurm
+from tests.support.processes import LIMIT, ROOT, outside_slurm
 from unicron_ctl.localslurm import LocalCluster, processes
 
 NODES = 5
+EPILOG = ROOT / "slurm_plugin" / "epilog.d" / "50-unicron"
+KEEP_MINUTES = 1  # for training state of an element that may come back; a site has 15
 MICRO_BATCHES = 8
 SLOW = "0.15"  # seconds of sleep for each micro-batch: the cores are for the ranks that start
 SAVE_EVERY = "50"  # iterations between two checkpoints, which nobody may read while the cluster is up
@@ -90,12 +92,13 @@ class Site:
     def __init__(self, folder: Path, checkpoints: Path):
         self.folder, self.checkpoints = folder, checkpoints
         self.ids: dict[str, str] = {}
-        self.cluster = LocalCluster(folder / "slurm", nodes=NODES, gpus_per_node=1, auth="munge")
+        lines = [f"Epilog={folder}/epilog"]
+        self.cluster = LocalCluster(folder / "slurm", nodes=NODES, gpus_per_node=1, auth="munge", config_lines=lines)
+        self._memory = self.cluster.layout.memory_dir
+        self._write_epilog()
         self._munge = os.environ.get("MUNGE_SOCKET")
         try:
             self.cluster.up()
-            self._temporary = self.cluster.layout.short_dir / "tmp"  # of the jobs alone
-            self._temporary.mkdir(exist_ok=True)
             os.environ["MUNGE_SOCKET"] = self.cluster.env()["MUNGE_SOCKET"]  # who asks is shown by this munge
             self.controller = SiteController(folder, SETTINGS, outside_slurm() | self.cluster.env())
         except BaseException:
@@ -115,6 +118,16 @@ class Site:
             os.environ.update({"MUNGE_SOCKET": self._munge} if self._munge else {})
             self.cluster.down()
 
+    def _write_epilog(self) -> None:
+        """The project's own, for what jobs leave in their nodes' memory. Each node has a folder of its own there."""
+        for node in self.cluster.spec.node_names:
+            lines = f"UNICRON_CLEAN_DIRS={self._memory}/{node}\nUNICRON_KEEP_MINUTES={KEEP_MINUTES}\n"
+            (self.folder / f"epilog.{node}.conf").write_text(lines + f"UNICRON_LOG={self.folder}/epilog.log\n")
+        script = self.folder / "epilog"
+        conf = f"{self.folder}/epilog.$SLURMD_NODENAME.conf"
+        script.write_text(f"#!/bin/sh\nexport UNICRON_EPILOG_CONF={conf}\nexec {EPILOG}\n")
+        script.chmod(0o755)
+
     # ------------------------------------------------------------ jobs
     def submit(self, training: Training) -> None:
         """An array of one-node elements, each with an agent and a rank."""
@@ -127,7 +140,6 @@ class Site:
             "UNICRON_WEIGHT": str(training.weight),
             "UNICRON_MIN_NODES": "1",
             "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self._temporary),
             "TINY_OUT": str(folder),
             "TINY_ITERATIONS": FOREVER,
             "TINY_SLOW": SLOW,
@@ -136,7 +148,10 @@ class Site:
         }
         script = folder / "job.sh"
         words = shlex.join([AGENT, "run", "--", sys.executable, str(TINY)])
-        script.write_text(f"#!/bin/bash\n{OTHER_STEP}exec srun --cpu-bind=none {words}\n")
+        where = (
+            f"export TMPDIR={self._memory}/$SLURMD_NODENAME\n"  # a node without power loses it, as one without a disk
+        )
+        script.write_text(f"#!/bin/bash\n{where}{OTHER_STEP}exec srun --cpu-bind=none {words}\n")
         options = ["--parsable", f"--job-name={training.name}", f"--array=0-{training.elements - 1}", "-N1"]
         options += ["--exclusive", "--gres=gpu:1", "--requeue", "--open-mode=append", f"--output={folder}/%a.log"]
         said = self.slurm("sbatch", *options, str(script), settings=training.settings | given)
@@ -189,6 +204,10 @@ class Site:
         tasks = [p for p in self.cluster.processes() if p.kind == "task" and node in ("", p.node)]
         return [p.pid for p in tasks if is_agent(p.pid)]
 
+    def pass_by(self) -> None:
+        """A job of somebody comes to each node and goes, and with it an epilog."""
+        self.slurm("srun", f"-N{NODES}", "--exclusive", "true", check=False)
+
     def kill_slurmctld(self) -> None:
         """SIGKILL."""
         for process in self.cluster.processes():
@@ -200,8 +219,7 @@ class Site:
         kinds: dict[str, int] = {}
         for process in self.cluster.processes():
             kinds[process.kind] = kinds.get(process.kind, 0) + 1
-        layout = self.cluster.layout
-        places = {"state": self.controller.state_folder, "tmp": self._temporary, "memory": layout.memory_dir}
+        places = {"state": self.controller.state_folder, "memory": self._memory}
         held = [f"{e.job}_{e.element} {e.state}" for e in self.cluster.client().elements() if e.state not in OVER]
         nodes = tuple(f"{node}: {states}" for node, states in sorted(self.out_of_service().items()))
         return leaks.Inventory(kinds, leaks.files(places) | _cages(), nodes, tuple(sorted(held)))
