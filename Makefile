@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
 STORMS_ARGS ?=
+# Words after `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
+TORTURE_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,7 +21,7 @@ UNIT  := $(TEST) -n 2 tests/unit
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms clean
+.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms torture clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -77,6 +79,10 @@ bench: system venv plugin   ## the figures that the project promises
 
 storms: system venv plugin  ## as root: a job on a cluster with real links, and what it must survive
 	$(BIN)/python -m benchmarks.storms $(STORMS_ARGS)
+
+torture: export PYTHONDONTWRITEBYTECODE :=
+torture: system venv        ## for hours: two jobs, 1,200 failures, and the losses of an undisturbed training
+	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean

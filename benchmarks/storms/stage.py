@@ -91,7 +91,7 @@ class Storm:
 
     def agents(self) -> list[int]:
         """Process ids of all agents."""
-        return [p.pid for p in self.site.cluster.processes() if p.kind == "task" and _is_agent(p.pid)]
+        return [p.pid for p in self.site.cluster.processes() if p.kind == "task" and is_agent(p.pid)]
 
     # ------------------------------------------------------------ figures
     def figure(self, name: str, value: object, unit: str = "") -> None:
@@ -242,7 +242,7 @@ def halted(slot: int, at: str, count: int) -> str:
     return json.dumps([place | {"kind": "wait", "gate": 1}])
 
 
-def _is_agent(pid: int) -> bool:
+def is_agent(pid: int) -> bool:
     return any(word.endswith(b"/unicron-agent") for word in _words(pid, "cmdline")[:2])
 
 

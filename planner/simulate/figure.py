@@ -47,7 +47,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
     """Writes the figure; the format follows the file's ending, .png or .svg. Raises PlanError."""
     unit, name = _time_unit(until)
     count = len(results)
-    figure = _figure(path, (13, 1.6 + 1.05 * count))
+    figure = empty(path, (13, 1.6 + 1.05 * count))
     grid = figure.add_gridspec(count, 2, width_ratios=(2.2, 1))
     panels: list[Any] = []
     for row, result in enumerate(results):
@@ -77,7 +77,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
     figure.suptitle(
         title or "WAF over time, as a share of the failure-free ideal", fontsize=11, color=INK, x=0.01, ha="left"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_history(history: History, path: str | Path, title: str = "") -> None:
@@ -86,7 +86,7 @@ def draw_history(history: History, path: str | Path, title: str = "") -> None:
     began = failures[0].run.end if failures else 0.0
     unit, name = _time_unit(failures[-1].run.end - began if failures else 0.0)
     times = [(failure.run.end - began) / unit for failure in failures]
-    figure = _figure(path, (10, 4.2))
+    figure = empty(path, (10, 4.2))
     axes = figure.add_subplot()
     for what, label, colour in (("lost", "as it was", PARTS[2][2]), ("with_unicron", "with Unicron", PARTS[0][2])):
         sums = [each / 3600 for each in itertools.accumulate(getattr(failure, what) for failure in failures)]
@@ -99,11 +99,12 @@ def draw_history(history: History, path: str | Path, title: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     figure.suptitle(title or "Node-hours lost to failures", fontsize=11, color=INK, x=0.01, ha="left")
-    _save(figure, path)
+    save(figure, path)
 
 
-def _figure(path: str | Path, size: tuple[float, float]) -> Any:
-    """An empty one, for that file."""
+def empty(path: str | Path, size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches, for that file. Raises PlanError for another ending than a picture's, and
+    without matplotlib."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise PlanError(f"a figure is a .png or .svg file, not {path}")
     try:
@@ -116,7 +117,8 @@ def _figure(path: str | Path, size: tuple[float, float]) -> Any:
     return figure
 
 
-def _save(figure: Any, path: str | Path) -> None:
+def save(figure: Any, path: str | Path) -> None:
+    """Writes it; the format follows the ending. Raises PlanError."""
     try:
         figure.savefig(path)
     except OSError as error:

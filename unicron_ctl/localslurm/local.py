@@ -187,6 +187,12 @@ class LocalCluster:
                 processes.kill_all(lambda: [p for p in stones if processes.is_alive(p.pid)], _KILL_LIMIT)
                 self._start_nodes(self._programs(), [node], rebooted={node})
 
+    def start_slurmctld(self) -> None:
+        """Starts slurmctld again where it has ended, and no node."""
+        with self._lock():
+            if not any(process.kind == "slurmctld" for process in self.processes()):
+                self._start_controller(self._programs()["slurmctld"])
+
     def _check_node(self, node: str) -> None:
         if node not in self.spec.node_names:
             raise UserError(f"no node {node!r}; this cluster has n1 to n{self.spec.nodes}", WRONG_USE)

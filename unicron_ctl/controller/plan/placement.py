@@ -167,6 +167,7 @@ def place(
     groups = {need.job: work.survey(need) for need in needs}
     leavers = {need.job: _leavers(work, need, needs, groups) for need in needs}
     started = _give_free_nodes(work, needs, groups, leavers)
+    _change_nodes(work, needs, groups, leavers, started)
     _take_nodes(work, needs, groups, leavers, started)
     for need in needs:
         group, job = groups[need.job], work.by_job.get(need.job, {})
@@ -261,6 +262,45 @@ def _give_free_nodes(
             work.act("start_now", e, node, "no need to wait: the node is free")
             started[need.job].add(e.element)
     return started
+
+
+def _change_nodes(
+    work: _Place,
+    needs: Sequence[Need],
+    groups: Mapping[str, Mapping[str, list[int]]],
+    leavers: Mapping[str, list[int]],
+    started: dict[str, set[int]],
+) -> None:
+    """A free node that a job avoids still helps it: another job takes that node, and leaves one of its own for it. One
+    of its elements that wait is started there first, so that it never has fewer; where none waits, one leaves first."""
+    for need in needs:
+        short = min(
+            _missing(need, groups[need.job], leavers[need.job], started[need.job]),
+            len(_candidates(work, need, groups[need.job], started[need.job])),
+        )
+        for node in sorted(work.good - work.taken)[: max(0, short)]:
+            for other in needs:
+                own = _to_leave_for(work, need, other, node, groups[other.job])
+                extra = _missing(other, groups[other.job], leavers[other.job], started[other.job])
+                if own is None or extra or leavers[other.job]:  # it is changing already, or has its own wants
+                    continue
+                waiting = _candidates(work, other, groups[other.job], started[other.job])
+                taker = next((e for e in waiting if other.lives.get(e.element) != node), None)
+                if taker is None:
+                    leavers[other.job].append(own)
+                    break
+                work.start(taker, node, f"{need.job} avoids {node}: {other.job} takes it, and leaves another for it")
+                work.act("start_now", taker, node, "no need to wait: the node is free")
+                started[other.job].add(taker.element)
+                break
+
+
+def _to_leave_for(work: _Place, need: Need, other: Need, node: str, group: Mapping[str, list[int]]) -> int | None:
+    """Which of its elements the other job could leave to `need` for that free node; None where it could not."""
+    if other.job == need.job or max(other.unit, need.unit) > 1 or not other.may_have(node) or need.may_have(node):
+        return None
+    own = [number for number in group["working"] if need.may_have(work.by_job[other.job][number].node or "")]
+    return max(own) if own and len(group["working"]) > 1 else None
 
 
 def _take_nodes(

@@ -92,6 +92,37 @@ def test_a_member_leaves_by_itself_before_its_node_is_taken():
     assert said(then) == ["pin 2_0 to b", "requeue_hold 1_1", "start_now 2_0"]
 
 
+def test_a_free_node_that_a_job_avoids_goes_to_another_which_leaves_one_for_it():
+    """Defect, found by the torture: the node stood idle for a day, with the one job a node short and the other full."""
+    nodes = [node(name) for name in "abcde"]
+    large = [element("1", 0, where="a"), element("1", 1, where="b"), element("1", 2, "PENDING", reason="JobHeldAdmin")]
+    small = [element("2", 0, where="d"), element("2", 1, where="e"), element("2", 2, "PENDING", reason="JobHeldAdmin")]
+    held = {("1", 2), ("2", 2)}
+    needs = [Need("1", 3, frozenset({0, 1}), avoid=frozenset("c")), Need("2", 2, frozenset({0, 1}))]
+    first = place(needs, [*large, *small], nodes, held=held)
+    assert said(first) == ["pin 2_2 to c", "release 2_2", "start_now 2_2"] and first.leaving == {"1": [], "2": []}
+    small[2] = element("2", 2, "PENDING", reason="Priority")
+    assert said(place(needs, [*large, *small], nodes, {("2", 2): Pin("c", 0.0)}, held=held)) == []
+    small[2] = element("2", 2, where="c")
+    then = place([needs[0], Need("2", 2, frozenset({0, 1, 2}))], [*large, *small], nodes, held=held)
+    assert then.actions == [] and then.leaving == {"1": [], "2": [1]}
+    last = place([needs[0], Need("2", 2, frozenset({0, 2}))], [*large, *small], nodes, held=held)
+    assert said(last) == ["pin 1_2 to e", "release 1_2", "requeue_hold 2_1", "start_now 1_2"]
+
+
+def test_where_nobody_waits_one_leaves_first_but_never_the_last():
+    nodes = [node(name) for name in "abc"]
+    short = [element("2", 0, "PENDING", reason="JobHeldAdmin")]
+    full = [element("1", 0, where="a"), element("1", 1, where="b")]
+    needs = [Need("1", 2, frozenset({0, 1})), Need("2", 1, avoid=frozenset("c"))]
+    first = place(needs, [*full, *short], nodes, held={("2", 0)})
+    assert first.actions == [] and first.leaving == {"1": [1], "2": []}
+    then = place([Need("1", 2, frozenset({0})), needs[1]], [*full, *short], nodes, held={("2", 0)})
+    assert said(then) == ["pin 2_0 to b", "release 2_0", "requeue_hold 1_1", "start_now 2_0"]
+    alone = place([Need("1", 1, frozenset({0})), needs[1]], [full[0], *short], [nodes[0], nodes[2]], held={("2", 0)})
+    assert alone.actions == [] and alone.leaving == {"1": [], "2": []}
+
+
 def test_nodes_of_other_peoples_jobs_are_not_given_out():
     elements = [element("1", 0, where="a"), element("9", 0, where="b")]
     assert usable([node("a"), node("b"), node("c"), node("d", "IDLE", "DRAIN")], elements, ["1"], {"c"}) == ["a"]
@@ -119,7 +150,8 @@ def queues(draw):
                 elements.append(element(job, number, "PENDING", reason="JobHeldAdmin", comment="unicron: held"))
             else:
                 elements.append(element(job, number, "PENDING" if state != "COMPLETED" else state, reason="Resources"))
-        needs.append(Need(job, draw(st.integers(0, 4)), frozenset(members)))
+        avoid = frozenset(draw(st.lists(st.sampled_from(names), max_size=2)))
+        needs.append(Need(job, draw(st.integers(0, 4)), frozenset(members), avoid=avoid))
     nodes = [node(name, *(["IDLE"] if draw(st.integers(0, 4)) else ["DOWN"])) for name in names]
     return needs, elements, nodes
 

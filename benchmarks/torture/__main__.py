@@ -1,0 +1,274 @@
+"""``python -m benchmarks.torture``: two jobs on one Slurm cluster, a failure every few seconds, proofs at the end.
+
+Ctrl-C and SIGTERM end it cleanly, and ``--resume`` goes on, from the jobs' last checkpoints, as it does after a power
+failure of the machine. Exit status: 1 when anything was not as promised, 130 when it was interrupted (docs/torture.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.torture import leaks, picture, progress, proof, schedule
+from benchmarks.torture.deeds import refused
+from benchmarks.torture.progress import Progress
+from benchmarks.torture.run import Defect, Run, Stopped, begin
+from benchmarks.torture.show import Show
+from benchmarks.torture.stage import ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
+from planner.model import PlanError
+from tests.support.processes import ROOT
+from unicron_ctl.errors import WRONG_USE, UserError, one_line
+from unicron_ctl.localslurm.layout import default_state_dir
+
+INTERRUPTED = 130
+FINISHED, PROVEN = "finished", "proven"
+TIDY_LIMIT = 150.0  # seconds for what a job leaves to be gone
+SPARE = 15.0  # seconds by which find(1) may count minutes otherwise
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    """The command's options; refuses, in one line, what cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torture", description=__doc__.splitlines()[0])
+    parser.add_argument("--failures", type=int, default=1200, help="how many (default 1200; the short form: 60)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two, at least (default 5)")
+    parser.add_argument("--seed", type=int, default=None, help="of the schedule; drawn when not given")
+    parser.add_argument(
+        "--folder", type=Path, default=default_state_dir().parent / "torture", help="default %(default)s"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=".png or .svg (default torture.png in the folder)")
+    options = parser.parse_args(words)
+    if options.failures < 1 or options.every < 0:
+        parser.error("--failures is at least 1, --every at least 0 seconds")
+    if options.picture and options.picture.suffix.lower() not in (".png", ".svg"):
+        parser.error(f"--picture {options.picture}: a picture is a .png or .svg file")
+    for path in filter(None, (options.json, options.picture)):
+        if not path.resolve().parent.is_dir():
+            parser.error(f"{path}: no such folder; make it or choose another")
+    options.folder = options.folder.expanduser().resolve()
+    return options
+
+
+def opened(options: argparse.Namespace) -> tuple[Progress, dict[str, str]]:
+    """The run to begin or to go on with, and the kinds that are left out, with why. Raises UserError."""
+    if options.resume:
+        found = progress.load(options.folder)
+        left_out = refused(tuple(found.kinds))
+        if left_out:
+            raise UserError(f"the run has {', '.join(left_out)}, which cannot be had here: go on where it began")
+        if found.legs and found.legs[-1].ended == PROVEN:
+            raise UserError(f"the run in {options.folder} is over: begin a new one in another --folder", WRONG_USE)
+        return found, {}
+    if (options.folder / progress.FILE).exists():
+        path = options.folder
+        raise UserError(f"{path} holds a run: go on with --resume, name another --folder, or remove it", WRONG_USE)
+    left_out = refused(tuple(schedule.KINDS))
+    kinds = [kind for kind in schedule.KINDS if kind not in left_out]
+    seed = options.seed if options.seed is not None else random.randrange(1_000_000)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return Progress(seed, options.failures, options.every, kinds), left_out
+
+
+class Torture:
+    """A run from its beginning, or from where it was interrupted, to the report."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.folder = options, options.folder
+        self.progress, self.left_out = opened(options)
+        self.wanted = False  # by a signal: the run is to end
+        self.curves: list[picture.Curves] = []
+
+    def stop(self, *_: object) -> None:
+        """As a signal handler; the second time at once."""
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+    def save(self) -> None:
+        going = not (self.progress.legs and self.progress.legs[-1].ended in (FINISHED, PROVEN))
+        self.progress.save(self.folder, time.time() if going else 0.0)
+
+    def run(self) -> int:
+        """The exit status."""
+        run = self.progress
+        try:
+            with Show(run.failures, run.position) as show:
+                left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
+                show.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
+                end_leftovers(self.folder)
+                if not (run.legs and run.legs[-1].ended == FINISHED):
+                    self._leg(show)
+            order = self._undisturbed()
+        except Stopped:
+            print(f"interrupted after {run.position} failures: go on with --resume --folder {self.folder}")
+            return INTERRUPTED
+        except (Defect, UserError, AssertionError, RuntimeError, subprocess.SubprocessError) as defect:
+            told = one_line(str(defect))[:500]
+            print(f"DEFECT: {told}; the logs are in {self.folder}")
+            run.wrong.append(told)
+            run.legs[-1].ended = "defect"
+            self.save()
+            return 1
+        return self._report(order)
+
+    def _leg(self, show: Show) -> None:
+        """The cluster comes up, the rest of the schedule is played, and the cluster goes."""
+        run = self.progress
+        begin(run)
+        self.save()
+        number = len(run.legs) - 1
+        if number:
+            show.tell("resumed: the cluster is started again, and the jobs go on from their last checkpoints")
+        folder = self.folder / f"leg{number}"
+        folder.mkdir()
+        show.tell(f"starting slurmctld, {NODES} slurmd and unicrond in {folder}")
+        site = Site(folder, self.folder / "checkpoints")
+        try:
+            before = site.inventory()
+            part = Run(site, run, show, lambda: self.wanted, self.save)
+            try:
+                part.play()
+                part.end()
+                self._leaks(site, part, before)
+                self._log(site, number)
+            except Stopped:
+                run.legs[-1].ended = "interrupted"
+                raise
+            finally:
+                self.save()
+        finally:
+            site.close()
+
+    def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
+        """What the jobs have left, after the next one has passed by on each node."""
+        passed, deadline = False, time.monotonic() + TIDY_LIMIT
+        while (found := leaks.leaked(before, site.inventory())) and time.monotonic() < deadline:
+            part.turn()
+            if not passed and deadline - time.monotonic() < TIDY_LIMIT - 60.0 * KEEP_MINUTES - SPARE:
+                passed = True
+                site.pass_by()
+        self.progress.wrong += [f"left: {what}" for what in found]
+        self.progress.wrong += [f"grows: {what}" for what in leaks.rising(part.samples)]
+
+    def _log(self, site: Site, number: int) -> None:
+        """Nobody has read a checkpoint since the leg began, and the account of micro-batches is in order."""
+        run = self.progress
+        for name in ELEMENTS:
+            reads = site.reads(name) - run.legs[number].reads.get(name, 0)
+            if reads:
+                run.wrong.append(f"{name}: went back to a checkpoint's file {reads} times (its ranks' logs)")
+        for told in site.controller.ask("jobs"):
+            if told["ledger_violations"]:
+                run.wrong.append(f"{told['name']}: {told['ledger_violations']} violations of the ledger")
+
+    def _undisturbed(self) -> float:
+        """The same trainings without a fault. Raises Stopped."""
+        last = {t.name: -1 for t in TRAININGS}
+        for number in range(len(self.progress.legs)):
+            for name in last:
+                steps = proof.steps_of(self.folder / f"leg{number}" / name)
+                last[name] = max([last[name], *(step["iteration"] for step in steps)])
+        with Show(sum(last.values()) + len(last), what="undisturbed iterations") as show:
+            show.tell("the same trainings without a fault")
+
+            def look(done: int) -> None:
+                if self.wanted:
+                    raise Stopped
+                show.advance(done)
+                show.now(f"{done} iterations")
+
+            return proof.run_undisturbed(self.folder, last, look)
+
+    def _report(self, order: float) -> int:
+        run, jobs = self.progress, []
+        for training in TRAININGS:
+            figures, curves, wrong = proof.of_job(self.folder, run, training)
+            jobs.append(figures)
+            self.curves.append(curves)
+            run.wrong += wrong
+        hours = sum(leg.seconds for leg in run.legs) / 3600
+        result = _about(run, hours) | {"jobs": jobs, "order_alone": order, "wrong": run.wrong}
+        run.legs[-1].ended = PROVEN
+        self.save()
+        path = self.options.picture or self.folder / "torture.png"
+        title = f"{len(run.done)} failures in {hours:.1f} h, {run.moves} moves of nodes between the jobs"
+        title += f", interrupted {len(run.legs) - 1} times" if len(run.legs) > 1 else ""
+        try:
+            picture.draw(self.curves, proof.TOLERANCE, path, title)
+            print(f"picture: {path}")
+        except PlanError as error:
+            print(f"no picture: {error}")
+        if self.options.json:
+            self.options.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(table(result))
+        return int(bool(run.wrong))
+
+
+def _about(run: Progress, hours: float) -> dict[str, Any]:
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "seed": run.seed,
+        "failures": len(run.done),
+        "refused": run.refused,
+        "legs": len(run.legs),
+        "hours": hours,
+        "moves": run.moves,
+        "formed_anew": run.formed_anew,
+        "causes": run.causes,
+        "kinds": proof.healing(run),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The results for people."""
+    lines = [f"{'fault':<24}{'times':>6}{'sound again, median s':>24}{'at most':>10}"]
+    for kind, of in result["kinds"].items():
+        shown = [f"{of[key]:.1f}" if of[key] is not None else "" for key in ("sound_after_median", "sound_after_most")]
+        lines.append(f"{kind:<24}{of['count']:>6}{shown[0]:>24}{shown[1]:>10}")
+    for job in result["jobs"]:
+        lines.append(
+            f"{job['name']}: {job['iterations']} iterations, {job['faults']} faults, loss {job['first_loss']:.3f} to "
+            f"{job['last_loss']:.3f}; largest difference from the undisturbed run {job['largest']:.1e} (iteration "
+            f"{job['where']}; the order of sums alone: {result['order_alone']:.1e}; at most {proof.TOLERANCE:g})"
+        )
+    lines.append(
+        f"{result['failures']} failures in {result['hours']:.2f} h, {result['moves']} moves of nodes between the jobs, "
+        f"seed {result['seed']}, commit {result['commit']}, {result['machine']}, {result['date']}"
+    )
+    return "\n".join(
+        [*lines, *(f"WRONG: {what}" for what in result["wrong"] or []), "passed" if not result["wrong"] else "FAILED"]
+    )
+
+
+def main(words: list[str] | None = None) -> int:
+    """See the module's text."""
+    options = arguments(words)
+    try:
+        torture = Torture(options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, torture.stop)
+        return torture.run()
+    except UserError as error:
+        print(f"torture: {one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

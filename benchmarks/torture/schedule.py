@@ -1,0 +1,81 @@
+"""What is broken, and in which order: drawn from a seed, the same however often a run is interrupted. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RANK, NODE, NOBODY = "rank", "node", "nobody"  # whom a fault may take away from the job
+
+
+@dataclass(frozen=True)
+class Kind:
+    """takes: RANK, or NODE with all that is in its memory, or NOBODY. breaks: the job's generation ends by it. seconds:
+    how long it lasts, (0, 0) for its own time."""
+
+    takes: str
+    breaks: bool = True
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+KINDS: dict[str, Kind] = {
+    # What `unicronctl inject` does.
+    "rank-kill": Kind(RANK),
+    "exception:python": Kind(RANK),
+    "exception:cuda": Kind(RANK),
+    "exception:cuda-oom": Kind(RANK),
+    "exception:ecc": Kind(NODE),  # the job leaves the node, which is drained
+    "exception:nccl": Kind(RANK),
+    "exception:connection-reset": Kind(RANK),
+    "exception:file-system": Kind(RANK),
+    "exception:disk-full": Kind(RANK),
+    "hang-stop": Kind(RANK),
+    "hang-gil": Kind(RANK),
+    "slow:1.5": Kind(NOBODY, breaks=False, seconds=(5.0, 10.0)),
+    "oom": Kind(RANK),
+    "oom-kill": Kind(RANK),
+    "full-disk": Kind(RANK),
+    "lost-network": Kind(NODE, seconds=(3.0, 12.0)),
+    "black-hole": Kind(NODE, seconds=(3.0, 12.0)),
+    "lost-node": Kind(NODE, seconds=(3.0, 12.0)),
+    "corrupt-message": Kind(NOBODY, breaks=False),
+    "corrupt-checkpoint": Kind(NOBODY, breaks=False),
+    # What it cannot do.
+    "agent-kill": Kind(NODE),
+    "unicrond-kill": Kind(NOBODY, breaks=False, seconds=(0.0, 6.0)),
+    "unicrond-kill+rank": Kind(RANK, seconds=(1.0, 6.0)),
+    "slurmctld-kill": Kind(NOBODY, breaks=False, seconds=(0.0, 6.0)),
+    "slurmctld-kill+rank": Kind(RANK, seconds=(1.0, 6.0)),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Number `index` of the run. job, victim: draws from [0, 1) that choose among those who can be struck when its time
+    has come. seconds: how long it lasts."""
+
+    index: int
+    kind: str
+    job: float
+    victim: float
+    seconds: float
+
+    @property
+    def how(self) -> Kind:
+        return KINDS[self.kind]
+
+
+def fault(seed: int, index: int, kinds: Sequence[str]) -> Fault:
+    """The fault number `index`, from 0. Each round of as many faults as there are kinds has every kind once."""
+    turn, place = divmod(index, len(kinds))
+    order = list(kinds)
+    random.Random(f"{seed}/{turn}").shuffle(order)
+    draw = random.Random(f"{seed}:{index}")
+    kind = order[place]
+    return Fault(index, kind, draw.random(), draw.random(), draw.uniform(*KINDS[kind].seconds))
+
+
+def choose(share: float, among: Sequence[str]) -> str:
+    """The one at which a draw from [0, 1) points. `among` is not empty."""
+    return among[min(int(share * len(among)), len(among) - 1)]

@@ -1,0 +1,101 @@
+"""What a job looks like from outside, and whether it may be struck again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.torture.schedule import NOBODY, Kind
+
+RUNNING = "running"
+LEAST = 2  # members that have the state: one may go
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The last step of a rank, as it noted it itself. time: seconds since the epoch."""
+
+    generation: int
+    iteration: int
+    time: float
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """A job as the controller tells of it. nodes, pids: by slot, of its living ranks."""
+
+    name: str
+    state: str
+    generation: int
+    members: tuple[int, ...]
+    planned: int | None
+    ended: bool = False
+    set_aside: str = ""
+    violations: int = 0
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> JobNow:
+        """From an entry of `unicronctl jobs --json`."""
+        here = [(e, rank) for e in told["elements"] if not e["gone"] for rank in e["ranks"]]
+        return cls(
+            told["name"],
+            told["state"],
+            told["generation"],
+            tuple(told["members"]),
+            told["planned_nodes"],
+            bool(told["ended"]),
+            str(told["set_aside"] or ""),
+            told["ledger_violations"],
+            {rank["slot"]: element["node"] for element, rank in here},
+            {rank["slot"]: rank["pid"] for element, rank in here if rank["pid"]},
+        )
+
+
+@dataclass(frozen=True)
+class Wound:
+    """The last fault of a job. generation: the job's when it struck."""
+
+    time: float
+    generation: int
+    breaks: bool
+
+
+def sound(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None) -> bool:
+    """Every member has stepped since the wound, all in one generation, which is a later one where the wound breaks it.
+    What only seems to be sound is not: a second fault then could take the last copy of the state."""
+    if job.state != RUNNING or job.ended or not job.members:
+        return False
+    if wound is not None and wound.breaks and job.generation <= wound.generation:
+        return False
+    since = wound.time if wound is not None else 0.0
+    last = [stepped.get(slot) for slot in job.members]
+    return all(step is not None and step.generation == job.generation and step.time > since for step in last)
+
+
+def strikable(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None, kind: Kind) -> list[int]:
+    """The slots that this kind of fault may strike now; empty where it could take the last copy."""
+    stay = min(len(job.members), len(job.members) if job.planned is None else job.planned)  # the plan may take some
+    if not sound(job, stepped, wound) or (kind.takes != NOBODY and stay < LEAST):
+        return []
+    return [slot for slot in job.members if slot in job.pids and slot in job.nodes]
+
+
+def whole(
+    jobs: Mapping[str, JobNow],
+    elements: Mapping[str, int],
+    nodes: Collection[str],
+    avoided: Mapping[str, Collection[str]],
+) -> str:
+    """Whether all nodes that jobs can use are in use; empty, or what lacks. elements: of each job. nodes: those in
+    service. avoided: by job, the nodes that it has left."""
+    for name in elements:
+        job = jobs.get(name)
+        if job is None or job.state != RUNNING:
+            return f"{name} is {job.state if job else 'unknown'}"
+    usable = [node for node in nodes if not all(node in avoided.get(name, ()) for name in elements)]
+    used, wanted = sum(len(job.members) for job in jobs.values()), min(len(usable), sum(elements.values()))
+    shares = ", ".join(f"{name} {len(jobs[name].members)} (planned {jobs[name].planned})" for name in elements)
+    return "" if used == wanted else f"{used} nodes train, of {wanted}: {shares}"

@@ -1,0 +1,308 @@
+"""The torture's pure parts: the schedule, who may be struck, the state to resume from, the comparison, the judgement of
+leaks, the picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.torture import __main__ as command
+from benchmarks.torture import curves, leaks, progress, proof, schedule
+from benchmarks.torture.deeds import AGAIN, PATIENCE, REPAIR, Admin, Agenda
+from benchmarks.torture.picture import Curves, draw
+from benchmarks.torture.progress import Done, Leg, Progress
+from benchmarks.torture.schedule import KINDS
+from benchmarks.torture.sound import JobNow, Stepped, Wound, sound, strikable, whole
+from benchmarks.torture.stage import TRAININGS, Tail
+from detector.inject import FAULTS, parse
+from unicron_ctl.errors import UserError
+
+NAMES = list(KINDS)
+
+
+# ------------------------------------------------------------ the schedule
+def test_every_kind_of_inject_is_drawn_and_each_round_has_every_kind_once() -> None:
+    injected = [kind for kind in KINDS if "-kill" not in kind or kind in ("rank-kill", "oom-kill")]
+    assert {parse(kind)[0] for kind in injected} == set(FAULTS)
+    drawn = [schedule.fault(7, index, NAMES).kind for index in range(3 * len(NAMES))]
+    for turn in range(3):
+        assert sorted(drawn[turn * len(NAMES) : (turn + 1) * len(NAMES)]) == sorted(NAMES)
+    assert drawn[: len(NAMES)] != drawn[len(NAMES) : 2 * len(NAMES)]
+
+
+def test_a_resumed_run_draws_what_the_interrupted_one_would_have() -> None:
+    assert [schedule.fault(3, i, NAMES) for i in range(60)][40:] == [schedule.fault(3, i, NAMES) for i in range(40, 60)]
+    assert schedule.fault(3, 11, NAMES) != schedule.fault(4, 11, NAMES)
+    assert {schedule.choose(schedule.fault(3, i, NAMES).job, ["a", "b"]) for i in range(60)} == {"a", "b"}
+
+
+def test_a_fault_lasts_as_long_as_its_kind_says() -> None:
+    for index in range(200):
+        fault = schedule.fault(1, index, NAMES)
+        shortest, longest = fault.how.seconds
+        assert shortest <= fault.seconds <= longest
+
+
+# ------------------------------------------------------------ who may be struck
+def job(members: tuple[int, ...] = (0, 1, 2), state: str = "running", generation: int = 4, **more: Any) -> JobNow:
+    place = {"nodes": {slot: f"n{slot + 1}" for slot in members}, "pids": {slot: 100 + slot for slot in members}}
+    return JobNow("large", state, generation, members, **({"planned": len(members)} | place | more))
+
+
+def stepped(time: float, *slots: int, generation: int = 4) -> dict[int, Stepped]:
+    return {slot: Stepped(generation, 9, time) for slot in slots}
+
+
+def test_a_job_is_sound_when_all_members_have_stepped_since_the_fault_in_a_later_generation() -> None:
+    struck = Wound(time=10.0, generation=3, breaks=True)
+    assert sound(job(), stepped(11.0, 0, 1, 2), struck)
+    assert not sound(job(), stepped(11.0, 0, 1), struck)
+    assert not sound(job(), stepped(9.0, 0, 1, 2), struck)
+    assert not sound(job(), stepped(11.0, 0, 1, 2, generation=3), struck)
+    assert not sound(job(generation=3), stepped(11.0, 0, 1, 2, generation=3), struck)
+    assert sound(job(generation=3), stepped(11.0, 0, 1, 2, generation=3), Wound(10.0, 3, breaks=False))
+    assert not sound(job(state="breaking"), stepped(11.0, 0, 1, 2), struck)
+    assert not sound(job(ended=True), stepped(11.0, 0, 1, 2), None)
+
+
+def test_nobody_is_struck_where_the_last_copy_could_be_taken() -> None:
+    rank, nobody = KINDS["rank-kill"], KINDS["slow:1.5"]
+    assert strikable(job(), stepped(1.0, 0, 1, 2), None, rank) == [0, 1, 2]
+    assert strikable(job((1,)), stepped(1.0, 1), None, rank) == []
+    assert strikable(job((1,)), stepped(1.0, 1), None, nobody) == [1]
+    assert strikable(job((0, 1), planned=1), stepped(1.0, 0, 1), None, rank) == []  # one is about to leave
+    assert strikable(job(), stepped(1.0, 0, 1, 2), Wound(2.0, 3, True), nobody) == []
+    assert strikable(job(pids={0: 5}), stepped(1.0, 0, 1, 2), None, rank) == [0]
+
+
+def test_what_lacks_until_all_nodes_are_in_use_is_said() -> None:
+    wanted = {"large": 3, "small": 3}
+    jobs = {"large": job(), "small": job((0, 2))}
+    nodes = ["n1", "n2", "n3", "n4", "n5"]
+    assert whole(jobs, wanted, nodes, {}) == ""
+    assert whole(jobs, wanted, nodes[1:], {}).startswith("5 nodes train, of 4")
+    assert whole({"large": job()}, wanted, nodes, {}) == "small is unknown"
+    short = jobs | {"large": job((0, 1), planned=3)}
+    assert (
+        whole(short, wanted, nodes, {"large": ["n3"]})
+        == "4 nodes train, of 5: large 2 (planned 3), small 2 (planned 2)"
+    )
+    assert whole(short, wanted, nodes, {"large": ["n3"], "small": ["n3", "n1"]}) == ""  # nobody may have it
+
+
+def test_a_job_is_read_from_what_the_controller_tells() -> None:
+    rank = {"slot": 1, "pid": 77}
+    elements = [{"node": "n2", "gone": False, "ranks": [rank]}, {"node": "n9", "gone": True, "ranks": [{"slot": 0}]}]
+    told = {"name": "small", "state": "running", "generation": 2, "members": [1], "planned_nodes": 1, "ended": None}
+    read = JobNow.of(told | {"set_aside": None, "ledger_violations": 0, "elements": elements})
+    assert (read.nodes, read.pids, read.members, read.ended) == ({1: "n2"}, {1: 77}, (1,), False)
+
+
+def test_a_line_half_written_waits_for_its_rest(tmp_path: Path) -> None:
+    file = tmp_path / "losses.0"
+    tail = Tail(file)
+    assert tail.more() == []
+    file.write_text('{"a": 1}\n{"a"')
+    assert tail.more() == [{"a": 1}]
+    file.write_text('{"a": 1}\n{"a": 2}\n')
+    assert tail.more() == [{"a": 2}] and tail.more() == []
+
+
+# ------------------------------------------------------------ resuming
+def done(index: int, job: str = "large", leg: int = 0) -> Done:
+    return Done(index, "rank-kill", job, 1, "n2", 100.0 + index, 5 * index, leg)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    run = Progress(3, 60, 5.0, NAMES, position=2, done=[done(0), done(1)], legs=[Leg(1.0, {"large": 0}, ended="x")])
+    run.save(tmp_path, now=9.0)
+    assert progress.load(tmp_path) == run and run.legs[0].seconds == 8.0
+    assert [path.name for path in tmp_path.iterdir()] == [progress.FILE]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"seed": "x"}', '{"seed": 1, "failures": 2, "every": 1, "kinds": []'])
+def test_a_damaged_state_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / progress.FILE).write_text(text)
+    with pytest.raises(UserError, match="begin a new run"):
+        progress.load(tmp_path)
+
+
+def test_a_state_of_another_release_is_refused(tmp_path: Path) -> None:
+    Progress(1, 2, 5.0, [], format=progress.FORMAT + 1).save(tmp_path)
+    with pytest.raises(UserError, match="another release"):
+        progress.load(tmp_path)
+    with pytest.raises(UserError, match="no run to go on with"):
+        progress.load(tmp_path / "elsewhere")
+
+
+def test_only_the_last_fault_of_a_job_is_healed_and_only_once() -> None:
+    run = Progress(3, 60, 5.0, NAMES, done=[done(0), done(1), done(2, "small")], legs=[Leg(0.0)])
+    assert run.settle("large", 104.0) == 3.0
+    assert run.settle("large", 105.0) is None
+    assert [one.sound_after for one in run.done] == [None, 3.0, None]
+    run.legs.append(Leg(200.0))
+    assert run.settle("small", 300.0) is None
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--resume", "--folder", str(tmp_path)]) == 2
+    Progress(1, 2, 5.0, []).save(tmp_path)
+    assert command.main(["--folder", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "no run to go on with" in lines[0] and "go on with --resume" in lines[1]
+    for words in (["--picture", "x.pdf"], ["--failures", "0"], ["--json", "/nowhere/x.json"]):
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        assert ended.value.code == 2
+
+
+# ------------------------------------------------------------ comparing
+def step(slot: int, iteration: int, counted: list[int], loss: float = 1.0, generation: int = 1) -> dict[str, Any]:
+    return {"slot": slot, "iteration": iteration, "micro_batches": counted, "loss": loss, "generation": generation}
+
+
+def test_every_micro_batch_is_in_one_gradient() -> None:
+    good = [step(0, 0, [0, 2]), step(1, 0, [1, 3]), step(0, 1, [0, 1, 2, 3])]
+    assert curves.not_once(good, {}, 0, 1, 4) == []
+    (twice,) = curves.not_once([*good, step(1, 1, [3])], {}, 0, 1, 4)
+    assert "iteration 1: micro-batches [3] in two" in twice
+    (lost,) = curves.not_once(good[1:], {}, 0, 1, 4)
+    assert "micro-batches [0, 2] in nobody's" in lost
+    (again,) = curves.not_once([*good, step(0, 1, [])], {}, 0, 1, 4)
+    assert "stepped twice" in again
+    (absent,) = curves.not_once(good, {}, 0, 2, 4)
+    assert "iteration 2: nobody noted it" in absent
+
+
+def test_who_died_without_a_word_may_have_had_what_is_missing_but_nothing_else() -> None:
+    work = curves.fetched({1: ["0 0 1", "0 0 3", "0 1", "torn"]})
+    assert curves.not_once([step(0, 0, [0, 2])], work, 0, 0, 4) == []
+    (lost,) = curves.not_once([step(0, 0, [0])], work, 0, 0, 4)
+    assert "[2] in nobody's" in lost
+    (lost,) = curves.not_once([step(0, 0, [0, 2]), step(1, 0, [1])], work, 0, 0, 4)  # it did speak
+    assert "[3] in nobody's" in lost
+
+
+def test_the_loss_of_the_later_generation_counts_and_members_must_agree() -> None:
+    steps = [step(0, 0, [], 5.0), step(1, 0, [], 5.0), step(0, 1, [], 4.0), step(1, 1, [], 4.1, generation=2)]
+    assert curves.curve(steps, 0, 5) == ({0: 5.0, 1: 4.1}, [])
+    assert curves.curve([*steps, step(2, 0, [], 5.1)], 0, 5)[1] == [0]
+    assert curves.curve(steps, 1, 5)[0] == {1: 4.1}
+
+
+def test_what_a_leg_trains_again_counts_once() -> None:
+    assert curves.spans([0], 9) == [(0, 9)]
+    assert curves.spans([0, 50, 150], 200) == [(0, 49), (50, 149), (150, 200)]
+
+
+def test_the_largest_difference_is_found_and_so_is_what_is_missing() -> None:
+    told = curves.apart({0: 2.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 1.1, 2: 1.0}, 1e-3)
+    assert (told.iterations, told.where, told.over, told.missing) == (3, 1, 1, ())
+    assert told.largest == pytest.approx(1 / 11)
+    assert curves.apart({0: 1.0, 3: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, 1e-3).missing == (1, 2)
+    assert curves.named(range(9)) == "9: 0, 1, 2, 3, 4, ..."
+
+
+# ------------------------------------------------------------ leaks
+def life(values: list[int], what: str = "agent", pid: int = 7) -> list[leaks.Sample]:
+    return [leaks.Sample(float(i), what, pid, 1, value, 50.0) for i, value in enumerate(values)]
+
+
+def test_a_rising_trend_is_found_and_noise_is_none() -> None:
+    assert leaks.rising(life([40 + 3 * i for i in range(30)])) != []
+    assert leaks.rising(life([40 + 30 * (i % 3) for i in range(30)])) == []
+    assert leaks.rising(life([40] * 10 + [80] * 20)) == []  # a step, as at a start
+    assert leaks.rising(life([40 + 3 * i for i in range(leaks.FEWEST - 1)])) == []
+    many = [one for pid in range(9) for one in life([40 + 20 * pid] * 4, pid=pid)]
+    assert leaks.rising(many) == []  # other processes, not one that grows
+
+
+def test_this_process_is_looked_at(tmp_path: Path) -> None:
+    found = leaks.sample(3.0, "agent", os.getpid())
+    assert found is not None and found.descriptors > 2 and found.megabytes > 5
+    assert leaks.sample(3.0, "agent", 2**22 + 1) is None
+
+
+def test_what_is_there_afterwards_and_was_not_before_is_named(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "kept").write_text("x")
+    before = leaks.Inventory({"slurmd": 5}, leaks.files({"memory": tmp_path}), ("n1: DOWN",))
+    assert leaks.leaked(before, before) == []
+    (tmp_path / "inner" / "image").write_bytes(bytes(9000))
+    files = leaks.files({"memory": tmp_path})
+    after = leaks.Inventory({"slurmd": 5, "task": 2}, files, ("n1: DOWN", "n2: IDLE+DRAIN"), ("4_1 PENDING",))
+    processes, node, element, image = leaks.leaked(before, after)
+    assert processes == "2 task more than before" and node == "node n2: IDLE+DRAIN" and element == "element 4_1 PENDING"
+    assert image.startswith("1 files in memory") and "memory/inner/image" in image
+
+
+# ------------------------------------------------------------ the picture
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture_shows_both_curves_and_the_faults(tmp_path: Path, ending: str) -> None:
+    losses = {i: 5.0 / (i + 1) for i in range(40)}
+    jobs = [Curves(name, losses, {**losses, 39: 0.2}, [3, 7, 90]) for name in ("large", "small")]
+    path = tmp_path / f"torture.{ending}"
+    draw(jobs, 1e-5, path, "2 failures")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG" if ending == "png" else b"<?xml") and len(data) > 10_000
+
+
+# ------------------------------------------------------------ what is done later
+def test_what_cannot_be_done_yet_is_tried_again_and_in_the_end_said() -> None:
+    calls: list[float] = []
+
+    def fails() -> None:
+        calls.append(1.0)
+        raise UserError("slurmctld is down")
+
+    agenda = Agenda(away={"n1", "n2"})
+    agenda.add(10.0, "n1", fails)
+    agenda.add(10.0, "n2", lambda: None)
+    agenda.work(9.0)
+    assert calls == [] and agenda.away == {"n1", "n2"}
+    agenda.work(10.0)
+    assert calls == [1.0] and agenda.away == {"n1"}
+    agenda.work(10.0 + AGAIN)
+    assert len(calls) == 2
+    with pytest.raises(UserError, match="n1: slurmctld is down"):
+        agenda.work(11.0 + PATIENCE)
+
+
+def test_an_admin_takes_back_what_others_took_out_of_service_and_not_what_has_no_power() -> None:
+    resumed: list[str] = []
+    client = SimpleNamespace(resume=resumed.append)
+    out = {"n1": "DOWN", "n2": "IDLE+DRAIN"}
+    site: Any = SimpleNamespace(out_of_service=lambda: out, cluster=SimpleNamespace(client=lambda: client))
+    admin = Admin()
+    for now in (0.0, REPAIR, REPAIR + 1.0):
+        admin.look(site, {"n1"}, now)
+    assert resumed == ["n2"] and admin.taken_back == 1
+    out.clear()
+    admin.look(site, set(), 50.0)
+    assert admin.seen == {}
+
+
+def test_the_proof_of_a_job_goes_over_all_legs(tmp_path: Path) -> None:
+    """A leg that never trained, one that was interrupted at iteration 3, its last checkpoint of 2, and the last one."""
+    training = TRAININGS[0]
+
+    def write(folder: Path, first: int, last: int, far: float = 0.0) -> None:
+        folder.mkdir(parents=True)
+        lines = [step(0, i, list(range(8)), 5.0 - i + far) for i in range(first, last + 1)]
+        (folder / "losses.0").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(tmp_path / "leg1" / training.name, 0, 3)
+    write(tmp_path / "leg2" / training.name, 2, 4)
+    write(tmp_path / f"undisturbed-{training.name}", 0, 4)
+    run = Progress(1, 2, 5.0, NAMES, legs=[Leg(0.0), Leg(1.0), Leg(2.0)], done=[done(0, training.name)])
+    figures, drawn, wrong = proof.of_job(tmp_path, run, training)
+    assert wrong == [] and figures["iterations"] == 5 and figures["largest"] == 0.0 and list(drawn.faults) == [0]
+    write(tmp_path / "far" / "leg0" / training.name, 0, 4, far=1e-3)
+    write(tmp_path / "far" / f"undisturbed-{training.name}", 0, 4)
+    _, _, (wrong_one,) = proof.of_job(tmp_path / "far", Progress(1, 2, 5.0, NAMES, legs=[Leg(0.0)]), training)
+    assert "large: 5 losses differ by more than 1e-05" in wrong_one
