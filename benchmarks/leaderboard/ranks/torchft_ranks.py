@@ -1,0 +1,59 @@
+"""The same training with torchft: one replica group a node, as its `train_ddp.py` has it.
+
+The manager's step is the iteration, so a step that was not committed is done again with the same data. Micro-batches
+are dealt over whoever takes part, so none is left out while a replica is away; for that the quorum is waited for before
+the forward pass (`use_async_quorum=False`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from benchmarks.leaderboard.ranks import core
+
+QUORUM_SECONDS = 60.0
+CHECKPOINT_EVERY = 100  # iterations; its documents leave this to the user, and only the loss of all replicas needs it
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    model, optimizer = core.build()
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=core.TIMEOUT),
+        load_state_dict=lambda saved: core.take(saved, model, optimizer),
+        state_dict=lambda: core.state(model, optimizer),
+        min_replica_size=1,
+        use_async_quorum=False,
+        replica_id=f"node{os.environ['LEADERBOARD_NODE']}",
+        timeout=2 * core.TIMEOUT,
+        quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
+    )
+    notes = core.Notes(int(os.environ["LEADERBOARD_NODE"]))
+    if core.CHECKPOINT.is_file():
+        saved = torch.load(core.CHECKPOINT, weights_only=True)
+        core.take(saved, model, optimizer)
+        manager.load_state_dict(saved["torchft"])
+    ddp, stepper = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
+    while manager.current_step() < core.ITERATIONS:
+        stepper.zero_grad()  # the quorum, and the state of others where this replica is behind
+        rank, size, iteration = manager.participating_rank(), manager.num_participants(), manager.current_step()
+        assert rank is not None, "with a synchronous quorum everybody in it takes part"
+        mine, total = core.compute(ddp, iteration, rank, size, notes)
+        total *= size  # the manager averages
+        manager.allreduce(total).wait()
+        stepper.step()
+        if manager.current_step() > iteration:
+            notes.step(iteration, float(total), size, rank, mine)
+            if rank == 0 and manager.current_step() % CHECKPOINT_EVERY == 0:
+                new = core.CHECKPOINT.with_suffix(f".{os.getpid()}")
+                torch.save(core.state(model, optimizer) | {"torchft": manager.state_dict()}, new)
+                new.replace(core.CHECKPOINT)
+
+
+if __name__ == "__main__":
+    main()
