@@ -5,9 +5,9 @@ guide heavily recommends.
 Its store is hosted by rank 0 by default, whose loss would end the job; here it is `store_host.py` on the head, by a
 store class of our own, which the guide's *Restrictions* name as the way. Time-outs are cut down to what a job of short
 iterations bears; the defaults are 30 to 120 seconds.
-"""
 
-from __future__ import annotations
+The wrapper looks at annotations, so they are no texts here.
+"""
 
 import datetime
 import logging

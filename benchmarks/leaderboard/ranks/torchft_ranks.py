@@ -21,7 +21,7 @@ CHECKPOINT_EVERY = 100  # iterations; its documents leave this to the user, and 
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.WARNING)
     model, optimizer = core.build()
     manager = Manager(
         pg=ProcessGroupGloo(timeout=core.TIMEOUT),

@@ -39,7 +39,9 @@ class System:
         self.folder, self.run = folder, uuid.uuid4().hex
         self.out = folder / "notes"
         self.out.mkdir(parents=True)
+        (folder / "tmp").mkdir()
         self.variables = {
+            "TMPDIR": str(folder / "tmp"),
             "LEADERBOARD_OUT": str(self.out),
             "LEADERBOARD_CHECKPOINT": str(folder / "checkpoint.pt"),
             processes.RUN: self.run,
