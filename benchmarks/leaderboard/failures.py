@@ -100,7 +100,8 @@ NODE = 2  # whom a single failure hits
 
 def schedule(seconds: float, seed: int, nodes: int) -> list[tuple[float, str, int]]:
     """(seconds from the beginning, failure, node) of a stream that lasts so long: the same for every system."""
-    draw, found, turn = random.Random(seed), [], []
+    draw, turn = random.Random(seed), list[str]()
+    found = list[tuple[float, str, int]]()
     at = FIRST
     while at < seconds:
         if not turn:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,8 @@ from tests.support.processes import of_a_world, wait_for
 
 START_LIMIT = 120.0  # seconds for all ranks to train
 WARM = 25  # iterations of the whole job before anything happens
-LOOK = 0.02  # seconds between two looks at the notes
+LOOK = 0.2  # seconds between two looks at the notes; all times are the notes' own
+CLOSE = 0.02  # seconds: so fresh is the note of a micro-batch upon which a failure strikes
 MORE = 5  # iterations after the job is whole again, for the loss curve
 SETTLED = 4.0  # seconds that are watched after the last repair, and within which a job that trains takes a step
 OPERATOR = 45.0  # seconds without a step, in the stream, after which an operator starts the job again
@@ -50,40 +52,53 @@ class Stream(msgspec.Struct):
     operator: int
 
 
+class Due(NamedTuple):
+    """A failure of a node at its time, or a repair; seconds from the beginning of the stream."""
+
+    at: float
+    failure: str = ""
+    node: int = NODE
+    repair: Callable[[], None] | None = None
+
+
 @contextmanager
 def training(kind: type[System], folder: Path) -> Iterator[System]:
     """A job of this system that has trained some iterations with all its ranks. Raises AssertionError."""
     system = kind(folder)
     try:
         system.start()
-        wait_for(lambda: _whole_steps(system) >= WARM, lambda: f"{kind.name} trains\n{system.logs()}", START_LIMIT)
+        wait_for(lambda: _trains(system), lambda: f"{kind.name} trains\n{system.logs()}", START_LIMIT)
         yield system
     finally:
         system.close()
 
 
-def _whole_steps(system: System) -> int:
-    return len({note.iteration for note in notes.steps(system.notes()) if note.world == NODES})
+def _trains(system: System) -> bool:
+    system.read()
+    return len({note.iteration for note in notes.steps(system.notes) if note.world == NODES}) >= WARM
 
 
-def _watch(system: System, seconds: float, done: Callable[[], bool] = lambda: False) -> bool:
+def _watch(system: System, seconds: float, done: Callable[[], bool] = lambda: False, look: float = LOOK) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        system.read()
         if done():
             return True
-        time.sleep(LOOK)
+        time.sleep(look)
     return done()
 
 
 def _in_an_iteration(system: System) -> None:
-    """Returns when all ranks have just begun an iteration, so that a failure hits the computing and not the reduce."""
-    last = notes.newest(system.notes())
-
-    def begun() -> bool:
-        micro = [note for note in system.notes() if note.what == "micro" and note.iteration > last]
-        return bool(micro) and time.time() - max(note.time for note in micro) < 2 * LOOK
-
-    _watch(system, SETTLED, begun)
+    """Returns when an iteration has just begun, so that a failure hits the computing and not the reduce."""
+    system.read()
+    last, deadline = notes.newest(system.notes), time.monotonic() + SETTLED
+    while time.monotonic() < deadline:
+        for note in system.read():
+            if note.what == "step":
+                last = max(last, note.iteration)
+            elif note.what == "micro" and note.iteration > last and time.time() - note.time < CLOSE:
+                return
+        time.sleep(CLOSE / 4)
 
 
 def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outcome:
@@ -93,8 +108,8 @@ def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outc
         struck = time.time()
         repair = FAILURES[failure].strike(system, NODE)
         recovered = _recover(system, struck, repair, limits)
-        figures = notes.figures(system.notes(), struck, NODES, MICRO_BATCHES)
-        losses = notes.losses(system.notes())
+        figures = notes.figures(system.notes, struck, NODES, MICRO_BATCHES)
+        losses = notes.losses(system.notes)
         if recovered:
             return Outcome(True, figures, losses)
         why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
@@ -112,17 +127,17 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
     since = time.monotonic()
 
     def whole() -> bool:
-        steps = [note for note in notes.steps_after(system.notes(), struck) if note.world == NODES]
+        steps = [note for note in notes.steps_after(system.notes, struck) if note.world == NODES]
         return len({note.iteration for note in steps}) > MORE and time.monotonic() > since + SETTLED
 
     def stepped() -> bool:
-        return bool(notes.steps_after(system.notes(), struck))
+        return bool(notes.steps_after(system.notes, struck))
 
     if not _watch(system, limits.next_step - (time.time() - struck), stepped):
         return False
     _watch(system, limits.full_strength - (time.time() - struck), whole)
     ended = time.time()
-    return _watch(system, limits.next_step, lambda: notes.steps(system.notes())[-1].time > ended)
+    return _watch(system, limits.next_step, lambda: any(note.time > ended for note in notes.steps(system.notes)))
 
 
 def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, folder: Path) -> Stream:
@@ -131,38 +146,22 @@ def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, fo
     with training(kind, folder) as system:
         began = time.time()
         _watch(system, undisturbed)
-        usual = notes.useful(system.notes(), began, time.time(), MICRO_BATCHES) / (time.time() - began)
-        began, due, operator = time.time(), [], 0
-        due = [(at, _striking(system, failure, node)) for at, failure, node in schedule(seconds, seed, NODES)]
-        touched = began
+        usual = notes.useful(system.notes, began, time.time(), MICRO_BATCHES) / (time.time() - began)
+        began, last, operator = time.time(), time.time(), 0
+        due = [Due(at, failure, node) for at, failure, node in schedule(seconds, seed, NODES)]
         while (now := time.time()) < began + seconds:
-            for action in [action for at, action in due if began + at <= now]:
-                due = [each for each in due if each[1] is not action]
-                repair = action()
+            for each in [each for each in due if began + each.at <= now]:
+                due.remove(each)
+                repair = each.repair() if each.repair else FAILURES[each.failure].strike(system, each.node)
                 if repair is not None:
-                    due.append((time.time() - began + repair.after, repair.action))
-            last = max(notes.steps(system.notes())[-1].time, touched)
-            if time.time() - last > OPERATOR:
+                    due.append(Due(time.time() - began + repair.after, repair=repair.action))
+            last = max([last, *(note.time for note in system.read() if note.what == "step")])
+            if time.time() - last > OPERATOR:  # what waits to be repaired is repaired by it, too
                 system.begin_again()
-                operator, touched, due = operator + 1, time.time(), [each for each in due if _strikes(each[1])]
+                operator, last, due = operator + 1, time.time(), [each for each in due if each.failure]
             time.sleep(LOOK)
-        disturbed = notes.useful(system.notes(), began, began + seconds, MICRO_BATCHES) / seconds
+        disturbed = notes.useful(system.notes, began, began + seconds, MICRO_BATCHES) / seconds
         return Stream(usual, disturbed, operator)
-
-
-class _striking:
-    """A failure that waits for its time."""
-
-    def __init__(self, system: System, failure: str, node: int) -> None:
-        self._system, self._failure, self._node = system, failure, node
-
-    def __call__(self) -> Repair | None:
-        return FAILURES[self._failure].strike(self._system, self._node)
-
-
-def _strikes(action: Callable[[], Repair | None]) -> bool:
-    """Not a repair, which an operator's fresh start makes needless."""
-    return isinstance(action, _striking)
 
 
 def reference(folder: Path, iterations: int) -> dict[int, float]:

@@ -49,7 +49,8 @@ class System:
             "PYTHONUNBUFFERED": "1",
             **variables,
         }
-        self._read: dict[Path, tuple[int, list[Note]]] = {}
+        self.notes: list[Note] = []
+        self._read: dict[Path, int] = {}  # how far
 
     # ------------------------------------------------------------ what a subclass says
     def start(self) -> None:
@@ -89,21 +90,22 @@ class System:
         return f"torch {installed(cls.environment, 'torch')}"
 
     # ------------------------------------------------------------ what is seen of it
-    def notes(self) -> list[Note]:
-        """All that its ranks have noted; files are read on from where they ended."""
+    def read(self) -> list[Note]:
+        """What its ranks have noted since the last call; all of it is in `notes`."""
+        new: list[Note] = []
         for path in sorted(self.out.glob("notes.*")):
-            at, known = self._read.get(path, (0, []))
             with path.open("rb") as file:
-                file.seek(at)
+                file.seek(self._read.get(path, 0))
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
-            if whole:
-                self._read[path] = at + len(whole), known + notes.parse(whole.decode(), path.name)
-        return [note for _, known in self._read.values() for note in known]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            new += notes.parse(whole.decode(), path.name)
+        self.notes += new
+        return new
 
     def ranks(self) -> dict[int, Note]:
         """node -> its newest training process."""
-        starts = sorted((note for note in self.notes() if note.what == "start"), key=lambda note: note.time)
+        starts = sorted((note for note in self.notes if note.what == "start"), key=lambda note: note.time)
         return {note.node: note for note in starts}
 
     def signal_rank(self, node: int, number: signal.Signals) -> None:
@@ -113,8 +115,8 @@ class System:
 
     def node_of_rank_0(self) -> int:
         """Where the process runs that was rank 0 at its last step."""
-        nodes = {note.process: note.node for note in self.notes() if note.what == "start"}
-        zeros = [note for note in notes.steps(self.notes()) if note.rank == 0]
+        nodes = {note.process: note.node for note in self.notes if note.what == "start"}
+        zeros = [note for note in notes.steps(self.notes) if note.rank == 0]
         return nodes[zeros[-1].process]
 
     def logs(self, most: int = 2000) -> str:
@@ -159,7 +161,7 @@ class Launched(System):
         wait_for(lambda: answers(self.port), lambda: f"{self.name}'s coordinator answers\n{self.logs()}", 60.0)
 
     def _launch(self, place: str, command: Sequence[str | Path], more: Mapping[str, str]) -> None:
-        environment = outside_slurm() | self.variables | {processes.NODE: place} | more
+        environment = outside_slurm() | self.variables | {processes.NODE: place} | dict(more)
         with (self.folder / f"{place}.log").open("ab") as log:
             subprocess.Popen(
                 [str(word) for word in command],

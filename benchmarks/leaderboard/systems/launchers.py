@@ -90,7 +90,9 @@ class InProcess(Launched):
     def more(self, node: int) -> Mapping[str, str]:
         store = f"127.0.0.1:{self.port}"
         world = {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
-        quiet = {"TORCH_CPP_LOG_LEVEL": "error"}  # as its advanced_example.py: each look at the store says that it waits
+        quiet = {
+            "TORCH_CPP_LOG_LEVEL": "error"
+        }  # as its advanced_example.py: each look at the store says that it waits
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
 
     @classmethod

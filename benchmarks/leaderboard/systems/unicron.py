@@ -55,7 +55,7 @@ class Session(System):
 
     def power_off(self, node: int) -> None:
         super().power_off(node)
-        shutil.rmtree(self.memory / str(node))  # a node that lost its power has no memory
+        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node that lost its power has no memory
         self._running.agents[node].process.wait()
 
     def kill_coordinator(self) -> None:
