@@ -28,7 +28,7 @@ MICRO_BATCHES = 16  # of an iteration, over all ranks
 SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 4, 32, 64, 96, 2
 SEED = 1234
 CHECKPOINT_EVERY = 1  # iterations: docs/leaderboard.md has the measurement
-COLLECTIVE_SECONDS = 5.0  # for a collective, in each system whose documents leave hangs to the collective's time-out
+COLLECTIVE_SECONDS = 3.0  # for a collective, in each system whose documents leave hangs to the collective's time-out
 START_SECONDS = 60.0  # for all ranks of a world to come
 
 OUT = Path(os.environ.get("LEADERBOARD_OUT", "."))
@@ -123,15 +123,19 @@ class Notes:
         self.note("step", iteration=iteration, loss=loss, world=world, rank=rank, micro=micro)
 
 
-def compute(ddp: nn.Module, iteration: int, rank: int, size: int, notes: Notes) -> tuple[list[int], torch.Tensor]:
-    """This rank's share of an iteration under DistributedDataParallel, which reduces in the last backward pass and
-    divides by `size`: (micro-batches, sum of their losses / MICRO_BATCHES). Micro-batch i is rank i mod size's."""
+def compute(model: nn.Module, iteration: int, rank: int, size: int, notes: Notes) -> tuple[list[int], torch.Tensor]:
+    """This rank's share of an iteration: (micro-batches, sum of their losses / MICRO_BATCHES). Micro-batch i is rank i
+    mod size's.
+
+    Its gradients are scaled for a reduce that divides by `size`; DistributedDataParallel does that in the last backward
+    pass.
+    """
     mine = list(range(rank, MICRO_BATCHES, size))
     total = torch.zeros(1)
+    alone = model.no_sync if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext
     for index in mine:
-        last = index == mine[-1]
-        with contextlib.nullcontext() if last else ddp.no_sync():
-            loss = loss_of(ddp, micro_batch(iteration, index)) / MICRO_BATCHES
+        with contextlib.nullcontext() if index == mine[-1] else alone():
+            loss = loss_of(model, micro_batch(iteration, index)) / MICRO_BATCHES
             notes.micro(iteration, index)
             total += loss.detach()
             (loss * size).backward()

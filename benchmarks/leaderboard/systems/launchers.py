@@ -12,17 +12,25 @@ RESTARTS = "1000"  # as good as any number: the jobs are to live
 
 
 class Torchrun(Launched):
-    """docs.pytorch.org/docs/stable/elastic/run.html, *Elastic*, and elastic/rendezvous.html for the c10d handler."""
+    """docs.pytorch.org/docs/stable/elastic/run.html, *Elastic*, and elastic/rendezvous.html for the c10d handler.
+
+    By default torch 2.13 uses one store for all worlds of a job, and does not tell their keys apart: ranks of a new
+    world find the addresses of the last one, and it never comes together. The variable gives each world its own store.
+    """
 
     name = "torchrun"
     settings = (
         f"torchrun --nnodes=1:{NODES} --max-restarts={RESTARTS} --monitor-interval=0.1, rendezvous c10d on a store of "
-        "its own on the head (is_host=0), last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3; "
+        "its own on the head (is_host=0), last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3, "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; "
         f"DistributedDataParallel, gloo with {COLLECTIVE_SECONDS:g} s a collective; a checkpoint each iteration"
     )
 
     def node(self, node: int) -> Sequence[str | Path]:
         return [self.program("torchrun"), *self._options(), RANKS / "elastic.py"]
+
+    def more(self, node: int) -> Mapping[str, str]:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -47,13 +55,13 @@ class FtLauncher(Torchrun):
     environment = "nvrx"
     settings = (
         f"ft_launcher --nnodes=1:{NODES} --max-restarts={RESTARTS} --ft-restart-policy=any-failed, rendezvous as for "
-        "torchrun; a heartbeat each iteration, rank_heartbeat_timeout=5, workload_check_interval=0.5, no NIC monitor; "
+        "torchrun; a heartbeat each iteration, rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
         "the script and the checkpoints of torchrun"
     )
 
     def node(self, node: int) -> Sequence[str | Path]:
         heartbeats = [
-            "--ft-rank-heartbeat-timeout=5",
+            "--ft-rank-heartbeat-timeout=3",
             "--ft-initial-rank-heartbeat-timeout=60",
             "--ft-workload-check-interval=0.5",
             "--ft-node-health-check-interval=1",
@@ -79,7 +87,7 @@ class InProcess(Launched):
     name = "nvrx-inprocess"
     environment = "nvrx"
     settings = (
-        "inprocess.Wrapper with a store on the head, soft_timeout=4, hard_timeout=5, heartbeat_timeout=3, "
+        "inprocess.Wrapper with a store on the head, soft_timeout=2, hard_timeout=3, heartbeat_timeout=2, "
         "last_call_wait=0.2, monitor intervals of 0.1; one plain process a node, since its documents say that torchrun "
         "ends them all; state from a checkpoint of each iteration"
     )
@@ -107,7 +115,7 @@ class Torchft(Launched):
     environment = "torchft"
     settings = (
         "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000 "
-        f"(default 5000); a replica group a node under torchrun --max-restarts={RESTARTS}; DistributedDataParallel, "
+        f"(default 5000); a replica group a node under torchrun --max-restarts={RESTARTS}; Manager.allreduce, "
         f"ProcessGroupGloo with {COLLECTIVE_SECONDS:g} s, synchronous quorum, TORCHFT_QUORUM_RETRIES=20; a "
         "checkpoint every 100 iterations"
     )
