@@ -31,7 +31,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     iterations_lost: optimizer steps that had been taken and were taken again. micro_batches_again: computations of a
     micro-batch that another one, of the same, had made before; micro_batches_dropped: those that an iteration's steps
-    do not hold.
+    do not hold. ranks_at_end: of the last step.
     """
 
     next_step_seconds: float | None
@@ -39,6 +39,7 @@ class Figures(msgspec.Struct, frozen=True):
     iterations_lost: int | None
     micro_batches_again: int
     micro_batches_dropped: int
+    ranks_at_end: int | None = None
 
 
 def parse(text: str, process: str) -> list[Note]:
@@ -86,6 +87,7 @@ def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int
         lost,
         again(notes, struck),
         dropped(after, micro_batches),
+        after[-1].world if after else None,
     )
 
 

@@ -114,7 +114,7 @@ def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outc
             return Outcome(True, figures, losses)
         why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
         nothing = msgspec.structs.replace(
-            figures, next_step_seconds=None, full_strength_seconds=None, iterations_lost=None
+            figures, next_step_seconds=None, full_strength_seconds=None, iterations_lost=None, ranks_at_end=None
         )
         return Outcome(False, nothing, losses, f"{why} within {limits.next_step:g} s")
 

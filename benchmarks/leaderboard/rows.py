@@ -15,6 +15,7 @@ COLUMNS: dict[str, str] = {
     "iterations_lost": "iterations lost",
     "micro_batches_again": "micro-batches again",
     "micro_batches_dropped": "dropped",
+    "ranks_at_end": "ranks at the end",
     "loss_difference": "loss difference",
 }
 
@@ -32,6 +33,7 @@ class Row(msgspec.Struct):
     iterations_lost: int | None = None
     micro_batches_again: int | None = None
     micro_batches_dropped: int | None = None
+    ranks_at_end: int | None = None
     loss_difference: float | None = None
     repetition: int = 0
     why: str = ""

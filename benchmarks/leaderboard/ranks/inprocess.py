@@ -41,8 +41,8 @@ def seconds(value: float) -> datetime.timedelta:
     monitor_process_interval=seconds(0.1),
     heartbeat_interval=seconds(0.2),
     progress_watchdog_interval=seconds(0.2),
-    soft_timeout=seconds(2),
-    hard_timeout=seconds(core.COLLECTIVE_SECONDS),
+    soft_timeout=seconds(2.5),
+    hard_timeout=seconds(5),
     heartbeat_timeout=seconds(2),
     barrier_timeout=seconds(60),
     completion_timeout=seconds(60),
@@ -54,15 +54,16 @@ def train(base: dist.Store, parts: Any, notes: core.Notes, call_wrapper: inproce
     assert call_wrapper is not None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore(f"training{call_wrapper.iteration}", base)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=core.TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=core.START_TIMEOUT)
+    group = dist.new_group(timeout=core.TIMEOUT)
     model, optimizer = parts
     files = core.Files()
     first = files.load(model, optimizer)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, process_group=group)
     for iteration in range(first, core.ITERATIONS):
         optimizer.zero_grad()
         mine, total = core.compute(ddp, iteration, rank, size, notes)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         optimizer.step()
         notes.step(iteration, float(total), size, rank, mine)
         call_wrapper.ping()

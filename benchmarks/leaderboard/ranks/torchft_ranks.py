@@ -20,7 +20,7 @@ from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from benchmarks.leaderboard.ranks import core
 
-QUORUM_SECONDS = 60.0
+QUORUM_SECONDS, OPERATION_SECONDS = 60.0, 10.0
 CHECKPOINT_EVERY = 100  # iterations; its documents leave this to the user, and only the loss of all replicas needs it
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         min_replica_size=1,
         use_async_quorum=False,
         replica_id=f"node{os.environ['LEADERBOARD_NODE']}",
-        timeout=2 * core.TIMEOUT,
+        timeout=timedelta(seconds=OPERATION_SECONDS),
         quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
     )
     notes = core.Notes(int(os.environ["LEADERBOARD_NODE"]))

@@ -34,6 +34,7 @@ class System:
     name: str
     settings: str
     environment = "torchrun"  # folder below .peers that has its Python
+    collective = 3.0  # seconds for a collective, where it is this that ends a hang
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.run = folder, uuid.uuid4().hex
@@ -45,6 +46,7 @@ class System:
             "LEADERBOARD_OUT": str(self.out),
             "LEADERBOARD_CHECKPOINT": str(folder / "checkpoint.pt"),
             processes.RUN: self.run,
+            "LEADERBOARD_COLLECTIVE_SECONDS": str(self.collective),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **variables,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.leaderboard.ranks.core import COLLECTIVE_SECONDS
 from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched, installed
 
 RESTARTS = "1000"  # as good as any number: the jobs are to live
@@ -23,7 +22,7 @@ class Torchrun(Launched):
         f"torchrun --nnodes=1:{NODES} --max-restarts={RESTARTS} --monitor-interval=0.1, rendezvous c10d on a store of "
         "its own on the head (is_host=0), last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3, "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; "
-        f"DistributedDataParallel, gloo with {COLLECTIVE_SECONDS:g} s a collective; a checkpoint each iteration"
+        "DistributedDataParallel, gloo with 3 s a collective; a checkpoint each iteration"
     )
 
     def node(self, node: int) -> Sequence[str | Path]:
@@ -86,10 +85,11 @@ class InProcess(Launched):
 
     name = "nvrx-inprocess"
     environment = "nvrx"
+    collective = 1.0  # a false alarm costs a second, and ranks that are no neighbours of a dead one wait for it
     settings = (
-        "inprocess.Wrapper with a store on the head, soft_timeout=2, hard_timeout=3, heartbeat_timeout=2, "
-        "last_call_wait=0.2, monitor intervals of 0.1; one plain process a node, since its documents say that torchrun "
-        "ends them all; state from a checkpoint of each iteration"
+        "inprocess.Wrapper with a store on the head, soft_timeout=2.5, hard_timeout=5, heartbeat_timeout=2, "
+        "last_call_wait=0.2, gloo with 1 s, monitor intervals of 0.1; one plain process a node, "
+        "since its documents say that torchrun ends them all; state from a checkpoint of each iteration"
     )
 
     def node(self, node: int) -> Sequence[str | Path]:
@@ -113,10 +113,11 @@ class Torchft(Launched):
 
     name = "torchft"
     environment = "torchft"
+    collective = 1.0  # a false alarm costs a step, and ranks that are no neighbours of a dead one wait for it
     settings = (
         "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000 "
         f"(default 5000); a replica group a node under torchrun --max-restarts={RESTARTS}; Manager.allreduce, "
-        f"ProcessGroupGloo with {COLLECTIVE_SECONDS:g} s, synchronous quorum, TORCHFT_QUORUM_RETRIES=20; a "
+        "ProcessGroupGloo with 1 s, synchronous quorum, TORCHFT_QUORUM_RETRIES=20; a "
         "checkpoint every 100 iterations"
     )
 

@@ -82,7 +82,7 @@ def test_a_peers_late_note_of_the_last_step_is_no_further_step() -> None:
 
 def test_a_job_that_stays_smaller_is_never_whole() -> None:
     found = figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), trained([10, 11], 12.0, [0, 1, 2]))
-    assert (found.next_step_seconds, found.full_strength_seconds) == (3.0, None)
+    assert (found.next_step_seconds, found.full_strength_seconds, found.ranks_at_end) == (3.0, None, 3)
 
 
 def test_what_no_rank_had_in_its_step_was_dropped() -> None:
@@ -183,7 +183,7 @@ def test_the_table_has_medians_ranges_and_what_did_not_happen() -> None:
     lost = [row("b", "hang", False, why="no further step"), row("b", "hang", True, next_step_seconds=5.0)]
     first, second, third = rows.lines([*some, *lost, row("c", "hang", None, why="no wheel")])
     assert first[:6] == ["hang", "a", "yes", "2.00 (1.00..3.00)", "9.00, never 2x", "1 (0..2)"]
-    assert first[8] == "1.0e-07 (1.0e-07..1.0e-07)"
+    assert first[9] == "1.0e-07 (1.0e-07..1.0e-07)"
     assert second[:5] == ["hang", "b", "1 of 2", "5.00, never 1x", "never"] and second[-1] == "no further step"
     assert third[:4] == ["hang", "c", "not tried", "-"]
     assert rows.markdown(["x", "y"], [["1", "2"]]) == "|x|y|\n|---|---|\n|1|2|"
