@@ -175,7 +175,12 @@ def reference(folder: Path, iterations: int) -> dict[int, float]:
             subprocess.Popen(command, env=world | ours | {"LEADERBOARD_NODE": world["RANK"]}, stdout=log, stderr=log)
             for world in of_a_world(NODES)
         ]
-    if any(rank.wait() for rank in ranks):
+    try:
+        failed = any(rank.wait() for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if failed:
         raise RuntimeError(f"the undisturbed run failed:\n{(folder / 'log').read_text()[-3000:]}")
     found = [note for path in folder.glob("notes.*") for note in notes.parse(path.read_text(), path.name)]
     return {iteration: each[0] for iteration, each in notes.losses(found).items()}

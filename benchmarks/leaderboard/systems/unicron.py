@@ -3,6 +3,7 @@ where under Slurm the requeued element would start on them."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -100,8 +101,9 @@ class Restart(Session):
     script = "restarted.py"
 
 
+@functools.cache
 def commit() -> str:
-    """Of this checkout, with a + where it was changed."""
+    """Of this checkout when it was first asked for, with a + where it was changed."""
     found = []
     for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
