@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES
-from benchmarks.leaderboard.play import Limits, Outcome
+from benchmarks.leaderboard.play import Limits
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
@@ -40,9 +40,6 @@ class Board:
 
     def add(self, row: Row | Share) -> None:
         self.rows.append(row)
-        self.write()
-
-    def write(self) -> None:
         self._path.write_text(json.dumps([msgspec.to_builtins(row) for row in self.rows], indent=1) + "\n")
 
     @property
@@ -62,40 +59,34 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB, Python {platform.python_version()}"
 
 
-def one(kind: type[System], failure: str, folder: Path, limits: Limits) -> tuple[Row, Outcome | None]:
-    """A failure of a system; its row still without the loss difference."""
+def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: dict[int, float]) -> Row:
+    """A failure of a system. wanted: the losses of an undisturbed run."""
     try:
         version = kind.version()
     except Absent as absent:
-        return Row(kind.name, "", failure, None, why=str(absent)), None
+        return Row(kind.name, "", failure, None, why=str(absent))
     try:
         outcome = play.fail(kind, failure, folder, limits)
     except AssertionError as error:
-        return Row(kind.name, version, failure, None, why=f"did not train: {str(error)[-2000:]}"), None
+        return Row(kind.name, version, failure, None, why=f"did not train: {str(error)[-2000:]}")
     row = Row(kind.name, version, failure, outcome.survived, why=outcome.why, **msgspec.structs.asdict(outcome.figures))
-    return row, outcome
+    row.loss_difference = notes.difference(outcome.losses, wanted)
+    return row
 
 
-def failures(board: Board, options: argparse.Namespace, limits: Limits, folder: Path) -> None:
-    """All systems by turns, each failure after the other; then the losses over those of an undisturbed run."""
-    curves: list[tuple[Row, dict[int, list[float]]]] = []
+def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
+    """All systems by turns, each failure after the other."""
+    limits, iterations = (QUICK, 400) if options.quick else (FULL, 1200)
+    wanted = play.reference(folder / "reference", iterations)
     names = options.system
     for repetition in range(options.repetitions):
         for turn, failure in enumerate(options.failure):
             first = (repetition + turn) % len(names)
             for name in names[first:] + names[:first]:
-                row, outcome = one(SYSTEMS[name], failure, folder / f"{name}.{failure}.{repetition}", limits)
+                row = one(SYSTEMS[name], failure, folder / f"{name}.{failure}.{repetition}", limits, wanted)
                 row.repetition, row.machine = repetition, machine()
                 board.add(row)
-                if outcome is not None:
-                    curves.append((row, outcome.losses))
                 print("  ".join(rows.lines([row])[0])[:300], flush=True)
-    if curves:
-        most = 1 + max(max(losses, default=0) for _, losses in curves)
-        wanted = play.reference(folder / "reference", most)
-        for row, losses in curves:
-            row.loss_difference = notes.difference(losses, wanted)
-        board.write()
 
 
 def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
@@ -159,7 +150,8 @@ def main() -> int:
     board = Board(options.json, options.append)
     with tempfile.TemporaryDirectory(prefix="leaderboard-") as name:
         folder = options.keep or Path(name)
-        failures(board, options, QUICK if options.quick else FULL, folder)
+        if options.repetitions:
+            failures(board, options, folder)
         if options.stream_minutes:
             streams(board, options, folder)
     show(board, options.markdown)

@@ -166,7 +166,7 @@ def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, fo
 
 def reference(folder: Path, iterations: int) -> dict[int, float]:
     """The losses of as many ranks, undisturbed, and with no time of a device's. Raises RuntimeError."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     ours = {"LEADERBOARD_OUT": str(folder), "LEADERBOARD_CHECKPOINT": str(folder / "checkpoint.pt")}
     ours |= {"LEADERBOARD_ITERATIONS": str(iterations), "LEADERBOARD_DEVICE_SECONDS": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(RANKS / "elastic.py")]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.leaderboard import failures, notes, processes, rows
-from benchmarks.leaderboard.__main__ import Board
+from benchmarks.leaderboard.__main__ import QUICK, Board, one
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
@@ -206,6 +206,13 @@ def test_all_systems_of_the_leaderboard_are_there() -> None:
     asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
     assert set(SYSTEMS) == set(asked.split())
     assert all(kind.settings for kind in SYSTEMS.values())
+
+
+def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.leaderboard.systems.base.PEERS", tmp_path)
+    made = one(SYSTEMS["torchft"], "hang", tmp_path / "run", QUICK, {})
+    assert made.survived is None and made.version == "" and made.next_step_seconds is None
+    assert made.why == "no environment .peers/torchft: make leaderboard makes it" and not (tmp_path / "run").exists()
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
