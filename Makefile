@@ -12,6 +12,8 @@ UNIT_ARGS ?=
 STORMS_ARGS ?=
 # Words after `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
 TORTURE_ARGS ?=
+# Words after `python -m benchmarks.leaderboard`, for example LEADERBOARD_ARGS="--quick --system torchft"
+LEADERBOARD_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -21,7 +23,7 @@ UNIT  := $(TEST) -n 2 tests/unit
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms torture clean
+.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -84,6 +86,17 @@ torture: export PYTHONDONTWRITEBYTECODE :=
 torture: system venv        ## for hours: two jobs, 1,200 failures, and the losses of an undisturbed training
 	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
 
+# Each peer in an environment of its own: they ask for versions of their own.
+PEERS := $(patsubst benchmarks/leaderboard/requirements/%.txt,.peers/%/.installed,$(wildcard benchmarks/leaderboard/requirements/*.txt))
+peers: $(PEERS)
+.peers/%/.installed: benchmarks/leaderboard/requirements/%.txt
+	$(PYTHON) -m venv --clear .peers/$*
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r $<
+	touch $@
+
+leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVRx and plain Slurm: the same failures, one run
+	$(BIN)/python -m benchmarks.leaderboard --json leaderboard.json $(LEADERBOARD_ARGS)
+
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean
-	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .peers build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

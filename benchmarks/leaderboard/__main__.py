@@ -1,0 +1,162 @@
+"""Unicron beside its peers: the same model, data, ranks, machine and failures, in one run, by turns.
+
+    python -m benchmarks.leaderboard --json FILE [--quick] [--system NAME]... [--failure NAME]...
+
+`make leaderboard` makes the peers' environments first. docs/leaderboard.md says how each system is set up. Exit status
+0 when all could be run or said why not, 1 when one did not train to begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.leaderboard import notes, play, rows
+from benchmarks.leaderboard.failures import EVERY, FAILURES
+from benchmarks.leaderboard.play import Limits
+from benchmarks.leaderboard.rows import Row, Share
+from benchmarks.leaderboard.systems import SYSTEMS, System
+from benchmarks.leaderboard.systems.base import Absent
+from benchmarks.leaderboard.systems.unicron import commit
+
+FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)
+SEED = 1
+
+
+class Board:
+    """The rows so far, written at each new one: a run that is broken off keeps what it has."""
+
+    def __init__(self, path: Path, append: bool) -> None:
+        self._path = path
+        self.rows = rows.decode(json.loads(path.read_text())) if append and path.is_file() else []
+
+    def add(self, row: Row | Share) -> None:
+        self.rows.append(row)
+        self._path.write_text(json.dumps([msgspec.to_builtins(row) for row in self.rows], indent=1) + "\n")
+
+    @property
+    def failures(self) -> list[Row]:
+        return [row for row in self.rows if isinstance(row, Row)]
+
+    @property
+    def shares(self) -> list[Share]:
+        return [row for row in self.rows if isinstance(row, Share)]
+
+
+def machine() -> str:
+    """On what the figures were taken."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: dict[int, float]) -> Row:
+    """A failure of a system. wanted: the losses of an undisturbed run."""
+    try:
+        version = kind.version()
+    except Absent as absent:
+        return Row(kind.name, "", failure, None, why=str(absent))
+    try:
+        outcome = play.fail(kind, failure, folder, limits)
+    except AssertionError as error:
+        return Row(kind.name, version, failure, None, why=f"did not train: {str(error)[-2000:]}")
+    row = Row(kind.name, version, failure, outcome.survived, why=outcome.why, **msgspec.structs.asdict(outcome.figures))
+    row.loss_difference = notes.difference(outcome.losses, wanted)
+    return row
+
+
+def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
+    """All systems by turns, each failure after the other."""
+    limits, iterations = (QUICK, 400) if options.quick else (FULL, 1200)
+    wanted = play.reference(folder / "reference", iterations)
+    names = options.system
+    for repetition in range(options.repetitions):
+        for turn, failure in enumerate(options.failure):
+            first = (repetition + turn) % len(names)
+            for name in names[first:] + names[:first]:
+                row = one(SYSTEMS[name], failure, folder / f"{name}.{failure}.{repetition}", limits, wanted)
+                row.repetition, row.machine = repetition, machine()
+                board.add(row)
+                print("  ".join(rows.lines([row])[0])[:300], flush=True)
+
+
+def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
+    """A failure every half minute, for each system by itself."""
+    for name in options.system:
+        kind, minutes = SYSTEMS[name], options.stream_minutes
+        try:
+            version = kind.version()
+            undisturbed = 20.0 if options.quick else 60.0
+            found = play.stream(kind, 60 * minutes, undisturbed, SEED, folder / f"{name}.stream")
+            share = Share(name, found.disturbed / found.undisturbed, version, minutes)
+            share.undisturbed_per_second, share.operator = found.undisturbed, found.operator
+        except Absent as absent:
+            share = Share(name, None, minutes=minutes, why=str(absent))
+        except AssertionError as error:
+            share = Share(name, None, version, minutes, why=f"did not train: {str(error)[-2000:]}")
+        share.machine = machine()
+        board.add(share)
+        print("  ".join(rows.shares([share])[0])[:300], flush=True)
+
+
+def show(board: Board, markdown: bool) -> None:
+    """The tables."""
+    said = f"{machine()}, commit {commit()}, load {os.getloadavg()[0]:.1f}"
+    tables = [
+        (f"one failure; {said}", rows.heads(), rows.lines(board.failures)),
+        (f"a failure every {EVERY:g} s; {said}", rows.SHARE_HEADS, rows.shares(board.shares)),
+    ]
+    for title, heads, body in tables:
+        if not body:
+            continue
+        if markdown:
+            print(f"\n{title}\n\n{rows.markdown(heads, body)}")
+        else:
+            Console(width=200).print(rows.table(title, heads, body))
+    versions = {row.system: row.version for row in board.rows if row.version}
+    print("\n".join(f"{name}: {version}; {SYSTEMS[name].settings}" for name, version in versions.items()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.leaderboard",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where the results are written")
+    parser.add_argument("--append", action="store_true", help="to what the file has already")
+    parser.add_argument("--quick", action="store_true", help="once, with shorter limits, and a stream of a minute")
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="only these; may be said several times")
+    parser.add_argument("--failure", action="append", choices=FAILURES, help="only these")
+    parser.add_argument("--repetitions", type=int, help="of each failure, 5 or with --quick 1; 0: none")
+    parser.add_argument("--stream-minutes", type=float, help="20, or with --quick 1; 0: no stream")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for a document")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs' files there")
+    options = parser.parse_args()
+    options.system, options.failure = options.system or list(SYSTEMS), options.failure or list(FAILURES)
+    if options.repetitions is None:
+        options.repetitions = 1 if options.quick else 5
+    if options.stream_minutes is None:
+        options.stream_minutes = 1.0 if options.quick else 20.0
+    board = Board(options.json, options.append)
+    with tempfile.TemporaryDirectory(prefix="leaderboard-") as name:
+        folder = options.keep or Path(name)
+        if options.repetitions:
+            failures(board, options, folder)
+        if options.stream_minutes:
+            streams(board, options, folder)
+    show(board, options.markdown)
+    return int(any(row.why.startswith("did not train") for row in board.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What the training processes have noted (`ranks/core.Notes`), and the figures that follow from it. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+AGREES = 1e-12  # below it a relative difference is not told from rounding
+
+
+class Note(msgspec.Struct, frozen=True):
+    """One line. `process`: the file that it was in, one for each process; times are seconds since the epoch."""
+
+    what: str
+    time: float
+    process: str = ""
+    iteration: int = -1
+    index: int = -1
+    loss: float = float("nan")
+    world: int = 0
+    rank: int = -1
+    node: int = -1
+    pid: int = -1
+    micro: tuple[int, ...] = ()
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What one failure has cost. Seconds count from the failure; None: it did not happen.
+
+    iterations_lost: optimizer steps that had been taken and were taken again. micro_batches_again: computations of a
+    micro-batch that another one, of the same, had made before; micro_batches_dropped: those that an iteration's steps
+    do not hold. ranks_at_end: of the last step.
+    """
+
+    next_step_seconds: float | None
+    full_strength_seconds: float | None
+    iterations_lost: int | None
+    micro_batches_again: int
+    micro_batches_dropped: int
+    ranks_at_end: int | None = None
+
+
+def parse(text: str, process: str) -> list[Note]:
+    """The lines of one process; a last one that is half written is left out."""
+    whole = text[: text.rfind("\n") + 1]
+    found = (msgspec.json.decode(line, type=Note) for line in whole.splitlines())
+    return [msgspec.structs.replace(note, process=process) for note in found]
+
+
+def steps(notes: Iterable[Note]) -> list[Note]:
+    """The optimizer steps of all ranks, by time."""
+    return sorted((note for note in notes if note.what == "step"), key=lambda note: note.time)
+
+
+def newest(notes: Iterable[Note], until: float = float("inf")) -> int:
+    """The last iteration that any rank has stepped; -1 before the first."""
+    return max((note.iteration for note in notes if note.what == "step" and note.time <= until), default=-1)
+
+
+def steps_after(notes: Sequence[Note], struck: float) -> list[Note]:
+    """The steps that were taken after a failure, by time.
+
+    A step of the iteration that was the newest when it struck is only a peer's note of the same step, unless its
+    process had stepped that iteration before, or began later.
+    """
+    last = newest(notes, struck)
+    before = {(note.process, note.iteration) for note in notes if note.what == "step" and note.time <= struck}
+    began = {note.process: note.time for note in notes if note.what == "start"}
+    found = []
+    for note in steps(notes):
+        again = (note.process, note.iteration) in before or began.get(note.process, 0.0) > struck
+        if note.time > struck and (note.iteration != last or again):
+            found.append(note)
+    return found
+
+
+def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int) -> Figures:
+    """What the failure at `struck` has cost a job of so many ranks."""
+    after = steps_after(notes, struck)
+    whole = next((note for note in after if note.world == ranks), None)
+    lost = max(0, newest(notes, struck) + 1 - after[0].iteration) if after else None
+    return Figures(
+        after[0].time - struck if after else None,
+        whole.time - struck if whole else None,
+        lost,
+        again(notes, struck),
+        dropped(after, micro_batches),
+        after[-1].world if after else None,
+    )
+
+
+def again(notes: Iterable[Note], since: float) -> int:
+    """Micro-batches that were computed after `since`, and had been computed before."""
+    seen, count = set(), 0
+    for note in sorted((note for note in notes if note.what == "micro"), key=lambda note: note.time):
+        which = (note.iteration, note.index)
+        count += which in seen and note.time > since
+        seen.add(which)
+    return count
+
+
+def dropped(stepped: Iterable[Note], micro_batches: int) -> int:
+    """Micro-batches that no rank had in its last step of an iteration. The last iteration is left out: some ranks may
+    not have noted it yet."""
+    held: dict[int, set[int]] = defaultdict(set)
+    for note in _final(stepped).values():
+        held[note.iteration].update(note.micro)
+    last = max(held, default=-1)
+    return sum(micro_batches - len(each) for iteration, each in held.items() if iteration != last)
+
+
+def losses(notes: Iterable[Note]) -> dict[int, list[float]]:
+    """iteration -> what each process that stepped it says of its loss; of several times the last one counts."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for note in _final(steps(notes)).values():
+        found[note.iteration].append(note.loss)
+    return dict(found)
+
+
+def _final(stepped: Iterable[Note]) -> dict[tuple[int, str], Note]:
+    """The last step of each process of each iteration, without those that a rollback has undone.
+
+    A process that ended before the iteration was stepped again by others has said what no longer counts.
+    """
+    ordered = sorted(stepped, key=lambda note: note.time)
+    redone: dict[int, float] = {}  # iteration -> when the first process that stepped it twice, or began anew, did so
+    newest_of: dict[str, int] = {}
+    reached = -1
+    for note in ordered:
+        back = note.iteration <= newest_of.get(note.process, -1) or (
+            note.process not in newest_of and note.iteration < reached
+        )
+        if back:
+            for iteration in range(note.iteration, reached + 1):
+                redone[iteration] = note.time
+        newest_of[note.process] = note.iteration
+        reached = note.iteration if back else max(reached, note.iteration)
+    return {(n.iteration, n.process): n for n in ordered if n.time >= redone.get(n.iteration, 0.0)}
+
+
+def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, float]) -> float | None:
+    """The largest relative difference of a loss to that of the same iteration undisturbed; None without a common
+    one."""
+    apart = [
+        abs(loss - reference[iteration]) / abs(reference[iteration])
+        for iteration, each in found.items()
+        if iteration in reference
+        for loss in each
+    ]
+    return (max(apart) if max(apart) > AGREES else 0.0) if apart else None
+
+
+def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:
+    """Micro-batches by which the training came forward between two times: what was lost or dropped does not count."""
+    ordered = steps(notes)
+    before = [note for note in ordered if note.time <= begin]
+    within = [note for note in ordered if begin < note.time <= end]
+    if not within:
+        return 0
+    first = before[-1].iteration if before else -1
+    return (within[-1].iteration - first) * micro_batches - dropped(within, micro_batches)

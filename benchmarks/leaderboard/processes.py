@@ -1,0 +1,41 @@
+"""The processes of a run, known by variables in their environment: whatever they fork, and whatever session it makes
+its own, has them too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+RUN, NODE = "LEADERBOARD_RUN", "LEADERBOARD_NODE"
+LIMIT = 30.0  # seconds for what was killed to be gone
+
+
+def find(run: str, node: str = "") -> list[int]:
+    """The living ones of a run, or of one of its nodes."""
+    wanted = {f"{RUN}={run}".encode(), *([f"{NODE}={node}".encode()] if node else [])}
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (path / "environ").read_bytes()
+            dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            continue
+        if not dead and wanted <= set(variables.split(b"\0")):
+            found.append(int(path.name))
+    return found
+
+
+def kill(run: str, node: str = "") -> None:
+    """SIGKILL to all of them, and to what they start meanwhile. Raises TimeoutError when some are left."""
+    deadline = time.monotonic() + LIMIT
+    while pids := find(run, node):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still there {LIMIT:g} s after SIGKILL: {pids}")
+        time.sleep(0.01)

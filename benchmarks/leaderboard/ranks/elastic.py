@@ -1,0 +1,61 @@
+"""DistributedDataParallel with checkpoints, as torch's documents have it for elastic jobs: what torchrun, a plain Slurm
+job and Unicron's restart mode start, each with its own way to keep the state.
+
+Under ft_launcher (`--heartbeats`) it also sends the heartbeats that NVRx's documents ask for.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.leaderboard.ranks import core
+
+
+class Keeper(Protocol):
+    """Where the state is kept."""
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int: ...
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, following: int, rank: int) -> None: ...
+
+
+def train(keeper: Keeper, monitor: Any = None) -> None:
+    """From the newest state to the end. monitor: NVRx's RankMonitorClient."""
+    dist.init_process_group("gloo", timeout=core.START_TIMEOUT)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    notes = core.Notes(rank)
+    if monitor is not None:
+        monitor.init_workload_monitoring()
+    model, optimizer = core.build()
+    # A group of its own: ranks may be slow to come, but no collective of theirs may.
+    group = dist.new_group(timeout=core.TIMEOUT)
+    first = keeper.load(model, optimizer)
+    ddp = DistributedDataParallel(model, process_group=group)
+    for iteration in range(first, core.ITERATIONS):
+        optimizer.zero_grad()
+        mine, total = core.compute(ddp, iteration, rank, size, notes)
+        dist.all_reduce(total, group=group)
+        if monitor is not None:
+            monitor.send_heartbeat()
+        optimizer.step()
+        notes.step(iteration, float(total), size, rank, mine)
+        keeper.save(model, optimizer, iteration + 1, rank)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    monitor = None
+    if "--heartbeats" in sys.argv:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+        monitor = RankMonitorClient()
+    train(core.Files(), monitor)
+
+
+if __name__ == "__main__":
+    main()

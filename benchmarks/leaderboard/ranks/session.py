@@ -1,0 +1,45 @@
+"""The same training by `transition.Session`: Unicron's session mode."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import transition
+from benchmarks.leaderboard.ranks import core
+
+
+def main() -> None:
+    transition.init_process_group("gloo")
+    model, optimizer = core.build()
+    done: dict[int, list[int]] = {}  # iteration -> micro-batches that this process has computed
+
+    def fetch(iteration: int, index: int) -> tuple[int, int, torch.Tensor]:
+        return iteration, index, core.micro_batch(iteration, index)
+
+    def forward_step(fetched: tuple[int, int, torch.Tensor], model: torch.nn.Module) -> torch.Tensor:
+        iteration, index, tokens = fetched
+        loss = core.loss_of(model, tokens)
+        notes.micro(iteration, index)
+        done.setdefault(iteration, []).append(index)
+        return loss
+
+    session = transition.Session(
+        model=model,
+        optimizer=optimizer,
+        micro_batches=core.MICRO_BATCHES,
+        forward_step=forward_step,
+        fetch=fetch,
+        seq_length=core.LENGTH,
+        micro_batch_size=core.SAMPLES,
+        train_iterations=core.ITERATIONS,
+        checkpoints=transition.Checkpoints(core.CHECKPOINT.parent / "session", interval=100),
+    )
+    notes = core.Notes(session.slot)
+    for result in session:
+        mine = done.pop(result.iteration, [])
+        notes.step(result.iteration, result.loss, result.world_size, dist.get_rank(), mine)
+
+
+if __name__ == "__main__":
+    main()

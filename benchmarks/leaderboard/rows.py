@@ -1,0 +1,138 @@
+"""The results: one row a repetition as JSON, medians and ranges as a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+COLUMNS: dict[str, str] = {
+    "next_step_seconds": "next step, s",
+    "full_strength_seconds": "full strength, s",
+    "iterations_lost": "iterations lost",
+    "micro_batches_again": "micro-batches again",
+    "micro_batches_dropped": "dropped",
+    "ranks_at_end": "ranks at the end",
+    "loss_difference": "loss difference",
+}
+
+
+class Row(msgspec.Struct):
+    """One failure of one system. survived: None where it could not be tried; `why` says the reason, or what is to be
+    known of the figures."""
+
+    system: str
+    version: str
+    failure: str
+    survived: bool | None
+    next_step_seconds: float | None = None
+    full_strength_seconds: float | None = None
+    iterations_lost: int | None = None
+    micro_batches_again: int | None = None
+    micro_batches_dropped: int | None = None
+    ranks_at_end: int | None = None
+    loss_difference: float | None = None
+    repetition: int = 0
+    why: str = ""
+    machine: str = ""
+
+
+class Share(msgspec.Struct):
+    """What a system made of its time under a stream of failures, over its own undisturbed run."""
+
+    system: str
+    useful_share: float | None
+    version: str = ""
+    minutes: float = 0.0
+    undisturbed_per_second: float | None = None
+    operator: int = 0
+    """Times that an operator had to start the whole job again."""
+    why: str = ""
+    machine: str = ""
+
+
+def decode(objects: Iterable[dict[str, Any]]) -> list[Row | Share]:
+    """What was written as JSON."""
+    return [msgspec.convert(each, Share if "useful_share" in each else Row) for each in objects]
+
+
+def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:
+    """Median and range."""
+    middle = digits(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({digits(min(values))}..{digits(max(values))})"
+
+
+def cell(rows: Sequence[Row], column: str) -> str:
+    """One figure of all repetitions; `never` where it did not happen in some of them."""
+    values = [value for row in rows if (value := getattr(row, column)) is not None]
+    if not values:
+        return "never" if column.endswith("_seconds") and any(row.survived for row in rows) else "-"
+    digits = "{:.1e}".format if column == "loss_difference" else "{:.2f}".format
+    if all(isinstance(value, int) for value in values):
+        digits = "{:.0f}".format
+    missing = len(rows) - len(values)
+    return spread(values, digits) + (f", never {missing}x" if missing else "")
+
+
+def survived(rows: Sequence[Row]) -> str:
+    """yes, no, or how often."""
+    if any(row.survived is None for row in rows):
+        return "not tried"
+    good = sum(bool(row.survived) for row in rows)
+    return "yes" if good == len(rows) else "no" if not good else f"{good} of {len(rows)}"
+
+
+def lines(rows: Sequence[Row]) -> list[list[str]]:
+    """The table of failures, a list of cells a line: by failure, then by system, as they came."""
+    found = []
+    for failure in dict.fromkeys(row.failure for row in rows):
+        mine = [row for row in rows if row.failure == failure]
+        for system in dict.fromkeys(row.system for row in rows):
+            some = [row for row in mine if row.system == system]
+            if some:
+                why = "; ".join(dict.fromkeys(row.why for row in some if row.why))
+                cells = [cell(some, column) for column in COLUMNS]
+                found.append([failure, system, survived(some), *cells, why])
+    return found
+
+
+def heads() -> list[str]:
+    """Of those lines."""
+    return ["failure", "system", "survived", *COLUMNS.values(), "remarks"]
+
+
+def shares(rows: Sequence[Share]) -> list[list[str]]:
+    """The table of the stream."""
+    return [
+        [
+            row.system,
+            "-" if row.useful_share is None else f"{row.useful_share:.3f}",
+            f"{row.minutes:g}",
+            "-" if row.undisturbed_per_second is None else f"{row.undisturbed_per_second:.1f}",
+            str(row.operator),
+            row.why,
+        ]
+        for row in rows
+    ]
+
+
+SHARE_HEADS = ["system", "useful share", "minutes", "micro-batches/s undisturbed", "begun again by hand", "remarks"]
+
+
+def table(title: str, heads: Sequence[str], body: Iterable[Sequence[str]]) -> Table:
+    """For the terminal."""
+    made = Table(title=title, title_justify="left")
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    for cells in body:
+        made.add_row(*cells)
+    return made
+
+
+def markdown(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """For docs/leaderboard.md."""
+    marks = ["|".join(["", *cells, ""]) for cells in (heads, ["---"] * len(heads), *body)]
+    return "\n".join(marks)

@@ -1,0 +1,12 @@
+"""How each system is started, struck and ended; `SYSTEMS` is the table."""
+
+from __future__ import annotations
+
+from benchmarks.leaderboard.systems.base import System
+from benchmarks.leaderboard.systems.launchers import FtLauncher, InProcess, Torchft, Torchrun
+from benchmarks.leaderboard.systems.slurm import Requeue
+from benchmarks.leaderboard.systems.unicron import Restart, Session
+
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system for system in (Torchrun, Torchft, InProcess, FtLauncher, Requeue, Restart, Session)
+}

@@ -1,0 +1,156 @@
+"""torchrun, ft_launcher, torchft and NVRx's wrapper: a command a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched, installed
+
+RESTARTS = "1000"  # as good as any number: the jobs are to live
+
+
+class Torchrun(Launched):
+    """docs.pytorch.org/docs/stable/elastic/run.html, *Elastic*, and elastic/rendezvous.html for the c10d handler.
+
+    By default torch 2.13 uses one store for all worlds of a job, and does not tell their keys apart: ranks of a new
+    world find the addresses of the last one, and it never comes together. The variable gives each world its own store.
+    """
+
+    name = "torchrun"
+    settings = (
+        f"torchrun --nnodes=1:{NODES} --max-restarts={RESTARTS} --monitor-interval=0.1, rendezvous c10d on a store of "
+        "its own on the head (is_host=0), last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3, "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; "
+        "DistributedDataParallel, gloo with 3 s a collective; a checkpoint each iteration"
+    )
+
+    def node(self, node: int) -> Sequence[str | Path]:
+        return [self.program("torchrun"), *self._options(), RANKS / "elastic.py"]
+
+    def more(self, node: int) -> Mapping[str, str]:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def _options(self) -> list[str]:
+        rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
+        return [
+            f"--nnodes=1:{NODES}",
+            "--nproc-per-node=1",
+            f"--max-restarts={RESTARTS}",
+            "--monitor-interval=0.1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            f"--rdzv-conf={rendezvous}",
+            "--rdzv-id=leaderboard",
+            "--local-addr=127.0.0.1",
+        ]
+
+
+class FtLauncher(Torchrun):
+    """NVRx's docs/source/fault_tolerance/usage_guide.rst and integration/heartbeats.rst, its example of the
+    heartbeats API."""
+
+    name = "nvrx-launcher"
+    environment = "nvrx"
+    settings = (
+        f"ft_launcher --nnodes=1:{NODES} --max-restarts={RESTARTS} --ft-restart-policy=any-failed, rendezvous as for "
+        "torchrun; a heartbeat each iteration, rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
+        "the script and the checkpoints of torchrun"
+    )
+
+    def node(self, node: int) -> Sequence[str | Path]:
+        heartbeats = [
+            "--ft-rank-heartbeat-timeout=3",
+            "--ft-initial-rank-heartbeat-timeout=60",
+            "--ft-workload-check-interval=0.5",
+            "--ft-node-health-check-interval=1",
+            "--ft-restart-policy=any-failed",
+            "--ft-enable-nic-monitor=false",
+            "--workers-stop-timeout=2",
+            "--term-timeout=2",
+        ]
+        rendezvous = [
+            option if not option.startswith("--rdzv-conf") else "--rdzv-conf=is_host=0,last_call_timeout=1"
+            for option in self._options()
+        ]
+        return [self.program("ft_launcher"), *rendezvous, *heartbeats, RANKS / "elastic.py", "--heartbeats"]
+
+    @classmethod
+    def version(cls) -> str:
+        return f"nvidia-resiliency-ext {installed(cls.environment, 'nvidia-resiliency-ext')}"
+
+
+class InProcess(Launched):
+    """NVRx's docs/source/inprocess/usage_guide.rst and examples/inprocess/optimal_example.py."""
+
+    name = "nvrx-inprocess"
+    environment = "nvrx"
+    collective = 1.0  # a false alarm costs a second, and ranks that are no neighbours of a dead one wait for it
+    settings = (
+        "inprocess.Wrapper with a store on the head, soft_timeout=2.5, hard_timeout=5, heartbeat_timeout=2, "
+        "last_call_wait=0.2, gloo with 1 s, monitor intervals of 0.1; one plain process a node, "
+        "since its documents say that torchrun ends them all; state from a checkpoint of each iteration"
+    )
+
+    def node(self, node: int) -> Sequence[str | Path]:
+        return [self.python, RANKS / "inprocess.py"]
+
+    def more(self, node: int) -> Mapping[str, str]:
+        store = f"127.0.0.1:{self.port}"
+        world = {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
+        quiet = {
+            "TORCH_CPP_LOG_LEVEL": "error"
+        }  # as its advanced_example.py: each look at the store says that it waits
+        return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+
+    @classmethod
+    def version(cls) -> str:
+        return f"nvidia-resiliency-ext {installed(cls.environment, 'nvidia-resiliency-ext')}"
+
+
+class Torchft(Launched):
+    """torchft's README (*Lighthouse*, *Running DDP*), its train_ddp.py and torchx.py."""
+
+    name = "torchft"
+    environment = "torchft"
+    collective = 1.0  # a false alarm costs a step, and ranks that are no neighbours of a dead one wait for it
+    settings = (
+        "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000 "
+        f"(default 5000); a replica group a node under torchrun --max-restarts={RESTARTS}; Manager.allreduce, "
+        "ProcessGroupGloo with 1 s, synchronous quorum, TORCHFT_QUORUM_RETRIES=20; a "
+        "checkpoint every 100 iterations"
+    )
+
+    def head(self) -> Sequence[str | Path]:
+        return [
+            self.program("torchft_lighthouse"),
+            f"--bind=127.0.0.1:{self.port}",
+            "--min_replicas=1",
+            "--quorum_tick_ms=100",
+            "--join_timeout_ms=10000",
+            "--heartbeat_timeout_ms=1000",
+        ]
+
+    def node(self, node: int) -> Sequence[str | Path]:
+        launcher = ["--nnodes=1", "--nproc-per-node=1", f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
+        # its own port where its agent's store is
+        return [
+            self.program("torchrun"),
+            *launcher,
+            "--rdzv-endpoint=127.0.0.1:0",
+            "--rdzv-backend=c10d",
+            "--local-addr=127.0.0.1",
+            RANKS / "torchft_ranks.py",
+        ]
+
+    def more(self, node: int) -> Mapping[str, str]:
+        return {
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
+            "TORCHFT_QUORUM_RETRIES": "20",
+            "REPLICA_GROUP_ID": str(node),
+            "NUM_REPLICA_GROUPS": str(NODES),
+        }
+
+    @classmethod
+    def version(cls) -> str:
+        return f"torchft {installed(cls.environment, 'torchft')}"

@@ -1,0 +1,111 @@
+"""Unicron in both modes: a real unicrond, agents and ranks, without Slurm. The nodes come back by the benchmark's hand,
+where under Slurm the requeued element would start on them."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.leaderboard import processes
+from benchmarks.leaderboard.systems.base import NODES, RANKS, System
+from tests.support.jobs import World
+from tests.support.processes import ROOT
+
+
+class Shipped(World):
+    """unicrond with the values that it is shipped with, but for what there is no Slurm and no munge for."""
+
+    usual = 'auth = "none"\nslurm = "none"\n'
+
+
+class Session(System):
+    """docs/user-guide.md, *Any PyTorch loop*."""
+
+    name = "unicron"
+    settings = (
+        "session mode; unicrond with its shipped values but auth and slurm; no hot spare; a checkpoint file every 100 "
+        "iterations, the state in memory at each"
+    )
+    script = "session.py"
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        super().__init__(folder, **variables)
+        self.memory = Path(tempfile.mkdtemp(prefix="leaderboard-", dir="/dev/shm"))
+        self.world: Shipped | None = None
+
+    def start(self) -> None:
+        place = self.folder / "unicron"
+        place.mkdir()
+        command = [sys.executable, str(RANKS / self.script)]
+        self.world = Shipped(place, 0, command=command, **self._settings())
+        for node in range(NODES):
+            self.power_on(node)
+
+    def _settings(self) -> dict[str, str]:
+        return self.variables | {"SLURM_ARRAY_TASK_COUNT": str(NODES)}
+
+    def power_on(self, node: int) -> None:
+        memory = self.memory / str(node)
+        memory.mkdir()
+        self._running.start_agent(node, **{processes.NODE: str(node), "UNICRON_MEMORY_DIR": str(memory)})
+
+    def power_off(self, node: int) -> None:
+        super().power_off(node)
+        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node that lost its power has no memory
+        self._running.agents[node].process.wait()
+
+    def kill_coordinator(self) -> None:
+        self._running.kill()
+
+    def start_coordinator(self) -> None:
+        self._running.start()
+
+    @property
+    def _running(self) -> Shipped:
+        assert self.world is not None, "started before"
+        return self.world
+
+    def close(self) -> None:
+        super().close()
+        try:
+            if self.world is not None:
+                self.world.kill()
+                self.world.close()
+        finally:
+            shutil.rmtree(self.memory, ignore_errors=True)
+
+    def logs(self, most: int = 2000) -> str:
+        if self.world is None:
+            return ""
+        ends = (f"--- agent {element}\n{agent.log[-most:]}" for element, agent in self.world.agents.items())
+        return "\n".join([*ends, "--- unicrond", self.world.log[-most:]])
+
+    @classmethod
+    def version(cls) -> str:
+        return f"unicron {version('unicron-slurm')}, commit {commit()}"
+
+
+class Restart(Session):
+    """docs/user-guide.md, *Restart mode*, with the two lines of `transition.memory`."""
+
+    name = "unicron-restart"
+    settings = (
+        "restart mode; unicrond with its shipped values but auth and slurm; at least 1 node; the state by "
+        "transition.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
+    )
+    script = "restarted.py"
+
+
+@functools.cache
+def commit() -> str:
+    """Of this checkout when it was first asked for, with a + where it was changed."""
+    found = []
+    for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+        found.append(done.stdout.strip())
+    return (found[0] or "unknown") + ("+" if found[1] else "")

@@ -1,0 +1,239 @@
+"""The leaderboard's pure parts: notes into figures, the stream's schedule, medians, the table; and its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from benchmarks.leaderboard import failures, notes, processes, rows
+from benchmarks.leaderboard.__main__ import QUICK, Board, one
+from benchmarks.leaderboard.notes import Note
+from benchmarks.leaderboard.ranks import core
+from benchmarks.leaderboard.rows import Row, Share
+from benchmarks.leaderboard.systems import SYSTEMS
+from tests.support.processes import wait_for
+
+RANKS, MICRO = 4, 8
+STRUCK = 10.0
+
+
+def trained(
+    iterations: Iterable[int], begin: float, ranks: Iterable[int] = range(RANKS), more: str = "", each: float = 1.0
+) -> list[Note]:
+    """So many ranks step these iterations, one each `each` seconds from `begin` on, and share the micro-batches."""
+    found, ranks = [], list(ranks)
+    for number, iteration in enumerate(iterations):
+        at = begin + (number + 1) * each
+        for place, rank in enumerate(ranks):
+            mine = tuple(range(place, MICRO, len(ranks)))
+            who = {"process": f"{rank}{more}", "iteration": iteration}
+            found += [Note("micro", at - each / 2, index=index, **who) for index in mine]
+            found.append(Note("step", at, loss=100.0 - iteration, world=len(ranks), rank=place, micro=mine, **who))
+    return found
+
+
+def started(at: float, ranks: Iterable[int], more: str = "") -> list[Note]:
+    return [Note("start", at, process=f"{rank}{more}", node=rank, rank=rank) for rank in ranks]
+
+
+def figures(*parts: list[Note]) -> notes.Figures:
+    return notes.figures([note for part in parts for note in part], STRUCK, RANKS, MICRO)
+
+
+def test_lines_are_read_up_to_the_last_whole_one() -> None:
+    lines = [{"what": "start", "time": 1.5, "node": 2, "pid": 7, "rank": 2}]
+    lines.append({"what": "step", "time": 2.5, "iteration": 0, "loss": 4.0, "world": 4, "rank": 2, "micro": [2, 6]})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    found = notes.parse(text + '{"what": "micro", "ti', "notes.2.7")
+    assert [note.what for note in found] == ["start", "step"]
+    assert found[1] == Note("step", 2.5, "notes.2.7", 0, -1, 4.0, 4, 2, micro=(2, 6))
+
+
+def test_survivors_that_go_on_in_the_same_iteration_lose_nothing() -> None:
+    cut = [Note("micro", 9.6, "3", 10, 3), Note("micro", 9.7, "0", 10, 0)]  # iteration 10 has begun
+    alone = trained([10], 10.5, [0, 1, 2])
+    whole = trained([11, 12], 11.5) + started(11.0, [3], "new")
+    found = figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), cut, alone, whole)
+    assert (found.next_step_seconds, found.full_strength_seconds) == (1.5, 2.5)
+    assert (found.iterations_lost, found.micro_batches_again, found.micro_batches_dropped) == (0, 2, 0)
+
+
+def test_a_restart_from_a_checkpoint_loses_what_came_after_it() -> None:
+    back = trained([7, 8, 9, 10], 20.0, more="again")
+    found = figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), started(15.0, range(RANKS), "again"), back)
+    assert (found.next_step_seconds, found.full_strength_seconds) == (11.0, 11.0)
+    assert (found.iterations_lost, found.micro_batches_again) == (3, 3 * MICRO)
+
+
+def test_a_peers_late_note_of_the_last_step_is_no_further_step() -> None:
+    before = trained(range(10), 0.0)
+    late = [Note("step", 10.01, "3late", iteration=9, loss=1.0, world=RANKS)]
+    assert figures(started(-1.0, range(RANKS)), before, late).next_step_seconds is None
+    same_process_again = [Note("step", 12.0, "0", iteration=9, loss=91.0, world=RANKS)]
+    assert figures(started(-1.0, range(RANKS)), before, late, same_process_again).next_step_seconds == 2.0
+
+
+def test_a_job_that_stays_smaller_is_never_whole() -> None:
+    found = figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), trained([10, 11], 12.0, [0, 1, 2]))
+    assert (found.next_step_seconds, found.full_strength_seconds, found.ranks_at_end) == (3.0, None, 3)
+
+
+def test_what_no_rank_had_in_its_step_was_dropped() -> None:
+    thin = [note for note in trained([10, 11], 10.5) if not (note.what == "step" and note.process == "3")]
+    assert figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), thin).micro_batches_dropped == MICRO // RANKS
+
+
+def test_the_losses_that_count_are_those_after_the_last_rollback() -> None:
+    wrong = [Note("step", note.time, note.process, note.iteration, loss=1.0) for note in trained([8, 9], 8.0)]
+    found = notes.losses([*trained(range(8), 0.0), *wrong, *trained([8, 9, 10], 20.0, [0, 1], "again")])
+    assert found[8] == [92.0, 92.0] and len(found[7]) == RANKS and found[10] == [90.0, 90.0]
+    late_joiner = notes.losses([*trained(range(5), 0.0), *trained([5, 6], 5.0, [0, 1, 2, 9])])
+    assert late_joiner[4] == [96.0] * 4 and late_joiner[5] == [95.0] * 4
+
+
+def test_a_process_that_goes_back_by_itself_takes_its_losses_back() -> None:
+    again = [Note("step", note.time, note.process, note.iteration, loss=note.loss + 1) for note in trained([3, 4], 9.0)]
+    found = notes.losses([*trained(range(6), 0.0), *again])
+    assert found[3] == [98.0] * 4 and found[4] == [97.0] * 4 and 5 not in found and found[2] == [98.0] * 4
+
+
+def test_losses_are_compared_where_both_have_them() -> None:
+    assert notes.difference({0: [2.0], 1: [3.0, 3.3], 9: [7.0]}, {0: 2.0, 1: 3.0}) == pytest.approx(0.1)
+    assert notes.difference({0: [2.0]}, {0: 2.0}) == 0.0
+    assert notes.difference({5: [2.0]}, {0: 2.0}) is None
+
+
+def test_work_that_is_done_twice_or_undone_is_of_no_use() -> None:
+    run = trained(range(10), 0.0)
+    assert notes.useful(run, 2.0, 10.0, MICRO) == 8 * MICRO
+    assert notes.useful([*run, *trained([5, 6], 12.0, more="again")], 2.0, 20.0, MICRO) == 5 * MICRO
+    assert notes.useful(run, 30.0, 40.0, MICRO) == 0
+
+
+def test_the_schedule_is_the_same_for_everybody_and_has_every_kind() -> None:
+    plan = failures.schedule(1200.0, 1, RANKS)
+    assert plan == failures.schedule(1200.0, 1, RANKS) != failures.schedule(1200.0, 2, RANKS)
+    assert len(plan) == 40 and {name for _, name, _ in plan} == set(failures.FAILURES)
+    assert [at for at, _, _ in plan[:2]] == [failures.FIRST, failures.FIRST + failures.EVERY]
+    assert {node for _, _, node in plan} == {1, 2, 3}
+
+
+class Struck:
+    """A system that notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def signal_rank(self, node: int, number: signal.Signals) -> None:
+        self.done.append((node, number))
+
+    def power_off(self, node: int) -> None:
+        self.done.append(("off", node))
+
+    def power_on(self, node: int) -> None:
+        self.done.append(("on", node))
+
+    def kill_coordinator(self) -> None:
+        self.done.append("killed")
+
+    def start_coordinator(self) -> None:
+        self.done.append("started")
+
+    def node_of_rank_0(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "name, done, after",
+    [
+        ("rank-kill", [(2, signal.SIGKILL)], None),
+        ("exception", [(2, signal.SIGUSR2)], None),
+        ("hang", [(2, signal.SIGSTOP)], None),
+        ("two", [(2, signal.SIGKILL), (0, signal.SIGKILL)], None),
+        ("node", [("off", 2), ("on", 2)], failures.NODE_BACK),
+        ("rank0-node", [("off", 3), ("on", 3)], failures.NODE_BACK),
+        ("coordinator", ["killed", "started"], failures.COORDINATOR_BACK),
+    ],
+)
+def test_a_failure_strikes_and_says_what_is_to_be_repaired(name: str, done: list, after: float | None) -> None:
+    target = Struck()
+    repair = failures.FAILURES[name].strike(target, failures.NODE)
+    if repair is not None:
+        repair.action()
+    assert target.done == done and (repair.after if repair else None) == after
+
+
+def row(system: str, failure: str, survived: bool | None = True, **more: Any) -> Row:
+    return Row(system, "1", failure, survived, **more)
+
+
+def test_the_table_has_medians_ranges_and_what_did_not_happen() -> None:
+    some = [
+        row("a", "hang", next_step_seconds=value, iterations_lost=lost, loss_difference=1e-7)
+        for value, lost in ((1.0, 0), (3.0, 2), (2.0, 1))
+    ]
+    some[1].full_strength_seconds = 9.0
+    lost = [row("b", "hang", False, why="no further step"), row("b", "hang", True, next_step_seconds=5.0)]
+    first, second, third = rows.lines([*some, *lost, row("c", "hang", None, why="no wheel")])
+    assert first[:6] == ["hang", "a", "yes", "2.00 (1.00..3.00)", "9.00, never 2x", "1 (0..2)"]
+    assert first[9] == "1.0e-07 (1.0e-07..1.0e-07)"
+    assert second[:5] == ["hang", "b", "1 of 2", "5.00, never 1x", "never"] and second[-1] == "no further step"
+    assert third[:4] == ["hang", "c", "not tried", "-"]
+    assert rows.markdown(["x", "y"], [["1", "2"]]) == "|x|y|\n|---|---|\n|1|2|"
+
+
+def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
+    path = tmp_path / "results.json"
+    board = Board(path, append=False)
+    board.add(row("a", "hang", next_step_seconds=1.0))
+    board.add(Share("a", 0.9, "1", 20.0))
+    first, second = json.loads(path.read_text())
+    asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost"
+    assert set(asked.split()) | {"micro_batches_again", "loss_difference"} <= set(first)
+    assert {"system", "useful_share"} <= set(second) and "failure" not in second
+    again = Board(path, append=True)
+    assert again.rows == board.rows and Board(path, append=False).rows == []
+
+
+def test_all_systems_of_the_leaderboard_are_there() -> None:
+    asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
+    assert set(SYSTEMS) == set(asked.split())
+    assert all(kind.settings for kind in SYSTEMS.values())
+
+
+def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.leaderboard.systems.base.PEERS", tmp_path)
+    made = one(SYSTEMS["torchft"], "hang", tmp_path / "run", QUICK, {})
+    assert made.survived is None and made.version == "" and made.next_step_seconds is None
+    assert made.why == "no environment .peers/torchft: make leaderboard makes it" and not (tmp_path / "run").exists()
+
+
+def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
+    one = core.micro_batch(3, 5)
+    assert one.equal(core.micro_batch(3, 5)) and one.shape == (core.SAMPLES, core.LENGTH + 1)
+    assert not one.equal(core.micro_batch(3, 6)) and not one.equal(core.micro_batch(4, 5))
+    assert 0 <= int(one.min()) and int(one.max()) < core.VOCABULARY
+
+
+def test_processes_are_found_and_killed_by_their_node_whatever_session_they_make() -> None:
+    code = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
+    run = f"test-{os.getpid()}"
+    made = []
+    for node in ("0", "1"):
+        environment = os.environ | {processes.RUN: run, processes.NODE: node}
+        made.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
+    try:
+        wait_for(lambda: len(processes.find(run)) == 4, "both have forked")
+        processes.kill(run, "1")
+        assert len(processes.find(run, "0")) == 2 and not processes.find(run, "1")
+    finally:
+        processes.kill(run)
+        for process in made:
+            process.wait()
