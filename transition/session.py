@@ -10,7 +10,7 @@ same iteration because the commit all-reduce carries the offer that each holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,20 @@ import torch.distributed as dist
 
 from transition import groups, migrate, process
 from transition.accumulation import PeerLost, Work
-from transition.checkpoint import TURN_SECONDS, CheckpointError, Checkpoints, Writer
+from transition.checkpoint import CheckpointError, Checkpoints
 from transition.exchange import Exchange, at_commit
 from transition.handover import Handover
 from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
-from transition.member import RELAID, Member
-from transition.memory.images import folder
+from transition.member import Member
 from transition.pending import Pending, hold_scalers
-from transition.remembered import Remembered
+from transition.persistence import Persistence
 from transition.result import StepResult
 from transition.safekeeping import Safekeeping
-from transition.saving import Saving
-from transition.snapshots import SETTING, chosen
+from transition.snapshots import chosen
+from transition.telling import Standing, Telling
 from transition.watch import Plan, PlanTimeout
 
-PROGRESS_SECONDS = 0.2  # at most one progress message per this time
 FATAL = (  # never answered by another try
     migrate.StateMismatch,
     migrate.CorruptTransfer,
@@ -102,7 +100,8 @@ class Session:
         trained.check(self.layout)
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
-        self.micro_batches, self.train_iterations, self.iteration = micro_batches, train_iterations, start_iteration
+        self.micro_batches = micro_batches
+        self._at = Standing(start_iteration, train_iterations, Ledger(start_iteration, micro_batches, []))
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
@@ -115,7 +114,7 @@ class Session:
             total=micro_batches,
             lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
             over=self._watch.lost,
-            on_progress=self._progress,
+            on_progress=lambda: self._telling.progress(),
             layout=self.layout,
             place=self.slot % self.layout.size,
             seed=self._state.seed,
@@ -129,57 +128,27 @@ class Session:
         self._gradients = trained.gradients(forward_step, work)
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
-        self._parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
+        parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
         self._samples = micro_batches * max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        self._flops = 6.0 * self._parameters * self.layout.size * self._samples * max(1, seq_length)
-        self._phase = "computing"
+        flops = 6.0 * parameters * self.layout.size * self._samples * max(1, seq_length)
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
-        self._ledger = Ledger(start_iteration, micro_batches, [])
-        self._seconds = 0.0
-        self._loss: float | None = None
         self._committed = False
         self._reduce_seconds = self._outside_seconds = 0.0
-        self._last_progress = 0.0
         self._self_stops = 0
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stop_agreed = self._stopping = False
-        self._checkpoints = checkpoints
-        self._remembered = Remembered(self.slot, self._state)
-        self._saving = Saving(checkpoints, self._remembered, self._kept)
-        self._watch.on_memory = self._hear
-        unread = False
-        if self._channel is not None and self._kept is None:  # nothing is read before a plan asks for it
-            self.iteration = self._remembered.look(checkpoints, start_iteration, self._writer())
-        else:
-            unread = self._begin(checkpoints)
+        self._persistence = Persistence(self._member, self._state, checkpoints, self._kept)
+        self._remembered, self._saving = self._persistence.remembered, self._persistence.saving
+        self._telling = Telling(
+            self._at, self._member, self._gradients, self._kept, self._persistence, parameters, flops
+        )
+        self._member.report = self._telling.status
+        self._at.iteration, unread = self._persistence.begin(start_iteration)
         self._handover = Handover(
             self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration, unread
         )
-
-    def _begin(self, checkpoints: Checkpoints | None) -> bool:
-        """Where this rank stands before it is in a generation: at the newest checkpoint. Returns whether that is not
-        read yet, because memory holds a state that is as new."""
-        saved, unread = None, False
-        if checkpoints is not None:
-            newest = next(iter(checkpoints.found()), None) if self._kept is not None else None
-            unread = newest is not None and self._kept is not None and self._kept.remembered >= newest.iteration
-            saved = newest.iteration if newest is not None and unread else checkpoints.load(self._state)
-        self.iteration = self.iteration if saved is None else saved
-        if self._kept is not None:
-            self._remembered.note(checkpoints, folder())
-        if self._kept is not None and (saved is None or unread):
-            self._kept.check_untouched()
-        return unread
-
-    def _hear(self, message: Mapping[str, Any]) -> None:
-        """What the agent says of the node's memory, in the channel's thread: of files to one alone, whoever keeps this
-        rank's state."""
-        if self._kept is not None and message["kind"] not in ("save", "saved"):
-            self._kept.hear(message)
-        else:
-            self._remembered.hear(message)
 
     def _join(self, current: process.Process, trained: Trained) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -192,23 +161,27 @@ class Session:
             return member
         member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
         member.groups.note_holders(trained.holders())
-        member.report, member.take, member.rescue = self._report, self._take, self._rescue
+        member.take, member.rescue = self._take, self._rescue
         return member
 
     @property
     def memory(self) -> str:
         """What healing takes of this rank's memory, for people; empty where nobody heals."""
-        if self._channel is None:
-            return ""
-        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
-        kept = (
-            f", {self._kept.size(self._saving.writes) / self._parameters:.1f} for the optimizer's states"
-            if self._kept
-            else ""
-        )
-        size = self._remembered.size / self._parameters
-        memory = f", {size:.1f} of shared memory for the state" if size else ""
-        return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
+        return self._telling.memory
+
+    @property
+    def iteration(self) -> int:
+        """The iteration at hand; between two of them the next one."""
+        return self._at.iteration
+
+    @property
+    def train_iterations(self) -> int:
+        """Where the training ends. It may be set, to the same on all ranks."""
+        return self._at.train_iterations
+
+    @train_iterations.setter
+    def train_iterations(self, iterations: int) -> None:
+        self._at.train_iterations = iterations
 
     @property
     def generation(self) -> int:
@@ -227,36 +200,29 @@ class Session:
         if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
             self._change_to(self._member.enter_until_in(self._member.wait_plan()))
-        return self.iteration
+        return self._at.iteration
 
     def __iter__(self) -> Iterator[StepResult]:
         self.join()
-        while self.iteration < self.train_iterations and not self._stopping:
+        while self._at.iteration < self._at.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()
             except _Rejoined:
                 continue
             left = time.perf_counter()
             yield result
-            if self.iteration < self.train_iterations and not self._stopping:
-                self._remember()
+            if self._at.iteration < self._at.train_iterations and not self._stopping:
+                self._persistence.boundary(self._at.iteration)
             self._outside_seconds = time.perf_counter() - left
-            if self._agreed_offer is not None and self.iteration < self.train_iterations and not self._stopping:
+            if self._agreed_offer is not None and self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
         self._finish()
-
-    def _remember(self) -> None:
-        """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
-        here = self._member.members, self.generation, self._writer()
-        due = self._saving.due(self.iteration) and self._writes()
-        aside = due and self._saving.store(self.iteration, self._state, *here)
-        self._remembered.keep(self.iteration, *here, aside)
 
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
         self._ordered_next = True
         self._remembered.begun()
-        self._publish("running")
+        self._member.publish("running")
         if not plan.boundary:
             self._next_assignment = self._member.assigned(plan)
 
@@ -268,7 +234,7 @@ class Session:
         if assigned is None:
             assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
         self._next_assignment = None
-        self._ledger = Ledger(self.iteration, self.micro_batches, assigned)
+        self._at.ledger = Ledger(self._at.iteration, self.micro_batches, assigned)
         self._gradients.begin(self._ordered_next or self._member.replicas > self.micro_batches)
         self._optimizer.zero_grad()
         self._set_phase("computing")
@@ -276,27 +242,16 @@ class Session:
         self._set_phase("stepped")
         return result
 
-    def _writes(self) -> bool:
-        """This rank writes a part of each checkpoint: those of the first replica do, and with a distributed optimizer
-        all."""
-        return self._state.sharded or self._member.replica == 0
-
-    def _writer(self) -> Writer:
-        """What this rank's part is to the whole."""
-        shard, shards = (self._member.replica, self._member.replicas) if self._state.sharded else (0, 1)
-        size = self.layout.size
-        return Writer(self.slot % size, size, shard, shards, layout=self.layout.text, loss=self._state.loss)
-
     def _until_stepped(self, began: float) -> StepResult:
         """Compute, reduce and step, over as many generations as it takes."""
         while True:
             try:
-                self._gradients.compute(self._ledger)
+                self._gradients.compute(self._at.ledger)
                 self._member.reached("computed")
                 self._leave_schedule()
                 self._set_phase("reducing")
                 reducing = time.perf_counter()
-                self._loss = self._reduce()
+                self._at.loss = self._reduce()
                 self._reduce_seconds = time.perf_counter() - reducing
                 return self._step(began)
             except _Again:
@@ -330,7 +285,7 @@ class Session:
             return True
         self._self_stops += 1
         # a forward pass may wait for peers, too: of its replica, or for gathered parameters
-        waits = not alone or self._kept is not None or self._phase in ("reducing", "synced")
+        waits = not alone or self._kept is not None or self._at.phase in ("reducing", "synced")
         in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
@@ -342,17 +297,17 @@ class Session:
         communicator. The losses travel with the counts so that the job's loss does not depend on who computed what,
         and the wishes to stop so that all who have the reduced gradients agree on the end.
         """
-        self._gradients.reduce(self._ledger)
+        self._gradients.reduce(self._at.ledger)
         proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
         proof[3, 0] = float(self._stop_agreed)
-        for index in self._ledger.done:
+        for index in self._at.ledger.done:
             proof[0, index] += 1
-            if index in self._ledger.losses:
-                proof[1, index] = self._ledger.losses[index].double().cpu()
-            if (tokens := self._ledger.tokens.get(index)) is not None:
+            if index in self._at.ledger.losses:
+                proof[1, index] = self._at.ledger.losses[index].double().cpu()
+            if (tokens := self._at.ledger.tokens.get(index)) is not None:
                 proof[2, index] = float(tokens)
         proof = self._exchange.over_replicas(proof)
-        Ledger.check_counts(self.iteration, proof[0].round().long().tolist())
+        Ledger.check_counts(self._at.iteration, proof[0].round().long().tolist())
         self._stopping = bool(proof[3, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
         loss = float(proof[1].sum()) / max(self._gradients.proven(float(proof[2].sum())), 1.0)
         return self._exchange.from_last_stage(loss)
@@ -399,7 +354,7 @@ class Session:
         if self._kept is None:
             return
         try:
-            self._kept.keep(self._ledger.iteration + 1)
+            self._kept.keep(self._at.ledger.iteration + 1)
         except (PeerLost, RuntimeError) as error:
             if not self._is_loss(error):
                 raise
@@ -412,51 +367,27 @@ class Session:
         self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
-        self._state.loss = self._loss
+        self._state.loss = self._at.loss
         self._keep()
         self._watch.shelter(True)
         self._watch.hold_off(False)
         self._self_stops = 0
         now = time.perf_counter()
-        self._seconds = now - began
+        self._at.seconds = now - began
         result = StepResult(
-            self._ledger.iteration,
-            self._loss or 0.0,
+            self._at.ledger.iteration,
+            self._at.loss or 0.0,
             None if grad_norm is None else float(grad_norm),
             float(self._optimizer.param_groups[0]["lr"]),
-            self._seconds,
+            self._at.seconds,
             self.generation,
             len(self._member.members),
         )
-        self._say_step({"reduce": self._reduce_seconds, "step": now - stepping})
-        self.iteration = self._ledger.iteration + 1
-        return result
-
-    def _say_step(self, phases: dict[str, float]) -> None:
-        if self._channel is None:
-            return
-        speaks = self.slot % self.layout.size == 0  # one of the replica's ranks says what all of them have computed
-        self._channel.send(
-            "step",
-            generation=self.generation,
-            iteration=self._ledger.iteration,
-            micro_batches=self._ledger.done if speaks else [],
-            computed=self._ledger.computed if speaks else [],
-            total=self.micro_batches,
-            seconds=self._seconds,
-            loss=self._loss,
-            phases={**self._gradients.seconds, **phases, "outside": self._outside_seconds},
-            at=time.time(),
+        self._telling.stepped(
+            {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
         )
-        if self._member.moments:
-            self._channel.send("timing", generation=self.generation, at=time.time(), seconds=self._recovery_parts())
-
-    def _recovery_parts(self) -> dict[str, float]:
-        """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
-        computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
-        moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
-        began = min(moments.values())
-        return {what: moment - began for what, moment in moments.items()}
+        self._at.iteration = self._at.ledger.iteration + 1
+        return result
 
     # ------------------------------------------------------------ generations
     def _recover(self, error: Exception) -> bool:
@@ -466,7 +397,7 @@ class Session:
         member.moments = {"caught": time.monotonic()}
         self._agreed_offer = None
         if not self._gradients.intact or self._unsure_parameters():
-            self._ledger.drop()
+            self._at.ledger.drop()
             self._gradients.spoilt()
         member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
         plan = member.wait_plan()
@@ -475,32 +406,34 @@ class Session:
         self._ordered_next = True
         if plan.members != before:
             self._self_stops = 0
-        self._publish("running")
-        steps = plan.step == self._ledger.iteration and self._phase == "synced"
+        self._member.publish("running")
+        steps = plan.step == self._at.ledger.iteration and self._at.phase == "synced"
         if member.came_new or not steps:
             self._pending.forget()
         if member.came_new:
             self._next_assignment = member.assigned(plan)
             raise _Rejoined
-        if steps or (plan.state is not None and plan.iteration == self._ledger.iteration + 1):
+        if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
             self._next_assignment = member.assigned(plan)
             self._watch.shelter(False)
             return True
         self._committed = False
         self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
         if not self._gradients.restore():
-            self._ledger.drop()
+            self._at.ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
         assigned = member.assigned(plan)
-        if assigned is None or plan.iteration not in (None, self._ledger.iteration):
-            raise LedgerError(f"the plan for iteration {self._ledger.iteration} gives this replica nothing to compute")
+        if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
+            raise LedgerError(
+                f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
+            )
         try:
             self._keep_or_drop(assigned)
         except (PeerLost, RuntimeError) as further:
             if not self._is_loss(further):
                 raise
             return self._recover(further)
-        self._ledger.reassign(assigned)
+        self._at.ledger.reassign(assigned)
         return False
 
     def _unsure_parameters(self) -> bool:
@@ -515,92 +448,41 @@ class Session:
             if not self._gradients.intact:
                 self._gradients.drop()
             return
-        mine = Ledger.signature(self._ledger.done if self._gradients.intact else None)
+        mine = Ledger.signature(self._at.ledger.done if self._gradients.intact else None)
         most, least = self._exchange.inside([mine, -mine])
-        if most != -least or not self._gradients.intact or not set(self._ledger.done) <= set(assigned):
+        if most != -least or not self._gradients.intact or not set(self._at.ledger.done) <= set(assigned):
             self._gradients.drop()
             self._gradients.restore()
-            self._ledger.drop()
+            self._at.ledger.drop()
 
     def _take(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
         if self._member.inside:
             self._remembered.begun()
-        found = self._remembered.begin(plan, self._next_one)
-        self.iteration = self._handover.take(plan, newcomer, self.iteration if found is None else found)
+        found = self._remembered.begin(plan, self._telling.next_one)
+        self._at.iteration = self._handover.take(plan, newcomer, self._at.iteration if found is None else found)
         if self.slot in plan.joiners:
             self._remembered.begun()
         self._gradients.seed = self._state.seed
         if self._member.came_new:
             self._stopping = False
             self._next_assignment = self._member.assigned(plan)
-            self._phase, self._ledger = "computing", Ledger(self.iteration, self.micro_batches, [])
+            self._at.phase, self._at.ledger = "computing", Ledger(self._at.iteration, self.micro_batches, [])
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
-        unfinished = self._kept is not None and self._committed and self._phase == "synced"
-        if self._checkpoints is not None and not unfinished:  # of two states in the ranks none is whole
-            turn = 0 if self._state.sharded else self._member.replica
-            apart = TURN_SECONDS if why == RELAID else None
-            self._checkpoints.rescue(self._state, self.iteration, turn, self._writer(), why, apart)
+        unfinished = self._kept is not None and self._committed and self._at.phase == "synced"
+        if not unfinished:  # else of two states in the ranks none is whole
+            self._persistence.rescue(self._at.iteration, why)
 
-    # ------------------------------------------------------------ telling the agent
     def _set_phase(self, phase: str) -> None:
-        self._phase = phase
-        self._publish("running")
-
-    def _progress(self) -> None:
-        if self._due(PROGRESS_SECONDS):
-            self._publish("running")
-
-    def _due(self, seconds: float) -> bool:
-        """Whether a message of mere progress may be sent, at most one per so many seconds."""
-        now = time.perf_counter()
-        due = now - self._last_progress > seconds
-        self._last_progress = now if due else self._last_progress
-        return due
-
-    def _publish(self, state: str) -> None:
-        self._member.publish(state)
-
-    def _report(self, state: str) -> dict[str, Any]:
-        """This session's part of the rank's status."""
-        rests = state in ("stopped", "standby", "waiting")
-        keeps = self._member.inside and (self._gradients.undoable or not rests)
-        return {
-            "shards": self._kept.held() if self._kept is not None and rests else [],
-            "iteration": self._ledger.iteration if self._member.inside else self.iteration,
-            "phase": self._phase if self._member.inside else "computing",
-            "done": self._ledger.done if keeps else [],
-            "micro_batches": self.micro_batches,
-            "train_iterations": self.train_iterations,
-            "flops_per_iteration": self._flops,
-            "iteration_seconds": self._seconds,
-            "loss": self._loss,
-            "saved": -1 if self._checkpoints is None else self._checkpoints.newest,
-            **self._remembered.status(),
-            "kept": self._has(state),
-            "sharded": self._kept is not None,
-            "remembers": self._remembered.active,
-        }
-
-    def _has(self, state: str) -> list[tuple[int, str]]:
-        """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
-        if not self._remembered.active or state not in ("waiting", "stopped", "standby"):
-            return []
-        return self._remembered.told(self._next_one, self._writer())
-
-    @property
-    def _next_one(self) -> int:
-        """The iteration that comes next for the state that this rank has."""
-        return self._ledger.iteration + (self._phase == "stepped") if self._member.inside else self.iteration
+        self._at.phase = phase
+        self._member.publish("running")
 
     def _finish(self) -> None:
-        self.train_iterations = self.iteration  # an end that was asked for is the end for everybody
-        if self._checkpoints is not None and self._writes():
-            self._checkpoints.save_last(self._state, self.iteration, self._writer())
-        self._remembered.close()
+        self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
+        self._persistence.finish(self._at.iteration)
         if self._channel is not None:
-            self._publish("finished")
+            self._member.publish("finished")
             self._channel.close()

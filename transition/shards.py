@@ -14,36 +14,27 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import msgpack
 import torch
-import torch.distributed as dist
 
-from detector.inject import injector
 from transition import elastic_buckets, parts
 from transition.memory import contents
 from transition.memory.files import set_mark
 from transition.memory.images import SHARD, Found, Key
-from transition.migrate import StateMismatch, as_before, broadcast_bytes, checksum, plain
+from transition.migrate import StateMismatch, as_before, plain
 from transition.rooms import Claimed, Room, Rooms
+from transition.shard_exchange import CopyFailed, ShardExchange, fill
 from transition.sharding import MARK_BITS, Uncovered, named
 
-PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
-SUM_WORDS = 4  # of 32 bits in a checksum
-TRIES = 3  # to move what a change of size takes, before the generation is given up
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _KEYS = (parts.PARAMETER, *STATES[1:])  # as a checkpoint's file has them
 MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.protocol.ranges)
 _MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
-
-
-class CopyFailed(RuntimeError):
-    """A part of the state did not reach another rank."""
 
 
 @dataclass
@@ -77,8 +68,9 @@ class Shards:
     ):
         elastic_buckets.check(model, optimizer)
         here: torch.device = next(model[0].parameters()).device
-        self.model, self.optimizer, self._lost = list(model), optimizer, lost
-        self.rooms, self.wire = rooms or Rooms(None, 0, here), wire or here
+        self.model, self.optimizer = list(model), optimizer
+        self.rooms = rooms or Rooms(None, 0, here)
+        self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
         self._place, self._size = place, size
         self.buckets = elastic_buckets.bucket_sizes(optimizer)
         self.base = self.count = self.index = 0
@@ -156,7 +148,7 @@ class Shards:
                 into += pieces
                 values += [tensors[name].detach().view(-1) for name in STATES]
                 step = float(tensors.get("step", step))
-            _copy(into, values)
+            fill(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
         self._add(version, self.index, room, told, cut)
         self._told = (self.base, version) if told else None
@@ -188,7 +180,7 @@ class Shards:
             received = {(self.index - shift) % self.count: room for shift, room in zip(shifts, rooms, strict=True)}
             own = [mine.shards[self.index].flat]
             outgoing = {(self.index + shift) % self.count: own for shift in shifts}
-            self._exchange(outgoing, {rank: [room.flat] for rank, room in received.items()})
+            self._exchange.send(outgoing, {rank: [room.flat] for rank, room in received.items()})
         for shard, room in received.items():
             self._add(version, shard, room)
 
@@ -221,10 +213,11 @@ class Shards:
         """
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
-        count, step, held = self._who_holds(old)
+        own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
+        count, step, held = self._exchange.who_holds(*own)
         if not any(held):
             raise Uncovered(f"nobody holds state {version} of generation {base}")
-        header = self._common_header(old, next(rank for rank, shards in enumerate(held) if shards))
+        header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
             raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")
@@ -239,11 +232,11 @@ class Shards:
                 if move.target == self.index:
                     incoming[move.source] += _pieces_of(room.flat, move.write, move.size)
             if self.index in incoming:
-                _copy(incoming.pop(self.index), outgoing.pop(self.index))
-            self._exchange_soundly(outgoing, incoming)
+                fill(incoming.pop(self.index), outgoing.pop(self.index))
+            self._exchange.send_soundly(outgoing, incoming)
             extra = self._apply(room.flat, step, header)
             elastic_buckets.rebuild_parameters(self.model, self.optimizer)
-            self._check_alive()
+            self._exchange.check_alive()
         if base == self.base:
             self._drop((base, version))
         self._sets[self.base, version] = _Set(self.count, step, header)
@@ -282,28 +275,6 @@ class Shards:
             if not self.rooms.sound(room):
                 del old.shards[shard]
                 self.rooms.spoiled(room)
-
-    def _who_holds(self, old: _Set | None) -> tuple[int, float, list[set[int]]]:
-        """How many shards the set has, Adam's step, and which shards each rank of the group holds."""
-        shards = sorted(old.shards) if old else []
-        about = [old.count, old.step, len(shards)] if old else [0, 0, 0]
-        told = torch.tensor(about, dtype=torch.float64, device=self.wire)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        self._check_alive()
-        count, step, most = int(told[0]), float(told[1]), max(int(told[2]), 1)
-        mine = torch.tensor([*shards, *[-1] * (most - len(shards))], dtype=torch.int64)
-        table = torch.empty(self.count * mine.numel(), dtype=torch.int64, device=self.wire)
-        dist.all_gather_into_tensor(table, mine.to(self.wire), group=self.group)
-        self._check_alive()
-        rows = table.view(self.count, -1).tolist()
-        return count, step, [{shard for shard in row if shard >= 0} for row in rows]
-
-    def _common_header(self, old: _Set | None, source: int) -> bytes:
-        mine = old.header if old is not None and self.index == source else None
-        header, sound = broadcast_bytes(mine, source, self.wire, self.group)
-        if not sound:
-            raise CopyFailed("the header of the optimizer's state was spoiled on its way")
-        return header
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
@@ -362,7 +333,7 @@ class Shards:
             values += pieces
             if "step" in tensors:
                 tensors["step"].fill_(step)
-        _copy(into, values)
+        fill(into, values)
         optimizers = elastic_buckets.distributed(self.optimizer)
         if len(optimizers) != len(data["optimizers"]):
             raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
@@ -410,114 +381,12 @@ class Shards:
         for key in [key for key in self._sets if key not in keys]:
             self._drop(key)
 
-    # ------------------------------------------------------------ sending
-    def _exchange(
-        self,
-        outgoing: Mapping[int, Sequence[torch.Tensor]],
-        incoming: Mapping[int, Sequence[torch.Tensor]],
-        spoil: bool = False,
-    ) -> None:
-        """Send flat pieces to ranks of the group and receive others. Both sides of a pair cut the same stream into the
-        same messages, so that everybody's rounds fit together."""
-        streams = [_messages(rank, dist.isend, pieces) for rank, pieces in outgoing.items()]
-        streams += [_messages(rank, dist.irecv, pieces) for rank, pieces in incoming.items()]
-        for messages in zip_longest(*streams):
-            staged = []
-            operations = []
-            for rank, kind, pieces in filter(None, messages):
-                wire = pieces[0]
-                if len(pieces) > 1 or wire.device.type != self.wire.type:
-                    wire = torch.empty(sum(map(torch.numel, pieces)), dtype=torch.float32, device=self.wire)
-                    parts = list(wire.split([piece.numel() for piece in pieces]))
-                    if kind is dist.isend:
-                        _copy(parts, pieces)
-                    else:
-                        staged.append((pieces, parts))
-                if spoil and kind is dist.isend:
-                    wire, spoil = _spoiled(wire), False
-                operations.append(dist.P2POp(kind, wire, group=self.group, group_peer=rank))
-            self._run(operations)
-            for pieces, parts in staged:
-                _copy(pieces, parts)
-
-    def _exchange_soundly(
-        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
-    ) -> None:
-        """Collective: exchange, and once more where what came is not what was sent."""
-        for _ in range(TRIES):
-            spoil = bool(outgoing) and injector.spoils_transfer()
-            self._exchange(outgoing, incoming, spoil)
-            sums = {rank: [_checksum(pieces).view(torch.float32)] for rank, pieces in outgoing.items()}
-            sent = {rank: [torch.zeros(SUM_WORDS)] for rank in incoming}
-            self._exchange(sums, sent)
-            wrong = [
-                rank
-                for rank, pieces in incoming.items()
-                if not torch.equal(_checksum(pieces), sent[rank][0].view(torch.int64))
-            ]
-            told = torch.tensor([len(wrong)], device=self.wire)
-            dist.all_reduce(told, group=self.group)
-            if not told.item():
-                return
-        raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
-
-    def _run(self, operations: list[dist.P2POp]) -> None:
-        works = dist.batch_isend_irecv(operations) if operations else []
-        for work in works:
-            work.wait()  # a connection that is shut down ends it, with an error
-        self._check_alive()
-
-    def _check_alive(self) -> None:
-        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing."""
-        if self.wire.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        if self._lost():
-            raise CopyFailed("a member was lost while the state was sent")
-
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _messages(
-    rank: int, kind: Callable[..., Any], pieces: Sequence[torch.Tensor]
-) -> Iterator[tuple[int, Callable[..., Any], list[torch.Tensor]]]:
-    """Messages of at most PIECE elements that are `pieces` in order."""
-    message: list[torch.Tensor] = []
-    left = PIECE
-    for piece in pieces:
-        while piece.numel():
-            part, piece = piece[:left], piece[left:]
-            message.append(part)
-            left -= part.numel()
-            if not left:
-                yield rank, kind, message
-                message, left = [], PIECE
-    if message:
-        yield rank, kind, message
 
 
 def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
     """A run of elements in each row of a shard."""
     rows = flat.view(len(STATES), -1)
     return [row.narrow(0, start, size) for row in rows]
-
-
-def _checksum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all pieces in this order, as :func:`transition.migrate.checksum`."""
-    total = torch.zeros(2, dtype=torch.int64)
-    for number, piece in enumerate(pieces):
-        total += (2 * number + 1) * checksum(piece)
-    return total
-
-
-def _spoiled(wire: torch.Tensor) -> torch.Tensor:
-    """An injected fault: a few bits flip on the way."""
-    damaged = wire.clone()
-    damaged.view(torch.uint8)[damaged.numel() // 2] ^= 0x41
-    return damaged
-
-
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(into, values)

@@ -77,18 +77,18 @@ def main() -> None:
         train_iterations=tiny_gpt.ITERATIONS,
     )
     plain, times = PlainLoop(model, optimizer), []
-    channel, silent = session._channel, Withheld()
+    channel, silent = session._telling._channel, Withheld()
     for result in session:
         dist.barrier()
         turn = result.iteration % 2  # this iteration was a silent one
         if turn == 0:
             times.append([result.seconds])
-            session._channel = silent
+            session._telling._channel = silent
         else:
             times[-1] += [result.seconds, plain.run(result.iteration)]
-            session._channel = channel
+            session._telling._channel = channel
         dist.barrier()
-    session._channel = channel
+    session._telling._channel = channel
     if tiny_gpt.SLOT == 0:
         (tiny_gpt.OUT / "overhead.json").write_text(json.dumps(times))
 

@@ -170,7 +170,7 @@ def around_generations() -> None:
     around(session.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
     around(shards.Shards, "export", "export")
-    around(shards, "_copy", "filled")
+    around(shards, "fill", "filled")
     around(shards.Shards, "send_copies", "copies")
     around(shards.Shards, "confirm", "confirm")
     if any(fault["at"] in COPIES for fault in FAULTS):

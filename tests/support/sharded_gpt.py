@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from detector.inject import injector  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
-from transition import elastic_buckets, groups, preparing, sharding, shards, unblock  # noqa: E402
+from transition import elastic_buckets, groups, preparing, shard_exchange, sharding, shards, unblock  # noqa: E402
 from transition.abort import Aborter  # noqa: E402
 from transition.gradient_slices import own_parts_only  # noqa: E402
 from transition.layout import Layout  # noqa: E402
@@ -432,14 +432,14 @@ class Training:
         fresh = self.settings.get("fresh", False)
         for _ in range(self.settings.get("spoil", 0) if self.rank == 0 else 0):
             injector.take({"fault": "corrupt-checkpoint"})
-        shards.PIECE = self.settings.get("piece", shards.PIECE)
+        shard_exchange.PIECE = self.settings.get("piece", shard_exchange.PIECE)
         if not fresh:
             elastic_buckets.prepare()
             self.prepare()
             self.build()
             self.groups.note_holders(groups.group_holders(self.model, self.optimizer))
             self.shards = shards.Shards(self.model, self.optimizer, self.over)
-            self.before(self.shards, "_exchange", "exchange")
+            self.before(self.shards._exchange, "send", "exchange")
             if self.kills:
                 threading.Thread(target=self.watch, daemon=True).start()
         state: tuple[int, int] | None = None

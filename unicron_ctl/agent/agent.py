@@ -6,16 +6,12 @@ controller says.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import shutil
 import signal
-import sys
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,34 +19,35 @@ import msgpack
 import msgspec
 import zmq
 
-from detector.supervise import Child, adopt_orphans, shell_status
-from transition.memory.images import SHARD, Key
+from detector.supervise import adopt_orphans, shell_status
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.files import Files
+from unicron_ctl.agent.job_log import JobLog
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.memory import Memory
 from unicron_ctl.agent.place import Place, memory_rate
+from unicron_ctl.agent.plans import Plans
+from unicron_ctl.agent.polling import Polling
+from unicron_ctl.agent.processes import Processes
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
 from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
-from unicron_ctl.agent.sockets import bind_again, bind_ranks, for_rank, socket_folder
+from unicron_ctl.agent.sockets import RankLine, socket_folder
 from unicron_ctl.agent.stand_in import StandIn
 from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.warmth import Warmth
 from unicron_ctl.agent.witness import Witness
-from unicron_ctl.errors import UserError, one_line
-from unicron_ctl.protocol import sharing, wire
+from unicron_ctl.errors import UserError
+from unicron_ctl.protocol import wire
 
 REGISTER_SECONDS = 0.5
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-PLANS_HELD = 4  # the ranks are in one of the last
 TRAINING = ("entering", "running", "stopped")  # states of ranks whose job has a plan with them
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
-COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
 
 
 class Agent:
@@ -71,14 +68,17 @@ class Agent:
         except (zmq.ZMQError, UserError):
             self._context.destroy(linger=0)
             raise
-        self._memory = Memory(place, os.environ, self._complain)
-        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._complain)
-        self._files = Files(self._memory, self._is_first, memory_rate(os.environ), self._complain)
-        self._folder = socket_folder(place.job, os.environ)
+        self._log = JobLog(place)
+        self._memory = Memory(place, os.environ, self._log.say)
+        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
+        self._plans = Plans(place.slots)
+        self._files = Files(self._memory, self._plans.is_first, memory_rate(os.environ), self._log.say)
         self._controller = self._line.socket
-        self._channel, self._endpoint = bind_ranks(self._context, self._folder)
+        self._rank_line = RankLine(self._context, socket_folder(place.job, os.environ))
         self._layout = ""  # in which the ranks are started, as the controller wants it
-        environment = self._environment = rank_environment(place, self._endpoint, dict(os.environ), self._told)
+        environment = self._environment = rank_environment(
+            place, self._rank_line.endpoint, dict(os.environ), self._told
+        )
         self.ranks: dict[int, Rank] = {
             slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
         }
@@ -91,16 +91,15 @@ class Agent:
             self.AGREES,
             self._to_ranks,
             lambda: self._trials.muted,
-            self._drop,
-            self._complain,
+            self._log.drop,
+            self._log.say,
         )
         self._trials = Trials(
-            place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._complain
+            place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._log.say
         )
-        self._identities: dict[int, bytes] = {}
-        agreement, sampling = self._stand_in.agreement, Sampling(self._folder)
+        agreement, sampling = self._stand_in.agreement, Sampling(self._rank_line.folder)
         self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
-        self._dumps = Dumps(place.job, self.ranks, self._endpoint, self._send)
+        self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
         self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
         self._welcomed = self._registered = False
         self._last_register = self._last_heard = 0.0
@@ -112,29 +111,38 @@ class Agent:
         self._saves = False  # it is stopped in the middle of its training, and not because a plan goes on without it
         self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
-        self._complaints: Counter[str] = Counter()
-        self._held: dict[int, wire.PlanShare] = {}  # generation -> its plan, for a controller that has lost its log
         self._lost_steps = False  # some, and it was said
-        self._poller = zmq.Poller()
-        for socket in (self._controller, self._channel, self._line.events, *self._stand_in.sockets):
-            self._poller.register(socket, zmq.POLLIN)
-        self._watched: dict[int, Callable[[], object]] = {}  # descriptor -> what to do when it can be read
+        self._polling = Polling()
         self._signals = SignalPipe()
-        self._watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
-        self._watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
-        self._watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
-        self._watch(self._copies.results.fileno(), self._copies_news)
-        self._watch(self._files.results.fileno(), self._files_news)
-        self._warmth = Warmth(self.ranks, self.command, self._watch, self._unwatch, self._attend, self._complain)
+        self._watch_all()
+        self._processes = Processes(
+            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self._log.say
+        )
+        watch, unwatch = self._polling.watch, self._polling.unwatch
+        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self._log.say)
         self._store: Store = StoreProcess(
             self.command,
             {**os.environ, "PYTHONPATH": package_path(os.environ)},
             self._warmth.fork,
-            self._watch,
-            self._unwatch,
+            watch,
+            unwatch,
             self._send_status,
-            self._complain,
+            self._log.say,
         )
+
+    def _watch_all(self) -> None:
+        """What there is from the beginning."""
+        watch = self._polling.watch
+        watch(self._controller, self._from_controller)
+        watch(self._rank_line.socket, self._from_ranks)
+        watch(self._line.events, self._line.notice)
+        for socket in self._stand_in.sockets:
+            watch(socket, lambda: self._stand_in.serve(time.monotonic()))
+        watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
+        watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
+        watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
+        watch(self._copies.results.fileno(), self._copies_news)
+        watch(self._files.results.fileno(), self._files_news)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -163,14 +171,14 @@ class Agent:
     def run(self) -> int | None:
         """Start the ranks and serve until the element is over; None when it was released before it had a world."""
         try:
-            self._reports.node = node_watch.start(self._complain, os.environ)
-            self._watch(self._reports.node.fileno(), self._reports.node_events)
+            self._reports.node = node_watch.start(self._log.say, os.environ)
+            self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
             adopt_orphans()
             self._warmth.begin(*self._environments(), os.environ)
             self._store.start()
             for rank in self.ranks.values():
                 if not rank.alive:
-                    self._start(rank, 0)
+                    self._processes.start(rank, 0)
             while self.exit_code is None and not self.released:
                 self._turn()
         finally:
@@ -182,16 +190,16 @@ class Agent:
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._files.close(FILES_SECONDS if self._ended else 0.0)
         if self._saves:
-            self._memory.persist(self._is_first)
+            self._memory.persist(self._plans.is_first)
         self._store.close()
         self._warmth.close()
         adopt_orphans(False)
         self._reports.sampling.close()
         self._line.close()
-        self._channel.close()
+        self._rank_line.socket.close()
         self._stand_in.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._rank_line.folder, ignore_errors=True)
         self._signals.close()
         self._witness.close()
         self._copies.close()
@@ -227,18 +235,7 @@ class Agent:
 
     def _serve(self, seconds: float) -> None:
         """Wait up to `seconds` for something to happen, and deal with all that has."""
-        for descriptor, _ in self._poller.poll(max(0, math.ceil(seconds * 1000))):
-            if descriptor is self._controller:
-                while self._controller.poll(0) and self.exit_code is None:
-                    self._from_controller()
-            elif descriptor is self._channel:
-                self._from_ranks()
-            elif descriptor is self._line.events:
-                self._line.notice()
-            elif descriptor in self._stand_in.sockets:
-                self._stand_in.serve(time.monotonic())
-            elif descriptor in self._watched:
-                self._watched[descriptor]()
+        self._polling.serve(seconds)
         self._settle()
 
     def _settle(self) -> None:
@@ -263,7 +260,7 @@ class Agent:
             for rank in self.ranks.values():
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
-                    self._complain(f"{silent}; the element ends, requeue it with `scontrol requeue`")
+                    self._log.say(f"{silent}; the element ends, requeue it with `scontrol requeue`")
                     self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
@@ -277,33 +274,6 @@ class Agent:
         first = self.place.slots[0]
         return self._environment(first, 0, 0), self._environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
 
-    def _start(self, rank: Rank, incarnation: int) -> None:
-        if bind_again(self._channel, self._endpoint):
-            self._complain(f"{self._folder} is gone, and is made again: a cleaner of old files must leave it alone")
-        rank.start(incarnation)
-        self._attend(rank)
-
-    def _attend(self, rank: Rank) -> None:
-        """Listen to its new process, and tell the controller of it."""
-        if rank.child is not None:
-            self._watch(rank.child.pidfd, partial(self._collect, rank))
-            self._watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
-        elif rank.status.exit is not None:
-            self._complain(rank.status.exit.last_line)
-        self._send_status()
-
-    def _watch(self, descriptor: int, call: Callable[[], object]) -> None:
-        self._watched[descriptor] = call
-        self._poller.register(descriptor, zmq.POLLIN)
-
-    def _unwatch(self, descriptor: int) -> None:
-        if self._watched.pop(descriptor, None) is not None:
-            self._poller.unregister(descriptor)
-
-    def _pass_stderr(self, child: Child) -> None:
-        if not child.pass_stderr():
-            self._unwatch(child.stderr)
-
     def _copies_news(self) -> None:
         if self._copies.finish(time.monotonic()):
             self._send_status()
@@ -312,19 +282,12 @@ class Agent:
         for iteration in self._files.results.take():
             self._to_all(wire.Saved(iteration=iteration))
 
-    def _collect(self, rank: Rank) -> None:
-        child = rank.child
-        if child is None:
-            return
-        self._unwatch(child.pidfd)
-        self._unwatch(child.stderr)
-        self._from_ranks()  # what it said last, its exception above all, comes before its end
-        rank.collect()
+    def _explain(self, rank: Rank) -> None:
+        """What there is to know of the end of the rank's process."""
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
         self._trials.ended(rank)
         self._reports.node_events()  # what killed it comes before its end
-        self._send_status()
 
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
@@ -342,9 +305,8 @@ class Agent:
 
     # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
-        while self._channel.poll(0):
-            identity, *frames = self._channel.recv_multipart()
-            self._from_rank(identity, frames[-1] if frames else b"")
+        for identity, data in self._rank_line.receive():
+            self._from_rank(identity, data)
         self._reports.steps(time.monotonic())
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
@@ -363,21 +325,15 @@ class Agent:
                 self._send_status()
             else:
                 self._reports.dirty = True
-            self._identities[rank.slot] = identity
+            self._rank_line.know(rank.slot, identity)
         except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
-            self._drop("a rank", f"{type(error).__name__}: {error}")
-
-    def _drop(self, peer: str, why: str) -> None:
-        """A bad message: the first ones of a peer get a line each."""
-        self._complaints[peer] += 1
-        if self._complaints[peer] <= COMPLAINTS:
-            self._complain(f"dropped a bad message of {peer}: {why[:300]}")
+            self._log.drop("a rank", f"{type(error).__name__}: {error}")
 
     def _call(self) -> None:
         """Find the controller, and register until it welcomes this agent."""
         self._line.turn()
-        if self._line.answers >= 0 and self._line.answers not in self._watched:
-            self._watch(self._line.answers, partial(self._line.learn, self._register))
+        if self._line.answers >= 0 and self._line.answers not in self._polling:
+            self._polling.watch(self._line.answers, partial(self._line.learn, self._register))
         due = time.monotonic() - self._last_register >= REGISTER_SECONDS
         if due and not self._welcomed and not self._unprotected and self._line.key is not None:
             self._register()
@@ -400,10 +356,13 @@ class Agent:
         except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
             if isinstance(message, wire.Steps) and not self._lost_steps:
                 self._lost_steps = True
-                self._complain("the controller has been away for too long: reports of steps are lost until it is back")
+                self._log.say("the controller has been away for too long: reports of steps are lost until it is back")
 
     def _from_controller(self) -> None:
-        data = self._controller.recv()
+        while self._controller.poll(0) and self.exit_code is None:
+            self._take(self._controller.recv())
+
+    def _take(self, data: bytes) -> None:
         if self._trials.muted:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
@@ -412,7 +371,7 @@ class Agent:
             self._stand_in.agreement.word(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
-            self._drop("the controller", str(error))
+            self._log.drop("the controller", str(error))
 
     def _obey(self, message: Any) -> None:
         """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
@@ -435,14 +394,14 @@ class Agent:
             case wire.PlanShare():
                 self._on_plan(message)
             case wire.Recall():
-                if (share := self._held.get(message.generation)) is not None:
+                if (share := self._plans.share(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
                     self._send(wire.Held(job=job, element=element, agent=self.identity, share=share))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
                     self._layout = message.layout
-                    self._start(rank, message.incarnation)
+                    self._processes.start(rank, message.incarnation)
             case wire.StopRank():
                 rank = self.ranks.get(message.slot)
                 if rank is None or rank.status.incarnation != message.incarnation:
@@ -469,23 +428,10 @@ class Agent:
         agreed = agreement.agreed
         plan = agreement.plan(share)
         if plan is not None:
-            self._hold(share, plan.generation)
+            self._plans.hold(share, plan.generation)
             self._to_ranks(plan)
         elif agreed is not None and agreement.agreed is None:
-            self._hold(share, agreed.generation)
-
-    def _is_first(self, key: Key) -> bool:
-        """Of the nodes that train a place of the layout this is the first; of a shard, its rank is in this one."""
-        members = sharing.whole(self._held[max(self._held)]).members if self._held else []
-        same = [slot for slot in members if slot % key.size == key.place]
-        if key.kind == SHARD:
-            return key.slot in self.ranks and (not members or key.slot in members)
-        return not same or min(same) in self.ranks
-
-    def _hold(self, share: wire.PlanShare, generation: int) -> None:
-        self._held[generation] = share
-        while len(self._held) > PLANS_HELD:
-            del self._held[min(self._held)]
+            self._plans.hold(share, agreed.generation)
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
@@ -506,7 +452,7 @@ class Agent:
         if self._over and message.code == 0:
             return
         if message.code or message.reason:
-            self._complain(message.reason)
+            self._log.say(message.reason)
         if message.code:
             self._ended = True
             self._leave(message.code & 0xFF or 1, "ended by the controller")
@@ -522,12 +468,12 @@ class Agent:
         if message.alone and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
-            self._complain(message.reason)
+            self._log.say(message.reason)
             self._leave(1, "refused by the controller")
         elif message.final:
             self._unprotected = True
             if self._registered and not self.released:
-                self._complain(f"{message.reason}; the job trains on unprotected")
+                self._log.say(f"{message.reason}; the job trains on unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again
             self._register()
@@ -536,15 +482,8 @@ class Agent:
         self._to_all(message)
 
     def _to_all(self, message: wire.Message) -> None:
-        data = for_rank(message)
-        for slot, identity in self._identities.items():
-            if self.ranks[slot].alive:
-                self._channel.send_multipart([identity, data])
+        self._rank_line.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
 
     def _tell(self, slot: int, message: wire.Message) -> None:
-        if slot in self._identities and self.ranks[slot].alive:
-            self._channel.send_multipart([self._identities[slot], for_rank(message)])
-
-    def _complain(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"unicron: {self.place.label} on {self.place.node}: {one_line(text)}", file=sys.stderr, flush=True)
+        if slot in self.ranks and self.ranks[slot].alive:
+            self._rank_line.send([slot], message)

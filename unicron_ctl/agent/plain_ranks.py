@@ -180,7 +180,7 @@ class RestartAgent(Agent):
                 world.environment(rank.local, self._base)
                 | {"UNICRON_GENERATION": str(plan.generation), **self._memory.environment},
             )
-            self._attend(rank)
+            self._processes.attend(rank)
         self._store.start()
         self._send_status()
 

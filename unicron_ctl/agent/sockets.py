@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -17,25 +17,45 @@ from unicron_ctl.protocol import wire
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 
 
-def bind_ranks(context: zmq.Context[zmq.Socket[bytes]], folder: str) -> tuple[zmq.Socket[bytes], str]:
-    """The socket for the ranks, in `folder`, and its endpoint."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
-    endpoint = f"ipc://{folder}/ranks"
-    socket.bind(endpoint)
-    return socket, endpoint
+class RankLine:
+    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`know` was called
+    for it."""
 
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
+        self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
+        self.socket.bind(self.endpoint)
+        self._identities: dict[int, bytes] = {}
 
-def bind_again(socket: zmq.Socket[bytes], endpoint: str) -> bool:
-    """Where something has removed the socket from its folder, as cleaners of /tmp do: make it once more. True when that
-    was needed. ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound beside it."""
-    path = endpoint.removeprefix("ipc://")
-    if os.path.exists(path):
-        return False
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    socket.bind(f"{endpoint}.new")
-    os.rename(f"{path}.new", path)
-    return True
+    def bind_again(self) -> bool:
+        """Where something has removed the socket from its folder, as cleaners of /tmp do: make it once more. True when
+        that was needed. ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound
+        beside it."""
+        path = self.endpoint.removeprefix("ipc://")
+        if os.path.exists(path):
+            return False
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        self.socket.bind(f"{self.endpoint}.new")
+        os.rename(f"{path}.new", path)
+        return True
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """What has come: (who, message)."""
+        while self.socket.poll(0):
+            identity, *frames = self.socket.recv_multipart()
+            yield identity, frames[-1] if frames else b""
+
+    def know(self, slot: int, identity: bytes) -> None:
+        """The slot's process is who sent this."""
+        self._identities[slot] = identity
+
+    def send(self, slots: Iterable[int], message: wire.Message) -> None:
+        """To those of the slots that are known."""
+        data = for_rank(message)
+        for slot in slots:
+            if slot in self._identities:
+                self.socket.send_multipart([self._identities[slot], data])
 
 
 def for_rank(message: wire.Message) -> bytes:

@@ -26,7 +26,7 @@ from unicron_ctl.controller.judge.ranks import revive
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import elsewhere, members, progress
 from unicron_ctl.controller.sense.sensors import SENSORS

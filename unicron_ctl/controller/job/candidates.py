@@ -12,7 +12,7 @@ from unicron_ctl.agreement.resume import newest_state
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
 from unicron_ctl.controller.model.job import Identity
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol.wire import RankStatus
 

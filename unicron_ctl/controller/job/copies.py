@@ -20,7 +20,8 @@ from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import Fetching, JobView
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.live import Fetching
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus

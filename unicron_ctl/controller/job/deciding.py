@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transition import layout
 from unicron_ctl.agreement import resume
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.protocol.wire import RankStatus
 
 

@@ -15,7 +15,7 @@ from unicron_ctl.controller.job.orders import Letter
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.account import Account
 from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.sense.iterations import IterationWatch
 from unicron_ctl.controller.sense.peers import JobPeers

@@ -21,7 +21,7 @@ from unicron_ctl.controller.job.candidates import (
 from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.job.modes import Happening, mode_of
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.plan.layouts import lost_seconds

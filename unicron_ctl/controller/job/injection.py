@@ -9,7 +9,7 @@ from typing import Any
 from detector import inject
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 

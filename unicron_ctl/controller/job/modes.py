@@ -15,7 +15,7 @@ from unicron_ctl.controller.job.machine import Event
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.protocol.wire import Image, RankStatus
 
 USUAL_RATE = 1e8  # bytes a second, until one was measured: a gigabit network's

@@ -13,7 +13,7 @@ from transition.layout import heads_of
 from unicron_ctl.agreement.compose import elements_of, leading
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Ending, JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.protocol import sharing, wire
 

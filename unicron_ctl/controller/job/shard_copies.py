@@ -21,7 +21,7 @@ from unicron_ctl.controller.job.copies import LOOK_SECONDS, Cuts, Wanted, ask, c
 from unicron_ctl.controller.job.user_copies import targets
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus

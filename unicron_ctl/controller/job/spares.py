@@ -14,7 +14,7 @@ from transition import layout
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.job import Failure, JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes

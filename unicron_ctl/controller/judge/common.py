@@ -10,7 +10,7 @@ from detector.severity import Verdict
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 

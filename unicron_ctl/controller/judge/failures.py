@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from unicron_ctl.controller.judge import agents, ranks
 from unicron_ctl.controller.model.finding import Finding, What
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 
 JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {

@@ -15,7 +15,8 @@ from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.inquiry import Inquiries
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.live import JobView, Live, LiveJob
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.live import Live, LiveJob
 from unicron_ctl.protocol import wire
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 from unicron_ctl.slurm.listing import hosts

@@ -16,7 +16,7 @@ from planner.layouts import Known, Split
 from transition.layout import stated
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.plan.planning import UNMEASURED, JobInput
 from unicron_ctl.protocol.wire import Settings

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.requests import OURS
 from unicron_ctl.controller.model.view import View

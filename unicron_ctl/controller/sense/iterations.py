@@ -18,7 +18,7 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Identity, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.patience import STOPPED, Limit

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import AgentRecord, Identity, JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.iterations import Standing
 from unicron_ctl.protocol.wire import RankStatus

@@ -15,7 +15,7 @@ from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 

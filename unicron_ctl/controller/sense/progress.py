@@ -9,7 +9,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.live import AT_REST, JobView
+from unicron_ctl.controller.model.job_view import AT_REST, JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere

@@ -12,7 +12,7 @@ from unicron_ctl.controller import answers
 from unicron_ctl.controller.log import records, store
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
-from unicron_ctl.controller.model.live import JobView
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.nodes import admission
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
