@@ -9,6 +9,7 @@ each failure, who was touched that had not failed, and what its parts took.
 from __future__ import annotations
 
 import argparse
+import math
 import gc
 import json
 import os
@@ -162,7 +163,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"count": 0, "median": 0.0, "p99": 0.0, "max": 0.0}
     ordered = sorted(values)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
     return {"count": len(ordered), "median": median(ordered), "p99": p99, "max": ordered[-1]}
 
 
