@@ -98,7 +98,7 @@ class Checkpoints:
         self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.written: int | None = None  # the iteration of the last one that this process wrote
+        self._written: tuple[int, str] | None = None  # the last one that this process wrote: its iteration and mark
         self.newest = 0  # that of the last one that it has read, or has on disk
 
     # ------------------------------------------------------------ reading
@@ -157,7 +157,7 @@ class Checkpoints:
     # ------------------------------------------------------------ writing
     def due(self, iteration: int) -> bool:
         """Whether one is to be written when `iteration` iterations are done."""
-        return bool(self.interval) and iteration % self.interval == 0 and iteration != self.written
+        return bool(self.interval) and iteration % self.interval == 0
 
     def overdue(self) -> bool:
         """`minutes` are over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
@@ -179,7 +179,7 @@ class Checkpoints:
         self.wait()
         writer = writer or Writer()
         head, data = _copied(state, iteration, writer)
-        self._error, self.written = None, iteration
+        self._error, self._written = None, (iteration, writer.mark)
         copied = head, data, iteration, writer
         self._thread = threading.Thread(target=self._write, args=copied, name="unicron-checkpoint")
         self._thread.start()
@@ -194,7 +194,7 @@ class Checkpoints:
         """This rank's part of the final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot
         be written."""
         self.wait()
-        if self.written != iteration or self._error is not None:
+        if self._written != (iteration, (writer or Writer()).mark) or self._error is not None:
             self.save(state, iteration, writer)
             self.wait()
         if self._error is not None:

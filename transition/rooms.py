@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,7 @@ class Rooms:
         self._pending: list[Room] = []
         self._worker: ThreadPoolExecutor | None = None
         self._aside: tuple[Path, Future[None]] | None = None  # the last image that was to become a file
+        self._gives_up = False  # that could not be
         self._number = 0
         self._head_bytes = 0  # of the largest head so far: a rank's own shard has a larger one than the copies
         self._warned = False
@@ -101,7 +102,7 @@ class Rooms:
     def _one(self, elements: int, head_bytes: int) -> Room:
         self._head_bytes = head_bytes = max(head_bytes, self._head_bytes)  # one room is as good as the other then
         for room in reversed(self._spare):
-            if room.image is None or (room.image.fits(head_bytes, room.flat.nbytes) and not _is_aside(room)):
+            if room.image is None or (room.image.fits(head_bytes, room.flat.nbytes) and _is_free(room)):
                 self._spare.remove(room)
                 _summed(room)
                 if room.image is not None:
@@ -168,8 +169,9 @@ class Rooms:
 
     def set_aside(self, room: Room, iteration: int) -> bool:
         """The agent is to make a checkpoint's file of the image of a room that is sealed; nobody writes over it before.
-        False where it has none."""
-        if room.image is None or self._folder is None or self._worker is None:
+        False where it has none, and once after what could not be: the caller has another way then."""
+        given_up, self._gives_up = self._gives_up, False
+        if given_up or room.image is None or self._folder is None or self._worker is None:
             return False
         path = files.aside_path(self._folder, self.slot, iteration)
         room.aside = self._worker.submit(files.set_aside, room.image.path, path)
@@ -187,9 +189,10 @@ class Rooms:
         return self._aside is not None and self._aside[1].done() and self._aside[1].exception() is not None
 
     def begin_anew(self) -> None:
-        """What was missed is heard of, and comes again."""
-        if self.missed:
-            self._aside = None
+        """What was missed is heard of, and comes again in another way."""
+        if self._aside is not None and self.missed:
+            self._tell(f"the training state could not be set aside for the agent: {self._aside[1].exception()}")
+            self._aside, self._gives_up = None, True
 
     def settle(self) -> None:
         """Until all images of this rank are whole that have been sealed."""
@@ -225,6 +228,8 @@ class Rooms:
         found: list[Found] = []
         for path in sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []:
             if lacks is not None and not path.name.startswith(STAY):
+                continue
+            if path.name.startswith(files.ASIDE):  # the second name of one; the agent removes it
                 continue
             own = re.match(rf"{re.escape(self._own)}(\d+)\b", path.name)
             self._number = max(self._number, int(own[1])) if own else self._number
@@ -271,14 +276,14 @@ def _summed(room: Room) -> None:
         room.sums = None
 
 
-def _is_aside(room: Room) -> bool:
-    """The agent makes a file of its image."""
-    if room.image is None or room.aside is None:
-        return False
+def _is_free(room: Room) -> bool:
+    """Its image is there, and the agent makes no file of it."""
+    assert room.image is not None
     try:
-        room.aside.result()
-        return files.is_aside(room.image.path)
-    except OSError:  # it could not be set aside, or its file is gone: then nobody sees what is written
+        if room.aside is not None:
+            wait([room.aside])
+        return not files.is_aside(room.image.path)
+    except OSError:  # somebody has removed it: nobody would see what is written
         return False
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -282,7 +283,7 @@ def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, sto
     assert not store.filing and not store.missed
 
 
-def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(store, monkeypatch):
+def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(store, monkeypatch, said):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -294,7 +295,27 @@ def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(st
     assert keep(store, 5.0, key(3, 5)) is room, "nobody reads it"
     assert store.missed and not store.filing
     store.begin_anew()
-    assert not store.missed
+    assert not store.missed and len(said) == 1 and "No space left" in said[0]
+    room = keep(store, 6.0, key(3, 6))
+    assert not store.set_aside(room, 6), "the caller writes it this time"
+    monkeypatch.undo()
+    assert store.set_aside(room, 6)
+
+
+def test_a_room_whose_image_somebody_has_removed_is_not_used_again(tmp_path, store):
+    room = keep(store, 4.0, key(3, 4))
+    room.image.path.unlink()
+    store.give_back(room)
+    other = keep(store, 5.0, key(3, 5))
+    assert other is not room and other.image.path.exists()
+
+
+def test_what_is_set_aside_is_nobodys_to_begin_with_for_it_goes_when_its_file_is_made(tmp_path, store):
+    room = keep(store, 4.0, key(3, 4))
+    assert store.set_aside(room, 4)
+    wait([room.aside])
+    found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert [each.room.path.name for each in found] == ["shard-3.1.image"]
 
 
 def test_without_an_image_nothing_is_set_aside():
