@@ -142,6 +142,7 @@ LIMITS: tuple[Limit, ...] = (
         1.0,
         "how old the word of what a restart-mode script has saved may be",
     ),
+    Limit("controller", "PART_SECONDS", 10.0, "for every part of a cut to be somewhere, once ranks are past it"),
     Limit("controller", "CUT_LIMIT_SECONDS", 120.0, "of a cut, while no byte of a copy moves; then another is tried"),
     Limit(
         "controller", "FETCH_SECONDS", 120.0, "for copies, while no byte moves; then it goes on with what ranks have"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -255,6 +256,16 @@ def test_what_is_there_is_not_written_again(tmp_path, state):
     Checkpoints(tmp_path).rescue(state, 7, 0)
     Checkpoints(tmp_path).rescue(state, 8, 5)
     assert iterations(tmp_path) == [8]
+
+
+def test_who_wrote_a_shard_beside_those_of_agents_writes_it_again_where_the_agents_are_gone(tmp_path, state):
+    """Its file has the mark of their set, which nobody completes any more."""
+    writers = [Writer(shard=shard, count=2, loss=0.5) for shard in (0, 1)]
+    jobs = [Checkpoints(tmp_path) for _ in writers]
+    jobs[1].save(state, 5, replace(writers[1], shards="abcd1234"))
+    for job, writer in zip(jobs, writers, strict=True):
+        job.rescue(state, 5, writer=writer)
+    assert iterations(tmp_path) == [5]
 
 
 def test_each_place_writes_its_own_part(tmp_path, state):

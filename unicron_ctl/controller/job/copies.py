@@ -28,6 +28,7 @@ from unicron_ctl.protocol.wire import RankStatus
 
 CUT_SECONDS = 5.0  # between two cuts, at least
 LOOK_SECONDS = 0.5  # between two looks whether it is good
+PART_SECONDS = 10.0  # for every part of a cut to be somewhere, once ranks are past it; then another one is tried
 CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
@@ -64,6 +65,7 @@ class Cuts:
     asked_at: float = 0.0
     moved: int = 0
     moved_at: float = 0.0
+    passed_at: float = math.inf  # when ranks were first seen past the last one, and a part of it nowhere
     good: int = -1
     look_at: float = 0.0
     there: tuple[object, ...] = ()
@@ -182,8 +184,8 @@ def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = 
     if view.now - cuts.asked_at < CUT_SECONDS:
         return
     good, pace = newest_good(job), cuts.pace
-    late = _missed(job, cuts, newest_good)
-    if not late and patient(view, job, cuts, good):
+    late = _missed(job, cuts)
+    if not late and not _in_part(view, job, cuts, newest_good) and patient(view, job, cuts, good):
         return
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
     cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
@@ -200,11 +202,21 @@ def patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
     return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job)
 
 
-def _missed(job: JobView, cuts: Cuts, newest_good: Callable[..., int]) -> bool:
-    """Ranks are past the last cut, and of a part of the state nobody has kept it: some heard of it too late."""
+def _missed(job: JobView, cuts: Cuts) -> bool:
+    """Ranks are past the last cut, and nobody has kept anything of it."""
     if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD:
         return False
-    return newest_good(job, enough=False) < cuts.asked
+    return not any(image.iteration == cuts.asked for agent in job.alive() for image in agent.images)
+
+
+def _in_part(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int]) -> bool:
+    """Ranks have been past the last cut for a while, and of a part of the state nobody has it: some heard of it too
+    late, or had no room."""
+    if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD or newest_good(job, enough=False) >= cuts.asked:
+        cuts.passed_at = math.inf
+        return False
+    cuts.passed_at = min(cuts.passed_at, view.now)
+    return view.now - cuts.passed_at >= PART_SECONDS
 
 
 def reached(job: JobView) -> int:
@@ -223,7 +235,7 @@ def reached(job: JobView) -> int:
 
 def name(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
     """This one is the cut from now on, for all who have heard of others."""
-    cuts.asked, cuts.asked_at = iteration, view.now
+    cuts.asked, cuts.asked_at, cuts.passed_at = iteration, view.now, math.inf
     cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
 
 
