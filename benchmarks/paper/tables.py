@@ -368,7 +368,7 @@ def _of_175b(found: Mapping[str, float], seconds: float) -> float:
 def recalled(measured: Measured, ratios: Ratios, best: bool) -> list[Row]:
     """The rows of what is only recalled. best: in all five cases."""
     clock = "benchmarks.detection, 2 cores, ranks on CPUs"
-    scaled = "our clock is ours: heartbeats of 1 s, lease 1.8 periods"
+    scaled = "asked about as its peers' connections break; else our clock: heartbeats of 1 s, lease 1.8 periods"
     rows = [
         Row(UNICRON, RECALLED, f"detection: {what}", theirs, measured.detection(name), clock, why)
         for what, name, theirs, why in (
