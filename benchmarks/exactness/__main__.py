@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -38,14 +39,15 @@ STRUCK, MOST = 1, 1e-6
 
 
 def apart(out: Path, reference: Path) -> float:
-    """The largest relative difference of a loss."""
+    """The largest relative difference of a loss; infinity where one is no number."""
     wanted, found = proof.losses(reference), proof.losses(out)
-    return max(
+    differences = [
         abs(one - other) / abs(other)
         for iteration, values in found.items()
         for one in values
         for other in wanted[iteration]
-    )
+    ]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def measure(layout: str, kind: str, folder: Path) -> dict[str, dict[str, float]]:

@@ -25,8 +25,8 @@ import torch
 
 from tests.support.jobs import World, json_lines
 from tests.support.rank_harness import Ranks
-from transition.checkpoint import Checkpoints, Writer
-from transition.memory import contents
+from transition.checkpoint import Checkpoints, Writer, load_image
+from transition.memory import contents, images
 from transition.memory.contents import Gatherer
 from transition.memory.images import Image
 from transition.memory.keeper import Keeper
@@ -96,6 +96,7 @@ def copies(megabytes: int) -> dict[str, float]:
             files.save(state, number)
             took["ours"].append(seconds(began))
             files.wait()
+        took |= loads(state, Path(shared), Path(disk, "plain.pt"))
         keeper.close()
     found = {name: statistics.median(values[2:]) for name, values in took.items()}
     print(f"a state of {gigabytes:.2f} GB, medians of {ROUNDS}:")
@@ -114,7 +115,27 @@ def copies(megabytes: int) -> dict[str, float]:
     asked("back in the loop, torch.save to a file / copy begun", sooner, "", ">= 20", sooner >= 20)
     behind = found["save"] / (found["copy"] + found["sum"])
     print(f"  a whole image is there {behind:.1f} times as soon as torch.save returns")
+    for name, what in (("load", "the state is back from its image"), ("read", "from the file, with torch.load")):
+        print(f"  {what:<60}{1e3 * found[name]:>8.1f} ms")
     return found | {"gigabytes": gigabytes}
+
+
+def loads(state: TrainingState, folder: Path, file: Path) -> dict[str, list[float]]:
+    """Seconds until the state is back: load, from its newest image in `folder`, checked; read, from what torch.save
+    left in `file`."""
+    newest = max(images.inventory(folder), key=lambda found: found.key.iteration)
+    took: dict[str, list[float]] = {"load": [], "read": []}
+    for _ in range(ROUNDS + 2):
+        began = time.perf_counter()
+        load_image(state, newest.path)
+        took["load"].append(time.perf_counter() - began)
+    for _ in range(ROUNDS + 2):  # after the others: the optimizer has new tensors each time
+        began = time.perf_counter()
+        held = torch.load(file)
+        state.model[0].module.load_state_dict(held["model"])
+        state.optimizer.load_state_dict(held["optimizer"])
+        took["read"].append(time.perf_counter() - began)
+    return took
 
 
 # ------------------------------------------------------------ iterations

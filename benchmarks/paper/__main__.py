@@ -113,7 +113,7 @@ def all_tables(measured: tables.Measured) -> None:
         for of in OTHERS:
             if RECALLED[name, of][0] != "-":
                 ratios[name, of] = [column["unicron"] / column[of] for column in columns]
-    tables.show("Read in a stored source", tables.read(measured))
+    tables.show("Read in a stored source", tables.read(measured, ratios))
     tables.show("Recalled, and not re-read", tables.recalled(measured, ratios, best))
 
 

@@ -153,7 +153,6 @@ def _judged(simulation: Traced, controller: Controller, options: Options) -> dic
         "events": events[-1].id if events else 0,
         "right": len(found.detected),
         "wrong": found.wrong,
-        "lost_for_nothing": sorted(simulation.lost),
         "detected_seconds": {cause: _spread(values) for cause, values in sorted(kinds.items())},
     }
 

@@ -88,6 +88,7 @@ def run(references, tmp_path):
         for what in ("scale", "biases"):  # of fp16, and of experts
             assert proof.losses(tmp_path, what) == proof.losses(reference, what)
         differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
+        print(f"gradients differ by {max(differences.values()):.1e} at most")
         first = min((iteration for iteration, found in differences.items() if found), default=0)
         later = ROUTED_GRADIENTS if routed else GRADIENTS
         assert all(found <= (GRADIENTS if at == first else later) for at, found in differences.items()), differences

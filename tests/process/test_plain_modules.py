@@ -83,6 +83,7 @@ def run(references, tmp_path):
         proof.nothing_thrown_away(ranks)
         proof.same_losses(tmp_path, references(kind), LOSSES)
         found = proof.gradient_differences(tmp_path, references(kind), ITERATIONS, relative=True)
+        print(f"gradients differ by {max(found.values()):.1e} at most")
         assert max(found.values()) <= GRADIENTS, found
         return ranks
 

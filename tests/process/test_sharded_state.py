@@ -191,5 +191,6 @@ def assert_same_gradients(one, other):
         wanted, _, their_step = other[place]
         assert step == their_step
         for name, state in full.items():
-            difference = (state["exp_avg"] - wanted[name]["exp_avg"]).abs().max()
-            assert difference <= GRADIENTS * wanted[name]["exp_avg"].abs().max(), name
+            difference = (state["exp_avg"] - wanted[name]["exp_avg"]).abs().max() / wanted[name]["exp_avg"].abs().max()
+            print(f"{name}: gradients differ by {difference:.1e}")
+            assert difference <= GRADIENTS, name

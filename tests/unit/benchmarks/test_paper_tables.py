@@ -11,6 +11,8 @@ from benchmarks.paper import tables
 from planner.simulate.generate import UNICRON_MIX
 
 NOTHING = tables.Measured.of([])
+RATIOS = {("trace-a", "megatron"): (1.2, 1.1), ("trace-a", "varuna"): (1.4, 1.3), ("trace-b", "megatron"): (6.0, 2.0)}
+COPIES = {"copies": {"copy": 0.1, "sum": 0.1, "keep": 0.001, "save": 1.0, "load": 0.4, "read": 0.2, "gigabytes": 1.0}}
 FAULTS = {"faults": {"process exit": [{"seconds": 0.04}, {"seconds": 0.05}, {"seconds": 0.07}]}}
 
 
@@ -40,7 +42,7 @@ def test_the_closed_form_and_the_mean_time_to_failure():
 
 
 def test_nothing_is_made_up_where_nothing_was_measured():
-    rows = [*tables.read(NOTHING), *tables.recalled(NOTHING, {}, True)]
+    rows = [*tables.read(NOTHING, RATIOS), *tables.recalled(NOTHING, {}, True)]
     detection = [row for row in rows if row.claim.startswith("detection:")]
     assert len(detection) == 4 and {row.ours for row in detection} == {tables.UNMEASURED}
 
@@ -51,9 +53,24 @@ def test_what_was_measured_is_in_its_row():
     assert process.ours == "0.05 s (at most 0.07)"
 
 
+def test_saves_and_loads_are_carried_over_to_a_nodes_part_of_175b():
+    rows = {row.claim: row.ours for row in tables.read(tables.Measured.of([COPIES]), RATIOS)}
+    assert rows["save to memory beside file storage"].startswith("1000x until the training goes on, 5.0x until")
+    assert rows["load from memory beside file storage"] == "0.5x"
+    assert rows["save of 175B on 128 GPUs"] == "26 s"  # 131 GB a node
+    assert rows["load of 175B on 128 GPUs"] == "52 s"
+
+
+def test_the_state_of_the_art_is_the_best_other_system_of_each_trace():
+    row = next(row for row in tables.read(NOTHING, RATIOS) if "state of the art" in row.claim)
+    assert row.tag == "[S]" and row.theirs == "1.9x"
+    beside = "1.20x (megatron, trace-a), 6.00x (megatron, trace-b)"
+    assert row.ours == f"over the best of the others {beside}; at most 6.00x (megatron, trace-b)"
+
+
 def test_what_was_read_and_what_is_recalled_are_never_in_one_table():
-    assert {row.tag for row in tables.read(NOTHING)} == {"[S]"}
-    assert {row.tag for row in tables.recalled(NOTHING, {("trace-a", "megatron"): (1.0, 1.0)}, False)} == {"[R]"}
+    assert {row.tag for row in tables.read(NOTHING, RATIOS)} == {"[S]"}
+    assert {row.tag for row in tables.recalled(NOTHING, RATIOS, False)} == {"[R]"}
 
 
 def test_a_file_of_something_else_is_refused_with_one_line(tmp_path):

@@ -114,6 +114,43 @@ def test_a_failure_that_is_not_found_or_not_answered_rightly_is_told():
     assert "not found" in late[0] and "did not happen" in late[1]
 
 
+def stopped(at: float, element: int, whole: float = 0.0) -> Injected:
+    slots = [element * RANKS, element * RANKS + 1]
+    return Injected(at, "other_network_error", 3, [element], slots, f"n{element}", 1, whole=whole)
+
+
+def test_one_record_is_about_one_failure_only():
+    first, second = stopped(100.0, 3), stopped(112.0, 9)
+    said = failure(9, second.slots, 3, "reattempt", "other_network_error")
+    found = judge([first, second], [event(1, 112.1, said)], RANKS)
+    assert found.wrong == ["other_network_error (SEV3) at element 3: not found"] and len(found.detected) == 1
+    of_all = failure(3, list(range(16 * RANKS)), 3, "reattempt", "other_network_error")
+    assert len(judge([first, second], [event(1, 112.1, of_all)], RANKS).wrong) == 1
+    both = [event(1, 100.1, of_all), event(2, 112.1, of_all)]
+    assert judge([first, second], both, RANKS).wrong == []
+
+
+def test_two_failures_of_one_rank_need_two_records():
+    again = [crash(100.0), crash(110.0)]
+    assert len(judge(again, [event(1, 100.2, RESTART)], RANKS).wrong) == 1
+    assert judge(again, [event(1, 100.2, RESTART), event(2, 110.2, RESTART)], RANKS).wrong == []
+
+
+def test_a_failure_does_not_excuse_a_graver_one_of_its_element():
+    graver = failure(3, [25], 1, "isolate", "gpu_lost")
+    wrong = judge([crash()], [event(1, 100.2, RESTART), event(2, 101.0, graver)], RANKS).wrong
+    assert len(wrong) == 1 and "did not happen: gpu_lost" in wrong[0]
+
+
+@pytest.mark.parametrize(("at", "right"), [(100.5, True), (9000.0, False)])
+def test_what_follows_a_failure_does_so_before_all_train_again(at, right):
+    one = Injected(100.0, "gpu_lost", 1, [3], [25], "n4", 1, whole=104.0)
+    isolated = failure(3, [25], 1, "isolate", "gpu_lost")
+    for what in (RESTART, records.RankStart(25, 1, at), records.SlurmAction("requeue", 3, "n4")):
+        wrong = judge([one], [event(1, 100.1, isolated), event(2, at, what)], RANKS).wrong
+        assert (wrong == []) is right, what
+
+
 def test_what_became_known_later_counts():
     first = failure(3, [25], 2, "restart", "cuda_error")
     lost = Injected(100.0, "gpu_lost", 1, [3], [25], "n4", 1)
