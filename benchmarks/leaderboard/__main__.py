@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.leaderboard import notes, play, rows
-from benchmarks.leaderboard.failures import EVERY, FAILURES
+from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
 from benchmarks.leaderboard.play import Limits
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
@@ -40,7 +40,7 @@ class Board:
 
     def add(self, row: Row | Share) -> None:
         self.rows.append(row)
-        self._path.write_text(json.dumps([msgspec.to_builtins(row) for row in self.rows], indent=1) + "\n")
+        self._path.write_text(json.dumps([rows.encode(row) for row in self.rows], indent=1) + "\n")
 
     @property
     def failures(self) -> list[Row]:
@@ -69,6 +69,8 @@ def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: 
         outcome = play.fail(kind, failure, folder, limits)
     except AssertionError as error:
         return Row(kind.name, version, failure, None, why=f"did not train: {str(error)[-2000:]}")
+    except Missed as error:
+        return Row(kind.name, version, failure, None, why=f"not struck: {error}")
     row = Row(kind.name, version, failure, outcome.survived, why=outcome.why, **msgspec.structs.asdict(outcome.figures))
     row.loss_difference = notes.difference(outcome.losses, wanted)
     return row
@@ -84,7 +86,7 @@ def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
             first = (repetition + turn) % len(names)
             for name in names[first:] + names[:first]:
                 row = one(SYSTEMS[name], failure, folder / f"{name}.{failure}.{repetition}", limits, wanted)
-                row.repetition, row.machine = repetition, machine()
+                row.repetition, row.machine, row.commit = repetition, machine(), commit()
                 board.add(row)
                 print("  ".join(rows.lines([row])[0])[:300], flush=True)
 
@@ -99,21 +101,21 @@ def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
             found = play.stream(kind, 60 * minutes, undisturbed, SEED, folder / f"{name}.stream")
             share = Share(name, found.disturbed / found.undisturbed, version, minutes)
             share.undisturbed_per_second, share.operator = found.undisturbed, found.operator
+            share.struck, share.missed = found.struck, found.missed
         except Absent as absent:
             share = Share(name, None, minutes=minutes, why=str(absent))
         except AssertionError as error:
             share = Share(name, None, version, minutes, why=f"did not train: {str(error)[-2000:]}")
-        share.machine = machine()
+        share.machine, share.commit = machine(), commit()
         board.add(share)
         print("  ".join(rows.shares([share])[0])[:300], flush=True)
 
 
 def show(board: Board, markdown: bool) -> None:
     """The tables."""
-    said = f"{machine()}, commit {commit()}, load {os.getloadavg()[0]:.1f}"
     tables = [
-        (f"one failure; {said}", rows.heads(), rows.lines(board.failures)),
-        (f"a failure every {EVERY:g} s; {said}", rows.SHARE_HEADS, rows.shares(board.shares)),
+        (f"one failure; {rows.taken(board.failures)}", rows.heads(), rows.lines(board.failures)),
+        (f"a failure every {EVERY:g} s; {rows.taken(board.shares)}", rows.SHARE_HEADS, rows.shares(board.shares)),
     ]
     for title, heads, body in tables:
         if not body:

@@ -25,10 +25,15 @@ STREAM = (  # what comes in the stream, in turn; the order is drawn
 )
 
 
+class Missed(Exception):
+    """The failure found no process that it could strike."""
+
+
 class Target(Protocol):
     """A system that trains."""
 
-    def signal_rank(self, node: int, number: signal.Signals) -> None: ...
+    def signal_rank(self, node: int, number: signal.Signals) -> None:
+        """Raises Missed."""
 
     def power_off(self, node: int) -> None: ...
 
@@ -66,8 +71,14 @@ def _node(target: Target, node: int) -> Repair:
 
 
 def _two(target: Target, node: int) -> None:
+    missed = []
     for each in (node, node ^ 2):
-        target.signal_rank(each, signal.SIGKILL)
+        try:
+            target.signal_rank(each, signal.SIGKILL)
+        except Missed as error:
+            missed.append(error)
+    if len(missed) == 2:
+        raise missed[0]
 
 
 def _rank0(target: Target, node: int) -> Repair:
@@ -80,7 +91,7 @@ def _coordinator(target: Target, node: int) -> Repair:
 
 
 class Failure(NamedTuple):
-    """`strike(target, node)` does it at once; `help` is what it is."""
+    """`strike(target, node)` does it at once, or raises Missed; `help` is what it is."""
 
     help: str
     strike: Callable[[Target, int], Repair | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -43,9 +44,9 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def parse(text: str, process: str) -> list[Note]:
-    """The lines of one process; a last one that is half written is left out."""
+    """The lines of one process; a last one that is half written is left out. A loss that is no number is text."""
     whole = text[: text.rfind("\n") + 1]
-    found = (msgspec.json.decode(line, type=Note) for line in whole.splitlines())
+    found = (msgspec.json.decode(line, type=Note, strict=False) for line in whole.splitlines())
     return [msgspec.structs.replace(note, process=process) for note in found]
 
 
@@ -142,14 +143,19 @@ def _final(stepped: Iterable[Note]) -> dict[tuple[int, str], Note]:
 
 def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, float]) -> float | None:
     """The largest relative difference of a loss to that of the same iteration undisturbed; None without a common
-    one."""
+    one. Infinity where one of them is not finite."""
     apart = [
-        abs(loss - reference[iteration]) / abs(reference[iteration])
+        _apart(loss, reference[iteration])
         for iteration, each in found.items()
         if iteration in reference
         for loss in each
     ]
     return (max(apart) if max(apart) > AGREES else 0.0) if apart else None
+
+
+def _apart(loss: float, wanted: float) -> float:
+    found = abs(loss - wanted) / abs(wanted) if wanted else abs(loss)
+    return found if math.isfinite(found) else math.inf
 
 
 def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.leaderboard import notes
-from benchmarks.leaderboard.failures import FAILURES, NODE, Repair, schedule
+from benchmarks.leaderboard.failures import FAILURES, NODE, Missed, Repair, schedule
 from benchmarks.leaderboard.notes import Figures
 from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
@@ -45,11 +45,14 @@ class Outcome(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """Micro-batches a second that were of use, before the failures and under them."""
+    """Micro-batches a second that were of use, before the failures and under them. struck: failures that found whom to
+    strike; missed: those that did not."""
 
     undisturbed: float
     disturbed: float
     operator: int
+    struck: int
+    missed: int
 
 
 class Due(NamedTuple):
@@ -102,7 +105,7 @@ def _in_an_iteration(system: System) -> None:
 
 
 def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outcome:
-    """One failure of a job of its own. Raises AssertionError when it does not train before."""
+    """One failure of a job of its own. Raises AssertionError when it does not train before, or Missed."""
     with training(kind, folder) as system:
         _in_an_iteration(system)
         struck = time.time()
@@ -147,12 +150,21 @@ def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, fo
         began = time.time()
         _watch(system, undisturbed)
         usual = notes.useful(system.notes, began, time.time(), MICRO_BATCHES) / (time.time() - began)
-        began, last, operator = time.time(), time.time(), 0
+        began, last = time.time(), time.time()
+        operator = struck = missed = 0
         due = [Due(at, failure, node) for at, failure, node in schedule(seconds, seed, NODES)]
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
                 due.remove(each)
-                repair = each.repair() if each.repair else FAILURES[each.failure].strike(system, each.node)
+                if each.repair:
+                    each.repair()
+                    continue
+                try:
+                    repair = FAILURES[each.failure].strike(system, each.node)
+                    struck += 1
+                except Missed:
+                    missed += 1
+                    continue
                 if repair is not None:
                     due.append(Due(time.time() - began + repair.after, repair=repair.action))
             last = max([last, *(note.time for note in system.read() if note.what == "step")])
@@ -161,7 +173,7 @@ def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, fo
                 operator, last, due = operator + 1, time.time(), [each for each in due if each.failure]
             time.sleep(LOOK)
         disturbed = notes.useful(system.notes, began, began + seconds, MICRO_BATCHES) / seconds
-        return Stream(usual, disturbed, operator)
+        return Stream(usual, disturbed, operator, struck, missed)
 
 
 def reference(folder: Path, iterations: int) -> dict[int, float]:

@@ -14,17 +14,20 @@ LIMIT = 30.0  # seconds for what was killed to be gone
 
 def find(run: str, node: str = "") -> list[int]:
     """The living ones of a run, or of one of its nodes."""
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if belongs(pid, run, node)]
+
+
+def belongs(pid: int, run: str, node: str = "") -> bool:
+    """It lives, and is of this run, and of this node of it."""
     wanted = {f"{RUN}={run}".encode(), *([f"{NODE}={node}".encode()] if node else [])}
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (path / "environ").read_bytes()
-            dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            continue
-        if not dead and wanted <= set(variables.split(b"\0")):
-            found.append(int(path.name))
-    return found
+    path = Path("/proc") / str(pid)
+    try:
+        variables = (path / "environ").read_bytes()
+        dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return False
+    return not dead and wanted <= set(variables.split(b"\0"))
 
 
 def kill(run: str, node: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ COLUMNS: dict[str, str] = {
 
 class Row(msgspec.Struct):
     """One failure of one system. survived: None where it could not be tried; `why` says the reason, or what is to be
-    known of the figures."""
+    known of the figures. commit: of Unicron's checkout."""
 
     system: str
     version: str
@@ -38,10 +39,12 @@ class Row(msgspec.Struct):
     repetition: int = 0
     why: str = ""
     machine: str = ""
+    commit: str = ""
 
 
 class Share(msgspec.Struct):
-    """What a system made of its time under a stream of failures, over its own undisturbed run."""
+    """What a system made of its time under a stream of failures, over its own undisturbed run. struck: failures that
+    found whom to strike; None where that was not counted. missed: those that did not."""
 
     system: str
     useful_share: float | None
@@ -50,13 +53,22 @@ class Share(msgspec.Struct):
     undisturbed_per_second: float | None = None
     operator: int = 0
     """Times that an operator had to start the whole job again."""
+    struck: int | None = None
+    missed: int = 0
     why: str = ""
     machine: str = ""
+    commit: str = ""
+
+
+def encode(row: Row | Share) -> dict[str, Any]:
+    """For JSON, which has no infinity: that is text."""
+    objects = msgspec.to_builtins(row).items()
+    return {key: str(it) if isinstance(it, float) and not math.isfinite(it) else it for key, it in objects}
 
 
 def decode(objects: Iterable[dict[str, Any]]) -> list[Row | Share]:
     """What was written as JSON."""
-    return [msgspec.convert(each, Share if "useful_share" in each else Row) for each in objects]
+    return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in objects]
 
 
 def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:
@@ -99,6 +111,13 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     return found
 
 
+def taken(rows: Sequence[Row | Share]) -> str:
+    """On which machines and at which commits, as the rows themselves say."""
+    commits = list(dict.fromkeys(row.commit or "not noted" for row in rows))
+    machines = dict.fromkeys(row.machine or "machine not noted" for row in rows)
+    return f"{'; '.join(machines)}; commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+
+
 def heads() -> list[str]:
     """Of those lines."""
     return ["failure", "system", "survived", *COLUMNS.values(), "remarks"]
@@ -112,6 +131,7 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
             "-" if row.useful_share is None else f"{row.useful_share:.3f}",
             f"{row.minutes:g}",
             "-" if row.undisturbed_per_second is None else f"{row.undisturbed_per_second:.1f}",
+            "-" if row.struck is None else f"{row.struck} of {row.struck + row.missed}",
             str(row.operator),
             row.why,
         ]
@@ -119,7 +139,8 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
     ]
 
 
-SHARE_HEADS = ["system", "useful share", "minutes", "micro-batches/s undisturbed", "begun again by hand", "remarks"]
+SHARE_HEADS = ["system", "useful share", "minutes", "micro-batches/s undisturbed", "failures that struck"]
+SHARE_HEADS += ["begun again by hand", "remarks"]
 
 
 def table(title: str, heads: Sequence[str], body: Iterable[Sequence[str]]) -> Table:

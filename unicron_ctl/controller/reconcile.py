@@ -157,6 +157,7 @@ def _place(
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
             unit=unit_of(view, job),
+            least=job.settings.min_nodes,
         )
         for job in jobs
     ]

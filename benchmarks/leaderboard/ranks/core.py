@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import time
@@ -121,7 +122,8 @@ class Notes:
         self.note("micro", iteration=iteration, index=index)
 
     def step(self, iteration: int, loss: float, world: int, rank: int, micro: list[int]) -> None:
-        self.note("step", iteration=iteration, loss=loss, world=world, rank=rank, micro=micro)
+        said = loss if math.isfinite(loss) else str(loss)  # JSON has no word for it
+        self.note("step", iteration=iteration, loss=said, world=world, rank=rank, micro=micro)
 
 
 def compute(model: nn.Module, iteration: int, rank: int, size: int, notes: Notes) -> tuple[list[int], torch.Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.leaderboard import notes, processes
+from benchmarks.leaderboard.failures import Missed
 from benchmarks.leaderboard.notes import Note
 from tests.support.processes import ROOT, outside_slurm, wait_for
 
@@ -111,9 +112,14 @@ class System:
         return {note.node: note for note in starts}
 
     def signal_rank(self, node: int, number: signal.Signals) -> None:
-        """To the training process of a node; none where there is none."""
-        if (rank := self.ranks().get(node)) and os.path.isdir(f"/proc/{rank.pid}"):
+        """To the training process of a node. Raises Missed where none lives; a stranger may have its pid by then."""
+        rank = self.ranks().get(node)
+        if rank is None or not processes.belongs(rank.pid, self.run):
+            raise Missed(f"no rank lives on node {node}")
+        try:
             os.kill(rank.pid, number)
+        except ProcessLookupError:
+            raise Missed(f"the rank of node {node} has just ended") from None
 
     def node_of_rank_0(self) -> int:
         """Where the process runs that was rank 0 at its last step."""

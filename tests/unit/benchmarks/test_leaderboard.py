@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from benchmarks.leaderboard.__main__ import QUICK, Board, one
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
-from benchmarks.leaderboard.systems import SYSTEMS
+from benchmarks.leaderboard.systems import SYSTEMS, System
 from tests.support.processes import wait_for
 
 RANKS, MICRO = 4, 8
@@ -110,6 +111,27 @@ def test_losses_are_compared_where_both_have_them() -> None:
     assert notes.difference({5: [2.0]}, {0: 2.0}) is None
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_infinitely_far(wrong, tmp_path, monkeypatch) -> None:
+    assert notes.difference({0: [2.0], 1: [wrong]}, {0: 2.0, 1: 3.0}) == math.inf
+    assert notes.difference({0: [2.0]}, {0: wrong}) == math.inf
+    monkeypatch.setattr(core, "OUT", tmp_path)
+    monkeypatch.setenv("LEADERBOARD_NODE", "2")
+    usual = signal.getsignal(signal.SIGUSR2)
+    try:
+        core.Notes(0).step(7, wrong, 4, 0, [1])
+    finally:
+        signal.signal(signal.SIGUSR2, usual)
+    (path,) = tmp_path.glob("notes.2.*")
+    _, step = notes.parse(path.read_text(), path.name)
+    assert step.loss == pytest.approx(wrong, nan_ok=True)
+    assert notes.difference(notes.losses([step]), {7: 1.0}) == math.inf
+    board = Board(tmp_path / "results.json", append=False)
+    board.add(row("a", "hang", loss_difference=math.inf))
+    assert "Infinity" not in (tmp_path / "results.json").read_text()
+    assert Board(tmp_path / "results.json", append=True).rows == board.rows
+
+
 def test_work_that_is_done_twice_or_undone_is_of_no_use() -> None:
     run = trained(range(10), 0.0)
     assert notes.useful(run, 2.0, 10.0, MICRO) == 8 * MICRO
@@ -170,6 +192,23 @@ def test_a_failure_strikes_and_says_what_is_to_be_repaired(name: str, done: list
     assert target.done == done and (repair.after if repair else None) == after
 
 
+def test_a_failure_of_two_strikes_whom_it_finds_and_says_when_it_finds_nobody() -> None:
+    class Thin(Struck):
+        def signal_rank(self, node: int, number: signal.Signals) -> None:
+            if node in self.gone:
+                raise failures.Missed(f"no rank lives on node {node}")
+            super().signal_rank(node, number)
+
+        gone = {2}
+
+    target = Thin()
+    failures.FAILURES["two"].strike(target, failures.NODE)
+    assert target.done == [(0, signal.SIGKILL)]
+    target.gone = {0, 2}
+    with pytest.raises(failures.Missed, match="node 2"):
+        failures.FAILURES["two"].strike(target, failures.NODE)
+
+
 def row(system: str, failure: str, survived: bool | None = True, **more: Any) -> Row:
     return Row(system, "1", failure, survived, **more)
 
@@ -202,6 +241,14 @@ def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
     assert again.rows == board.rows and Board(path, append=False).rows == []
 
 
+def test_each_row_says_at_which_commit_it_was_taken() -> None:
+    some = [row("a", "hang", commit="abc", machine="m"), row("b", "hang", commit="def+", machine="m")]
+    assert rows.taken(some) == "m; commits abc, def+"
+    assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
+    assert rows.taken([row("a", "hang")]) == "machine not noted; commit not noted"
+    assert [line[4] for line in rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])] == ["-", "3 of 4"]
+
+
 def test_all_systems_of_the_leaderboard_are_there() -> None:
     asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
     assert set(SYSTEMS) == set(asked.split())
@@ -213,6 +260,40 @@ def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypat
     made = one(SYSTEMS["torchft"], "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.version == "" and made.next_step_seconds is None
     assert made.why == "no environment .peers/torchft: make leaderboard makes it" and not (tmp_path / "run").exists()
+
+
+class Watched(System):
+    name, settings = "watched", ""
+
+
+def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
+    system = Watched(tmp_path / "run")
+    marks = [{}, {processes.RUN: "another"}, {processes.RUN: system.run}]
+    made = [subprocess.Popen(["sleep", "60"], env=os.environ | mark) for mark in marks]
+    try:
+        for process in made[:2]:
+            system.notes = [Note("start", 1.0, "a", node=2, pid=process.pid)]
+            with pytest.raises(failures.Missed, match="no rank lives on node 2"):
+                system.signal_rank(2, signal.SIGKILL)
+        system.notes = [Note("start", 1.0, "a", node=2, pid=made[2].pid)]
+        system.signal_rank(2, signal.SIGKILL)
+        assert made[2].wait(30) == -signal.SIGKILL and [process.poll() for process in made[:2]] == [None, None]
+        with pytest.raises(failures.Missed):
+            system.signal_rank(2, signal.SIGKILL)
+    finally:
+        for process in made:
+            process.kill()
+            process.wait()
+
+
+def test_a_failure_that_strikes_nobody_is_told_from_one_that_was_survived(tmp_path, monkeypatch) -> None:
+    def nobody(*_: object) -> None:
+        raise failures.Missed("no rank lives on node 2")
+
+    monkeypatch.setattr("benchmarks.leaderboard.play.fail", nobody)
+    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
+    made = one(Watched, "hang", tmp_path / "run", QUICK, {})
+    assert made.survived is None and made.why == "not struck: no rank lives on node 2"
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:

@@ -33,7 +33,7 @@ class Need:
     agent is heard; also one that Slurm counts as ended and has not reached yet, so that it would launch no second copy
     there, and drain the node. requeued: when Slurm was asked to start an element again whose agent has not come yet.
     avoid: nodes where none is to start. reach: the nodes that its elements may be given; None for all. unit: so many
-    elements in a row hold whole replicas."""
+    elements in a row hold whole replicas. least: with fewer elements it does not train."""
 
     job: str
     desired: int
@@ -49,9 +49,14 @@ class Need:
     why: str = ""
     reach: frozenset[str] | None = None
     unit: int = 1
+    least: int = 1
 
     def may_have(self, node: str) -> bool:
         return node not in self.avoid and (self.reach is None or node in self.reach)
+
+    def why_not(self, node: str) -> str:
+        """Of a node that it may not have."""
+        return f"{self.job} avoids {node}" if node in self.avoid else f"{self.job} may not be given {node}"
 
 
 @dataclass
@@ -271,36 +276,60 @@ def _change_nodes(
     leavers: Mapping[str, list[int]],
     started: dict[str, set[int]],
 ) -> None:
-    """A free node that a job avoids still helps it: another job takes that node, and leaves one of its own for it. One
-    of its elements that wait is started there first, so that it never has fewer; where none waits, one leaves first."""
+    """A free node that a job may not have still helps it: another job takes that node, and leaves one of its own for
+    it. One of its elements that wait is started there first; where none waits, one leaves first. A job with no more
+    elements than it needs at least is let alone."""
     for need in needs:
         short = min(
             _missing(need, groups[need.job], leavers[need.job], started[need.job]),
             len(_candidates(work, need, groups[need.job], started[need.job])),
         )
-        for node in sorted(work.good - work.taken)[: max(0, short)]:
-            for other in needs:
-                own = _to_leave_for(work, need, other, node, groups[other.job])
-                extra = _missing(other, groups[other.job], leavers[other.job], started[other.job])
-                if own is None or extra or leavers[other.job]:  # it is changing already, or has its own wants
-                    continue
-                waiting = _candidates(work, other, groups[other.job], started[other.job])
-                taker = next((e for e in waiting if other.lives.get(e.element) != node), None)
-                if taker is None:
-                    leavers[other.job].append(own)
-                    break
-                work.start(taker, node, f"{need.job} avoids {node}: {other.job} takes it, and leaves another for it")
-                work.act("start_now", taker, node, "no need to wait: the node is free")
-                started[other.job].add(taker.element)
+        for node in sorted(work.good - work.taken):
+            if short <= 0:
                 break
+            short -= _changed(work, need, node, needs, groups, leavers, started)
+
+
+def _changed(
+    work: _Place,
+    need: Need,
+    node: str,
+    needs: Sequence[Need],
+    groups: Mapping[str, Mapping[str, list[int]]],
+    leavers: Mapping[str, list[int]],
+    started: Mapping[str, set[int]],
+) -> bool:
+    """Whether some other job takes the free node, and leaves another for `need`."""
+    for other in needs:
+        own = _to_leave_for(work, need, other, node, groups[other.job])
+        extra = _missing(other, groups[other.job], leavers[other.job], started[other.job])
+        if own is None or extra or leavers[other.job]:  # it is changing already, or has its own wants
+            continue
+        waiting = _candidates(work, other, groups[other.job], started[other.job])
+        taker = next((e for e in waiting if other.lives.get(e.element) != node), None)
+        if taker is None:
+            leavers[other.job].append(own)
+            return True
+        work.start(taker, node, f"{need.why_not(node)}: {other.job} takes it, and leaves another for it")
+        work.act("start_now", taker, node, "no need to wait: the node is free")
+        started[other.job].add(taker.element)
+        return True
+    return False
 
 
 def _to_leave_for(work: _Place, need: Need, other: Need, node: str, group: Mapping[str, list[int]]) -> int | None:
-    """Which of its elements the other job could leave to `need` for that free node; None where it could not."""
+    """Which of its elements the other job could leave to `need` for that free node; None where it could not.
+
+    One that does not train goes first. One that trains may leave before the newcomer has joined, so that as many as the
+    job needs at least have to train without it.
+    """
     if other.job == need.job or max(other.unit, need.unit) > 1 or not other.may_have(node) or need.may_have(node):
         return None
-    own = [number for number in group["working"] if need.may_have(work.by_job[other.job][number].node or "")]
-    return max(own) if own and len(group["working"]) > 1 else None
+    working = group["working"]
+    own = [number for number in working if need.may_have(work.by_job[other.job][number].node or "")]
+    if idle := [number for number in own if number not in other.members]:
+        return max(idle) if len(working) > other.least else None
+    return max(own) if own and sum(number in other.members for number in working) > other.least else None
 
 
 def _take_nodes(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.controller.model.cluster import Pin
-from unicron_ctl.controller.plan.placement import Need, place, usable
+from unicron_ctl.controller.plan.placement import Need, Placement, place, usable
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 
@@ -121,6 +122,53 @@ def test_where_nobody_waits_one_leaves_first_but_never_the_last():
     assert said(then) == ["pin 2_0 to b", "release 2_0", "requeue_hold 1_1", "start_now 2_0"]
     alone = place([Need("1", 1, frozenset({0})), needs[1]], [full[0], *short], [nodes[0], nodes[2]], held={("2", 0)})
     assert alone.actions == [] and alone.leaving == {"1": [], "2": []}
+
+
+def waits(job: str, number: int) -> ElementInfo:
+    return element(job, number, "PENDING", reason="JobHeldAdmin", comment="unicron: held")
+
+
+def exchange(full: Need, where: str, elements: list[ElementInfo], **more) -> Placement:
+    """Job 2 is a node short and may not have c; job 1 is full, on the nodes that `where` names."""
+    there = [element("1", number, where=name) for number, name in enumerate(where)]
+    short = Need("2", 1, **(more or {"avoid": frozenset("c")}))
+    nodes = [node(name) for name in "abcd"[: len(where) + 1]]
+    return place([full, short], [*there, *elements, waits("2", 0)], nodes, held={("2", 0), ("1", 9)})
+
+
+@pytest.mark.parametrize("elements", [[], [waits("1", 9)]])
+def test_no_job_is_shrunk_below_its_least_for_another(elements):
+    """Also where a newcomer is started first: one that trains may leave before it has joined."""
+    found = exchange(Need("1", 2, frozenset({0, 1}), least=2), "ab", elements)
+    assert found.actions == [] and found.leaving == {"1": [], "2": []}
+    found = exchange(Need("1", 2, frozenset({0, 1}), least=1), "ab", elements)
+    assert found.leaving["1"] == [1] if not elements else said(found)[0] == "pin 1_9 to c"
+
+
+def test_who_does_not_train_leaves_for_another_first():
+    found = exchange(Need("1", 3, frozenset({1, 2}), least=2), "abd", [])
+    assert said(found) == ["pin 2_0 to a", "release 2_0", "requeue_hold 1_0", "start_now 2_0"]
+    found = exchange(Need("1", 3, frozenset({1, 2}), least=2), "abd", [], avoid=frozenset("ac"))
+    assert found.actions == [] and found.leaving["1"] == [], "of two that train none leaves"
+
+
+def test_a_free_node_of_no_use_to_anybody_hides_no_other():
+    nodes = [node(name) for name in "abcdef"]
+    large = [element("1", 0, where="a"), element("1", 1, where="b"), waits("1", 2)]
+    small = [element("2", 0, where="d"), element("2", 1, where="e"), waits("2", 2), waits("2", 3)]
+    nodes.append(node("g"))
+    needs = [Need("1", 3, frozenset({0, 1}), avoid=frozenset("cfg"))]
+    needs.append(Need("2", 2, frozenset({0, 1}), avoid=frozenset("c")))
+    found = place(needs, [*large, *small], nodes, held={("1", 2), ("2", 2), ("2", 3)})
+    assert said(found) == ["pin 2_2 to f", "release 2_2", "start_now 2_2"], "and one exchange is enough"
+
+
+def test_the_reason_tells_what_is_avoided_from_what_is_out_of_reach():
+    full = Need("1", 2, frozenset({0, 1}))
+    avoided = exchange(full, "ab", [waits("1", 9)]).actions[0].reason
+    assert avoided == "2 avoids c: 1 takes it, and leaves another for it"
+    outside = exchange(full, "ab", [waits("1", 9)], reach=frozenset("ab")).actions[0].reason
+    assert outside == "2 may not be given c: 1 takes it, and leaves another for it"
 
 
 def test_nodes_of_other_peoples_jobs_are_not_given_out():
