@@ -258,7 +258,7 @@ def train(session, more=dict) -> None:
         with (OUT / f"losses.{SLOT}").open("a") as file:
             step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation, **more()}
             step |= {"time": time.time(), "world_size": result.world_size}
-            file.write(json.dumps(step | {"micro_batches": session._ledger.done}) + "\n")
+            file.write(json.dumps(step | {"micro_batches": session._at.ledger.done}) + "\n")
     if os.environ.get("TINY_QUICK") == "1":  # to tear an interpreter full of Megatron down takes 0.2 s of CPU
         sys.stdout.flush()
         sys.stderr.flush()
