@@ -9,9 +9,9 @@ each failure, who was touched that had not failed, and what its parts took.
 from __future__ import annotations
 
 import argparse
-import math
 import gc
 import json
+import math
 import os
 import signal
 import socket
