@@ -25,7 +25,7 @@ from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress
 from benchmarks.torture.run import Defect, Run, Stopped, begin
 from benchmarks.torture.show import Show
-from benchmarks.torture.stage import ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
+from benchmarks.torture.stage import CHECKPOINTS, ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
 from planner.model import PlanError
 from tests.support.processes import ROOT
 from unicron_ctl.errors import WRONG_USE, UserError, one_line
@@ -103,11 +103,11 @@ class Torture:
     def run(self) -> int:
         """The exit status."""
         run = self.progress
+        end_leftovers(self.folder)
         try:
             with Show(run.failures, run.position) as show:
                 left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
                 show.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
-                end_leftovers(self.folder)
                 if not (run.legs and run.legs[-1].ended == FINISHED):
                     self._leg(show)
             order = self._undisturbed()
@@ -134,7 +134,7 @@ class Torture:
         folder = self.folder / f"leg{number}"
         folder.mkdir()
         show.tell(f"starting slurmctld, {NODES} slurmd and unicrond in {folder}")
-        site = Site(folder, self.folder / "checkpoints")
+        site = Site(folder, self.folder / CHECKPOINTS)
         try:
             before = site.inventory()
             part = Run(site, run, show, lambda: self.wanted, self.save)
@@ -142,14 +142,25 @@ class Torture:
                 part.play()
                 part.end()
                 self._leaks(site, part, before)
-                self._log(site, number)
             except Stopped:
                 run.legs[-1].ended = "interrupted"
                 raise
             finally:
+                self._judge(site, part)
                 self.save()
         finally:
             site.close()
+
+    def _judge(self, site: Site, part: Run) -> None:
+        """What a leg has shown, however it ended: what grew, what the ranks have read, the account of micro-batches."""
+        run = self.progress
+        grown = leaks.growth(part.samples)
+        run.lives = {what: run.lives.get(what, 0) + grown.lives.get(what, 0) for what in leaks.WHAT}
+        run.wrong += [f"grows: {what}" for what in grown.found]
+        run.legs[-1].read = {name: site.reads(name) for name in ELEMENTS}
+        for name, job in part.jobs.items():
+            if job.violations:
+                run.wrong.append(f"{name}: {job.violations} violations of the ledger")
 
     def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
         """What the jobs have left, after the next one has passed by on each node."""
@@ -160,18 +171,6 @@ class Torture:
                 passed = True
                 site.pass_by()
         self.progress.wrong += [f"left: {what}" for what in found]
-        self.progress.wrong += [f"grows: {what}" for what in leaks.rising(part.samples)]
-
-    def _log(self, site: Site, number: int) -> None:
-        """Nobody has read a checkpoint since the leg began, and the account of micro-batches is in order."""
-        run = self.progress
-        for name in ELEMENTS:
-            reads = site.reads(name) - run.legs[number].reads.get(name, 0)
-            if reads:
-                run.wrong.append(f"{name}: went back to a checkpoint's file {reads} times (its ranks' logs)")
-        for told in site.controller.ask("jobs"):
-            if told["ledger_violations"]:
-                run.wrong.append(f"{told['name']}: {told['ledger_violations']} violations of the ledger")
 
     def _undisturbed(self) -> float:
         """The same trainings without a fault. Raises Stopped."""
@@ -198,12 +197,14 @@ class Torture:
             jobs.append(figures)
             self.curves.append(curves)
             run.wrong += wrong
+        unseen = [what for what in leaks.WHAT if not run.lives.get(what)]
+        run.wrong += [f"no {what} lived long enough to be judged for growth: ask for more failures" for what in unseen]
         hours = sum(leg.seconds for leg in run.legs) / 3600
         result = _about(run, hours) | {"jobs": jobs, "order_alone": order, "wrong": run.wrong}
         run.legs[-1].ended = PROVEN
         self.save()
         path = self.options.picture or self.folder / "torture.png"
-        title = f"{len(run.done)} failures in {hours:.1f} h, {run.moves} moves of nodes between the jobs"
+        title = f"{len(run.inflicted)} failures in {hours:.1f} h, {run.moves} moves of nodes between the jobs"
         title += f", interrupted {len(run.legs) - 1} times" if len(run.legs) > 1 else ""
         try:
             picture.draw(self.curves, proof.TOLERANCE, path, title)
@@ -223,8 +224,9 @@ def _about(run: Progress, hours: float) -> dict[str, Any]:
         "commit": git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "seed": run.seed,
-        "failures": len(run.done),
-        "refused": run.refused,
+        "failures": len(run.inflicted),
+        "refused": len(run.done) - len(run.inflicted),
+        "lives": run.lives,
         "legs": len(run.legs),
         "hours": hours,
         "moves": run.moves,
@@ -246,6 +248,8 @@ def table(result: dict[str, Any]) -> str:
             f"{job['last_loss']:.3f}; largest difference from the undisturbed run {job['largest']:.1e} (iteration "
             f"{job['where']}; the order of sums alone: {result['order_alone']:.1e}; at most {proof.TOLERANCE:g})"
         )
+    judged = " and ".join(f"{count} lives of {what}" for what, count in result["lives"].items())
+    lines.append(f"{result['refused']} failures were refused and count as none; judged for growth: {judged}")
     lines.append(
         f"{result['failures']} failures in {result['hours']:.2f} h, {result['moves']} moves of nodes between the jobs, "
         f"seed {result['seed']}, commit {result['commit']}, {result['machine']}, {result['date']}"

@@ -1,8 +1,9 @@
 """Was the training the undisturbed one? By what the ranks noted themselves: losses, and the micro-batches that each had
-in its gradient and had fetched. Pure."""
+in its gradient, when it began to reduce and when it had stepped. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,30 +11,15 @@ from typing import Any
 
 NAMED = 5  # iterations in one line
 Step = Mapping[str, Any]
-Fetched = Mapping[int, Mapping[int, set[int]]]
-"""iteration -> slot -> micro-batches."""
 
 
-def fetched(lines: Mapping[int, Iterable[str]]) -> Fetched:
-    """From the lines "INCARNATION ITERATION INDEX" of each slot. A line that a kill has torn counts for nothing."""
-    found: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for slot, written in lines.items():
-        for line in written:
-            words = line.split()
-            if len(words) == 3 and all(word.isdecimal() for word in words):
-                found[int(words[1])][slot].add(int(words[2]))
-    return found
-
-
-def not_once(steps: Iterable[Step], work: Fetched, first: int, last: int, micro_batches: int) -> list[str]:
+def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: int, micro_batches: int) -> list[str]:
     """What is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
 
-    Whoever is gone without a word after the reduce has its part in the sum all the same; then what the others lack is
-    among what it had fetched.
+    reduced: what each rank noted when it began to reduce. Whoever is gone without a word after that has its part in the
+    sum all the same, if it was in the generation that reduced last: in that one the others have stepped.
     """
-    by_iteration: dict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        by_iteration[step["iteration"]].append(step)
+    by_iteration, brought = _by_iteration(steps), _by_iteration(reduced)
     found = []
     for iteration in range(first, last + 1):
         told = by_iteration.get(iteration, [])
@@ -44,15 +30,29 @@ def not_once(steps: Iterable[Step], work: Fetched, first: int, last: int, micro_
         if len(slots) > len(set(slots)):
             found.append(f"iteration {iteration}: stepped twice by one of slots {sorted(slots)}")
             continue
-        counts = Counter(index for step in told for index in step["micro_batches"])
+        parts = {slot: part for slot, part in _last_sum(brought.get(iteration, [])).items() if slot not in slots}
+        parts |= {step["slot"]: step["micro_batches"] for step in told}
+        counts = Counter(index for part in parts.values() for index in part)
         twice = sorted(index for index, count in counts.items() if count > 1)
         if twice:
             found.append(f"iteration {iteration}: micro-batches {twice} in two gradients")
-        silent = {index for slot, has in work.get(iteration, {}).items() if slot not in slots for index in has}
-        missing = set(range(micro_batches)) - counts.keys() - silent
+        missing = sorted(set(range(micro_batches)) - counts.keys())
         if missing:
-            found.append(f"iteration {iteration}: micro-batches {sorted(missing)} in nobody's gradient")
+            found.append(f"iteration {iteration}: micro-batches {missing} in nobody's gradient")
     return found
+
+
+def _by_iteration(steps: Iterable[Step]) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        found[step["iteration"]].append(step)
+    return found
+
+
+def _last_sum(notes: Sequence[Step]) -> dict[int, list[int]]:
+    """slot -> micro-batches, of the latest generation that reduced."""
+    latest = max((note["generation"] for note in notes), default=0)
+    return {note["slot"]: note["micro_batches"] for note in notes if note["generation"] == latest}
 
 
 def curve(steps: Iterable[Step], first: int, last: int) -> tuple[dict[int, float], list[int]]:
@@ -80,7 +80,8 @@ def spans(began: Sequence[int], last: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a curve is from another. largest: relative, at iteration `where`. missing: iterations of only one."""
+    """How far a curve is from another. largest: relative, at iteration `where`; infinite where one of the two is no
+    number. missing: iterations of only one."""
 
     iterations: int
     largest: float
@@ -89,14 +90,20 @@ class Apart:
     over: int
 
 
+def difference(loss: float, reference: float) -> float:
+    """Relative; infinite where one of the two is no finite number, for that is near nothing."""
+    both = math.isfinite(loss) and math.isfinite(reference)
+    return abs(loss - reference) / abs(reference) if both else math.inf
+
+
 def apart(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Apart:
     """`over`: how many iterations differ by more than the tolerance, relative."""
     last = max(losses, default=-1)
     wanted = set(range(last + 1))
     missing = tuple(sorted(wanted - (losses.keys() & reference.keys())))
-    differences = {i: abs(losses[i] - reference[i]) / abs(reference[i]) for i in sorted(wanted - set(missing))}
+    differences = {i: difference(losses[i], reference[i]) for i in sorted(wanted - set(missing))}
     where = max(differences, key=lambda i: differences[i], default=-1)
-    over = sum(difference > tolerance for difference in differences.values())
+    over = sum(not each <= tolerance for each in differences.values())
     return Apart(len(differences), differences.get(where, 0.0), where, missing, over)
 
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
-FEWEST = 12  # samples of one process from which a trend is judged
+T = TypeVar("T")
+WHAT = ("unicrond", "agent")
+YOUNG = 6.0  # seconds of age until which a process still loads what it needs
+FEWEST = 12  # samples of one process, from that age on, by which its life is judged
+LIVES = 6  # judged lives of one kind from which they are compared with each other
 SLACK = {"descriptors": 12.0, "megabytes": 40.0}  # a rise below it is none, however steady
 SHARE = 0.2  # nor is one below this part of what was there
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at a time. what: unicrond or agent. started: with the pid it names the process for good."""
+    """What one process held at a time. what: one of WHAT. started: with the pid it names the process for good.
+    age: seconds since then."""
 
     time: float
     what: str
     pid: int
     started: int
+    age: float
     descriptors: int
     megabytes: float
 
@@ -29,34 +36,59 @@ class Sample:
 def sample(now: float, what: str, pid: int) -> Sample | None:
     """Of a living process; None when it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        age = float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return Sample(now, what, pid, int(stat[19]), len(os.listdir(f"/proc/{pid}/fd")), resident / 1e6)
+        return Sample(now, what, pid, started, age, len(os.listdir(f"/proc/{pid}/fd")), resident / 1e6)
     except OSError:
         return None
 
 
-def rising(samples: Iterable[Sample]) -> list[str]:
-    """The processes that held more in the last third of their life than in the middle one, and there more than in the
-    first; in one line each."""
-    lives: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
-    for each in samples:
-        lives[each.what, each.pid, each.started].append(each)
+@dataclass(frozen=True)
+class Growth:
+    """lives: of each kind, how many were long enough to be judged. found: what grew, in one line each."""
+
+    lives: Mapping[str, int]
+    found: tuple[str, ...]
+
+
+def growth(samples: Iterable[Sample]) -> Growth:
+    """What a process holds more and more of in its life, and what each life has more of than those before it had at
+    the same age: daemons are killed every minute here, and what one of them leaves the next one may take up."""
+    by_process: dict[tuple[int, int, str], list[Sample]] = defaultdict(list)
+    for each in sorted(samples, key=lambda one: one.time):
+        if each.age >= YOUNG:
+            by_process[each.started, each.pid, each.what].append(each)
+    lives: dict[str, list[list[Sample]]] = defaultdict(list)
     found = []
-    for (what, pid, _), life in sorted(lives.items()):
-        if len(life) < FEWEST:
-            continue
-        for name, slack in SLACK.items():
-            first, middle, last = (median(getattr(one, name) for one in part) for part in _thirds(life))
-            if first < middle < last and last - first > max(slack, SHARE * first):
-                found.append(f"{what} {pid}: {name} {first:.0f}, {middle:.0f}, {last:.0f} in the thirds of its life")
+    for (_, pid, what), life in sorted(by_process.items()):
+        if len(life) >= FEWEST:
+            lives[what].append(life)
+            found += [f"{what} {pid}: {rise} in the thirds of its life" for rise in _rising(life, _held)]
+    for what, of in sorted(lives.items()):
+        if len(of) >= LIVES:
+            found += [f"{what}: {rise} in the thirds of its {len(of)} lives" for rise in _rising(of, _early)]
+    return Growth({what: len(of) for what, of in lives.items()}, tuple(found))
+
+
+def _held(each: Sample, name: str) -> float:
+    return float(getattr(each, name))
+
+
+def _early(life: Sequence[Sample], name: str) -> float:
+    """At an age that every judged life has reached."""
+    return median(_held(each, name) for each in life[:FEWEST])
+
+
+def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
+    """Of what the last third has more than the middle one, and that one more than the first."""
+    third, found = len(items) // 3, []
+    parts = items[:third], items[third : 2 * third], items[2 * third :]
+    for name, slack in SLACK.items():
+        first, middle, last = (median(held(each, name) for each in part) for part in parts)
+        if first < middle < last and last - first > max(slack, SHARE * first):
+            found.append(f"{name} {first:.0f}, {middle:.0f}, {last:.0f}")
     return found
-
-
-def _thirds(life: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample], Sequence[Sample]]:
-    ordered = sorted(life, key=lambda one: one.time)
-    third = len(ordered) // 3
-    return ordered[:third], ordered[third : 2 * third], ordered[2 * third :]
 
 
 @dataclass(frozen=True)

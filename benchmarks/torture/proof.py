@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.torture import curves
 from benchmarks.torture.picture import Curves
-from benchmarks.torture.progress import Progress
+from benchmarks.torture.progress import Leg, Progress
 from benchmarks.torture.schedule import KINDS, NOBODY
-from benchmarks.torture.stage import MICRO_BATCHES, TRAININGS, Training, wipe
+from benchmarks.torture.stage import CHECKPOINTS, MICRO_BATCHES, TRAININGS, Training, reads, wipe
 from tests.support.jobs import TINY, json_lines
 from tests.support.processes import of_a_world
 
@@ -77,7 +77,7 @@ def run_undisturbed(folder: Path, lasts: dict[str, int], look: Callable[[int], N
     short = min(ORDER_ITERATIONS, lasts[first.name] + 1)
     _drive([Undisturbed(folder / "order", first, short, ranks=2)], look)
     one, two = losses_of(folder / f"undisturbed-{first.name}"), losses_of(folder / "order")
-    return max(abs(two[i] / one[i] - 1.0) for i in range(short))
+    return max(curves.difference(two[i], one[i]) for i in range(short))
 
 
 def _drive(runs: Sequence[Undisturbed], look: Callable[[int], None]) -> None:
@@ -92,10 +92,24 @@ def _drive(runs: Sequence[Undisturbed], look: Callable[[int], None]) -> None:
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """What the ranks of a job of one leg have noted of their steps."""
+    return notes_of(folder, "losses")
+
+
+def notes_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of NAME.SLOT of a job of one leg."""
     found = []
-    for path in sorted(folder.glob("losses.*")):
-        found += [{"slot": int(path.suffix[1:]), **step} for step in json_lines(path)]
+    for path in sorted(folder.glob(f"{name}.*")):
+        found += [{"slot": int(path.suffix[1:]), **note} for note in json_lines(path)]
     return found
+
+
+def read_again(leg: Leg, logs: Path, checkpoints: Path) -> int:
+    """How often a job's ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
+    ended with its machine the logs tell it, for nobody has counted."""
+    name = logs.name
+    if name not in leg.reads:
+        return 0
+    return leg.read.get(name, reads(logs, checkpoints)) - leg.reads[name]
 
 
 def of_job(folder: Path, progress: Progress, training: Training) -> tuple[dict[str, Any], Curves, list[str]]:
@@ -107,9 +121,11 @@ def of_job(folder: Path, progress: Progress, training: Training) -> tuple[dict[s
     began = [min(step["iteration"] for step in of) for of in told]
     last = max((step["iteration"] for of in told for step in of), default=-1)
     losses: dict[int, float] = {}
+    for number, leg in enumerate(legs):
+        again = read_again(progress.legs[number], leg, folder / CHECKPOINTS / name)
+        wrong += [f"went back to a checkpoint's file {again} times in leg {number}"] if again else []
     for (first, end), of, leg in zip(curves.spans(began, last), told, paths, strict=True):
-        lines = {int(path.suffix[1:]): path.read_text().splitlines() for path in leg.glob("fetched.*")}
-        wrong += curves.not_once(of, curves.fetched(lines), first, end, MICRO_BATCHES)
+        wrong += curves.not_once(of, notes_of(leg, "reduced"), first, end, MICRO_BATCHES)
         mine, split = curves.curve(of, first, end)
         losses |= mine
         if split:
@@ -120,7 +136,7 @@ def of_job(folder: Path, progress: Progress, training: Training) -> tuple[dict[s
         wrong.append(f"{apart.over} losses differ by more than {TOLERANCE:g}: {apart.largest:.1e} at {apart.where}")
     if apart.missing:
         wrong.append(f"no loss of iterations {curves.named(apart.missing)}")
-    struck = [done.iteration for done in progress.done if done.job == name]
+    struck = [done.iteration for done in progress.inflicted if done.job == name]
     figures = {"name": name, "faults": len(struck), "last_iteration": last, **asdict(apart)}
     figures |= {"first_loss": losses.get(0), "last_loss": losses.get(last), "reference_loss": wanted.get(last)}
     kept = {iteration: wanted[iteration] for iteration in losses if iteration in wanted}
@@ -128,10 +144,11 @@ def of_job(folder: Path, progress: Progress, training: Training) -> tuple[dict[s
 
 
 def healing(progress: Progress) -> dict[str, Any]:
-    """By kind: how many, and seconds until the job was sound again."""
+    """By kind that can be had here: how many, and seconds until the job was sound again."""
     found = {}
-    for kind, how in KINDS.items():
-        done = [one for one in progress.done if one.kind == kind]
+    for kind in progress.kinds:
+        how = KINDS[kind]
+        done = [one for one in progress.inflicted if one.kind == kind]
         after = [one.sound_after for one in done if one.sound_after is not None and how.takes != NOBODY]
         found[kind] = {
             "count": len(done),

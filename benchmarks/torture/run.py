@@ -24,7 +24,7 @@ HEAL_LIMIT = 240.0  # from a fault to a sound job, and to all nodes in use
 END_LIMIT = 120.0
 POLL = 0.25
 LOOK_AT_NODES = 2.0  # seconds between two looks of the admin
-SAMPLE = 15.0  # seconds between two looks at descriptors
+SAMPLE = 2.0  # seconds between two looks at descriptors: a daemon lives for a minute
 CALM_EVERY = 50  # faults after which all is to be whole
 FEW = 20  # a run of so few is to be whole that often
 PAGE = 5000
@@ -218,8 +218,9 @@ class Run:
     def _refused(self, event: dict[str, Any]) -> None:
         """The agent could not do it: that was no failure, and the job has no wound."""
         self.show.tell(f"refused: {event['reason']}")
-        self.progress.refused += 1
-        self.wounds.pop(self._name(event["job"]), None)
+        name = self._name(event["job"])
+        if self.progress.refuse(name, event["fault"]):
+            self.wounds.pop(name, None)
 
     def _name(self, number: str) -> str:
         return next((name for name, each in self.site.ids.items() if each == number), "")

@@ -22,9 +22,11 @@ from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY
 from tests.support.links import AGENT, OTHER_STEP
 from tests.support.processes import LIMIT, ROOT, outside_slurm
+from unicron_ctl.errors import UserError
 from unicron_ctl.localslurm import LocalCluster, processes
 
 NODES = 5
+CHECKPOINTS = "checkpoints"  # of the jobs, below the run's folder
 EPILOG = ROOT / "slurm_plugin" / "epilog.d" / "50-unicron"
 KEEP_MINUTES = 1  # for training state of an element that may come back; a site has 15
 MICRO_BATCHES = 8
@@ -189,9 +191,7 @@ class Site:
 
     def reads(self, name: str) -> int:
         """How often a rank of the job has said that it begins with a checkpoint's file (`transition/beginnings.py`)."""
-        said = f"goes on from {self.checkpoints / name}"
-        logs = (self.folder / name).glob("*.log")
-        return sum(path.read_text(errors="replace").count(said) for path in logs)
+        return reads(self.folder / name, self.checkpoints / name)
 
     # ------------------------------------------------------------ nodes and processes
     def out_of_service(self) -> dict[str, str]:
@@ -225,6 +225,12 @@ class Site:
         return leaks.Inventory(kinds, leaks.files(places) | _cages(), nodes, tuple(sorted(held)))
 
 
+def reads(logs: Path, checkpoints: Path) -> int:
+    """As `Site.reads`, of a job's logs in a folder, be the cluster up or not."""
+    said = f"goes on from {checkpoints}"
+    return sum(path.read_text(errors="replace").count(said) for path in logs.glob("*.log"))
+
+
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 
 
@@ -240,12 +246,17 @@ def _cages() -> dict[str, int]:
 
 
 def end_leftovers(folder: Path) -> None:
-    """Ends what an earlier leg has left running where its machine lived on and the run did not."""
+    """Ends what an earlier leg has left running where its machine lived on and the run did not. Raises UserError."""
     for leg in sorted(folder.glob("leg*")):
         if (leg / "slurm" / "cluster.json").is_file():
             LocalCluster.load(leg / "slurm").down()
     for pid in _of_run(folder):
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            raise UserError(f"process {pid} of the run in {folder} is not yours: run this as its user") from None
 
 
 def _of_run(folder: Path) -> list[int]:

@@ -16,6 +16,7 @@ from tests.support.processes import ROOT, outside_slurm, wait_for
 
 LIMIT = 1800
 FAILURES, INTERRUPTED_AFTER = 60, 20
+MOST_REFUSED = 3  # by an agent whose rank has died meanwhile
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(LIMIT + 60)]
 
 
@@ -69,8 +70,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 def test_sixty_failures_leave_the_training_as_it_would_have_been(runner: Runner) -> None:
     result = json.loads(runner.result.read_text())
     assert result["wrong"] == []
-    assert result["failures"] == FAILURES and sum(of["count"] for of in result["kinds"].values()) == FAILURES
-    assert all(of["count"] for of in result["kinds"].values() if of["count"] is not None)
+    assert result["failures"] + result["refused"] == FAILURES and result["refused"] <= MOST_REFUSED
+    assert sum(of["count"] for of in result["kinds"].values()) == result["failures"]
+    assert sum(of["count"] == 0 for of in result["kinds"].values()) <= result["refused"]
+    assert all(result["lives"].values())
     assert result["moves"] > 0
     for job in result["jobs"]:
         assert job["faults"] > 10 and job["last_loss"] < job["first_loss"]

@@ -173,8 +173,24 @@ def around_generations() -> None:
     around(shards, "fill", "filled")
     around(shards.Shards, "send_copies", "copies")
     around(shards.Shards, "confirm", "confirm")
+    note_reduces(session.Session)
     if any(fault["at"] in COPIES for fault in FAULTS):
         around_copies()
+
+
+def note_reduces(session_type: type) -> None:
+    """What a rank brings into the sum is in "reduced.SLOT" before anybody can have it: its part stays there when it is
+    killed, and it says nothing afterwards."""
+    original = session_type._reduce
+
+    def noted(self):
+        ledger = self._at.ledger
+        with (OUT / f"reduced.{SLOT}").open("a") as file:
+            said = {"iteration": ledger.iteration, "generation": self.generation, "micro_batches": ledger.done}
+            file.write(json.dumps(said) + "\n")
+        return original(self)
+
+    session_type._reduce = noted
 
 
 def around_copies() -> None:

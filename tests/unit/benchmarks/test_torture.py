@@ -4,11 +4,13 @@ leaks, the picture."""
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.torture import __main__ as command
@@ -149,6 +151,33 @@ def test_only_the_last_fault_of_a_job_is_healed_and_only_once() -> None:
     assert run.settle("small", 300.0) is None
 
 
+def test_a_refused_fault_is_no_failure() -> None:
+    run = Progress(3, 60, 5.0, NAMES, done=[done(0), done(1, "small"), done(2)], legs=[Leg(0.0)])
+    assert not run.refuse("small", "hang-stop") and not run.refuse("other", "rank-kill")
+    assert run.refuse("large", "rank-kill")  # its last one: it has no wound any more
+    assert run.settle("large", 104.0) is None
+    assert [one.index for one in run.inflicted] == [0, 1] and proof.healing(run)["rank-kill"]["count"] == 2
+    assert not run.done[0].refused
+    late = Progress(3, 60, 5.0, NAMES, done=[done(0), msgspec.structs.replace(done(1), kind="slow:1.5")])
+    assert not late.refuse("large", "rank-kill") and late.done[0].refused
+
+
+def test_kinds_that_cannot_be_had_here_are_not_counted() -> None:
+    assert list(proof.healing(Progress(3, 60, 5.0, ["rank-kill", "oom"]))) == ["rank-kill", "oom"]
+
+
+def test_what_was_left_running_and_cannot_be_ended_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> None:
+        raise UserError(f"the cluster in {folder} is not yours; run this as its user")
+
+    monkeypatch.setattr(command, "end_leftovers", fails)
+    assert command.main(["--folder", str(tmp_path), "--failures", "1"]) == 1
+    assert "is not yours" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []  # nothing began
+
+
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--resume", "--folder", str(tmp_path)]) == 2
     Progress(1, 2, 5.0, []).save(tmp_path)
@@ -168,24 +197,40 @@ def step(slot: int, iteration: int, counted: list[int], loss: float = 1.0, gener
 
 def test_every_micro_batch_is_in_one_gradient() -> None:
     good = [step(0, 0, [0, 2]), step(1, 0, [1, 3]), step(0, 1, [0, 1, 2, 3])]
-    assert curves.not_once(good, {}, 0, 1, 4) == []
-    (twice,) = curves.not_once([*good, step(1, 1, [3])], {}, 0, 1, 4)
+    assert curves.not_once(good, [], 0, 1, 4) == []
+    (twice,) = curves.not_once([*good, step(1, 1, [3])], [], 0, 1, 4)
     assert "iteration 1: micro-batches [3] in two" in twice
-    (lost,) = curves.not_once(good[1:], {}, 0, 1, 4)
+    (lost,) = curves.not_once(good[1:], [], 0, 1, 4)
     assert "micro-batches [0, 2] in nobody's" in lost
-    (again,) = curves.not_once([*good, step(0, 1, [])], {}, 0, 1, 4)
+    (again,) = curves.not_once([*good, step(0, 1, [])], [], 0, 1, 4)
     assert "stepped twice" in again
-    (absent,) = curves.not_once(good, {}, 0, 2, 4)
+    (absent,) = curves.not_once(good, [], 0, 2, 4)
     assert "iteration 2: nobody noted it" in absent
 
 
-def test_who_died_without_a_word_may_have_had_what_is_missing_but_nothing_else() -> None:
-    work = curves.fetched({1: ["0 0 1", "0 0 3", "0 1", "torn"]})
-    assert curves.not_once([step(0, 0, [0, 2])], work, 0, 0, 4) == []
-    (lost,) = curves.not_once([step(0, 0, [0])], work, 0, 0, 4)
-    assert "[2] in nobody's" in lost
-    (lost,) = curves.not_once([step(0, 0, [0, 2]), step(1, 0, [1])], work, 0, 0, 4)  # it did speak
+def note(slot: int, counted: list[int], generation: int = 1) -> dict[str, Any]:
+    return {"slot": slot, "iteration": 0, "generation": generation, "micro_batches": counted}
+
+
+def test_who_died_without_a_word_after_the_reduce_has_its_part_in_the_sum_and_nobody_else() -> None:
+    first = step(0, 0, [0, 2])
+    assert curves.not_once([first], [note(0, [0, 2]), note(1, [1, 3])], 0, 0, 4) == []
+    (lost,) = curves.not_once([first], [note(0, [0, 2])], 0, 0, 4)  # killed while it computed
+    assert "[1, 3] in nobody's" in lost
+    (lost,) = curves.not_once([first], [note(0, [0, 2]), note(1, [1])], 0, 0, 4)
     assert "[3] in nobody's" in lost
+    (twice,) = curves.not_once([step(0, 0, [0, 1, 2, 3])], [note(0, [0, 1, 2, 3]), note(1, [1, 3])], 0, 0, 4)
+    assert "[1, 3] in two" in twice
+
+
+def test_a_part_in_a_sum_that_was_made_anew_counts_for_nothing() -> None:
+    broken = [note(0, [0, 2]), note(1, [1, 3]), note(0, [0, 2], generation=2)]
+    (lost,) = curves.not_once([step(0, 0, [0, 2], generation=2)], broken, 0, 0, 4)
+    assert "[1, 3] in nobody's" in lost
+    anew = [*broken[:2], note(0, [0, 1, 2, 3], generation=2)]
+    assert curves.not_once([step(0, 0, [0, 1, 2, 3], generation=2)], anew, 0, 0, 4) == []
+    kept = broken[:2]  # the sum of generation 1 was stepped by the plan of generation 2
+    assert curves.not_once([step(0, 0, [0, 2], generation=2)], kept, 0, 0, 4) == []
 
 
 def test_the_loss_of_the_later_generation_counts_and_members_must_agree() -> None:
@@ -193,6 +238,13 @@ def test_the_loss_of_the_later_generation_counts_and_members_must_agree() -> Non
     assert curves.curve(steps, 0, 5) == ({0: 5.0, 1: 4.1}, [])
     assert curves.curve([*steps, step(2, 0, [], 5.1)], 0, 5)[1] == [0]
     assert curves.curve(steps, 1, 5)[0] == {1: 4.1}
+
+
+@pytest.mark.parametrize("no_number", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_as_far_away_as_can_be(no_number: float) -> None:
+    for mine, other in ((no_number, 1.0), (1.0, no_number), (no_number, no_number)):
+        told = curves.apart({0: 2.0, 1: mine, 2: 1.0}, {0: 2.0, 1: other, 2: 1.0}, 1e-3)
+        assert (told.where, told.over, told.largest) == (1, 1, math.inf)
 
 
 def test_what_a_leg_trains_again_counts_once() -> None:
@@ -209,22 +261,46 @@ def test_the_largest_difference_is_found_and_so_is_what_is_missing() -> None:
 
 
 # ------------------------------------------------------------ leaks
-def life(values: list[int], what: str = "agent", pid: int = 7) -> list[leaks.Sample]:
-    return [leaks.Sample(float(i), what, pid, 1, value, 50.0) for i, value in enumerate(values)]
+def life(values: list[int], what: str = "agent", pid: int = 7, born: float = 0.0) -> list[leaks.Sample]:
+    ages = [2.0 * i for i in range(len(values))]
+    return [
+        leaks.Sample(born + age, what, pid, round(100 * born), age, value, 50.0)
+        for age, value in zip(ages, values, strict=True)
+    ]
 
 
 def test_a_rising_trend_is_found_and_noise_is_none() -> None:
-    assert leaks.rising(life([40 + 3 * i for i in range(30)])) != []
-    assert leaks.rising(life([40 + 30 * (i % 3) for i in range(30)])) == []
-    assert leaks.rising(life([40] * 10 + [80] * 20)) == []  # a step, as at a start
-    assert leaks.rising(life([40 + 3 * i for i in range(leaks.FEWEST - 1)])) == []
+    (rise,) = leaks.growth(life([40 + 3 * i for i in range(30)])).found
+    assert rise.startswith("agent 7: descriptors") and "of its life" in rise
+    assert leaks.growth(life([40 + 30 * (i % 3) for i in range(30)])).found == ()
+    assert leaks.growth(life([40] * 10 + [80] * 20)).found == ()  # a step, as at a start
     many = [one for pid in range(9) for one in life([40 + 20 * pid] * 4, pid=pid)]
-    assert leaks.rising(many) == []  # other processes, not one that grows
+    assert leaks.growth(many) == leaks.Growth({}, ())  # other processes, not one that grows
+
+
+def test_how_many_lives_were_long_enough_is_told() -> None:
+    young = int(leaks.YOUNG / 2)
+    short, enough = life([40] * (young + leaks.FEWEST - 1)), life([40] * (young + leaks.FEWEST), pid=8)
+    assert leaks.growth(short).lives == {} and leaks.growth([*short, *enough]).lives == {"agent": 1}
+
+
+def test_a_daemon_of_short_lives_is_compared_with_those_before_it_at_the_same_age() -> None:
+    def lives(held: list[int]) -> list[leaks.Sample]:  # the longer ones hold more in their later years
+        born = enumerate(held)
+        return [s for i, n in born for s in life([n] * 20 + [n + 90] * i, "unicrond", 7 + i, 60.0 * i)]
+
+    told = leaks.growth(lives([40 + 6 * i for i in range(9)]))
+    assert told.lives == {"unicrond": 9}
+    (rise,) = told.found
+    assert rise == "unicrond: descriptors 46, 64, 82 in the thirds of its 9 lives"
+    assert leaks.growth(lives([40] * 9)).found == ()
+    assert leaks.growth(lives([40 + 6 * i for i in range(leaks.LIVES - 1)])).found == ()
 
 
 def test_this_process_is_looked_at(tmp_path: Path) -> None:
     found = leaks.sample(3.0, "agent", os.getpid())
     assert found is not None and found.descriptors > 2 and found.megabytes > 5
+    assert 0.0 < found.age < float(Path("/proc/uptime").read_text().split()[0])
     assert leaks.sample(3.0, "agent", 2**22 + 1) is None
 
 
@@ -306,3 +382,34 @@ def test_the_proof_of_a_job_goes_over_all_legs(tmp_path: Path) -> None:
     write(tmp_path / "far" / f"undisturbed-{training.name}", 0, 4)
     _, _, (wrong_one,) = proof.of_job(tmp_path / "far", Progress(1, 2, 5.0, NAMES, legs=[Leg(0.0)]), training)
     assert "large: 5 losses differ by more than 1e-05" in wrong_one
+
+
+def test_checkpoints_read_in_a_leg_that_was_interrupted_are_found(tmp_path: Path) -> None:
+    """Whether its end was counted, or its machine went down and only the logs are there."""
+    logs, checkpoints = tmp_path / "leg1" / "large", tmp_path / "checkpoints" / "large"
+    logs.mkdir(parents=True)
+    (logs / "0.log").write_text(f"goes on from {checkpoints}/iter_50\n" * 3)
+    assert proof.read_again(Leg(0.0, reads={"large": 1}), logs, checkpoints) == 2
+    assert proof.read_again(Leg(0.0, reads={"large": 1}, read={"large": 1}), logs, checkpoints) == 0
+    assert proof.read_again(Leg(0.0), logs, checkpoints) == 0  # it never trained
+    training = TRAININGS[0]
+    lines = "".join(json.dumps(step(0, i, list(range(8)))) + "\n" for i in range(3))
+    for folder in (logs, tmp_path / f"undisturbed-{training.name}"):
+        folder.mkdir(exist_ok=True)
+        (folder / "losses.0").write_text(lines)
+    run = Progress(1, 2, 5.0, NAMES, legs=[Leg(0.0), Leg(1.0, reads={training.name: 1}, ended="interrupted")])
+    _, _, wrong = proof.of_job(tmp_path, run, training)
+    assert wrong == ["large: went back to a checkpoint's file 2 times in leg 1"]
+
+
+def test_a_leg_is_judged_however_it_ended(tmp_path: Path) -> None:
+    torture = command.Torture(command.arguments(["--folder", str(tmp_path), "--failures", "1"]))
+    torture.progress.legs.append(Leg(0.0, reads={"large": 1}))
+    rises = life([40 + 3 * i for i in range(30)], "unicrond")
+    part: Any = SimpleNamespace(samples=rises, jobs={"small": job(violations=2)})
+    site: Any = SimpleNamespace(reads={"large": 3, "small": 0}.__getitem__)
+    torture._judge(site, part)
+    assert torture.progress.legs[0].read == {"large": 3, "small": 0}
+    assert torture.progress.lives == {"unicrond": 1, "agent": 0}
+    grows, violations = torture.progress.wrong
+    assert grows.startswith("grows: unicrond 7") and violations == "small: 2 violations of the ledger"
