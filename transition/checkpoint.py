@@ -263,7 +263,8 @@ class Checkpoints:
                 os.fsync(file.fileno())
             finished(path, writer.mark)
             self.newest = iteration
-            folders.prune(self.folder, self.keep)
+            with contextlib.suppress(OSError):  # it is written, whatever becomes of older ones
+                folders.prune(self.folder, self.keep)
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too

@@ -191,7 +191,7 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
 
 
-@pytest.mark.parametrize("without_room", [False, True])
+@pytest.mark.parametrize("without_room", [pytest.param(False, marks=pytest.mark.long), True])
 def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, without_room):
     """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set."""
     saves, writes = tmp_path / "saves", range(2, ITERATIONS)
@@ -213,7 +213,7 @@ def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, 
     ("kind", "by_agents"),
     [
         ({"TINY_LAYOUT": "2 1 1"}, True),
-        ({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False),
+        pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
         ({"TINY_DISTOPT": "1"}, True),
     ],
     ids=["memory", "nothing in memory", "distributed optimizer"],

@@ -150,7 +150,7 @@ def test_a_second_failure_in_the_resumed_part(run):
     assert recomputed(ranks, 1) <= 2 and len([lost for _, lost, _ in ranks.breaks if lost]) == 4
 
 
-@pytest.mark.parametrize("at", ["enter", "world", "entered"])
+@pytest.mark.parametrize("at", ["enter", pytest.param("world", marks=pytest.mark.long), "entered"])
 def test_a_second_failure_while_groups_are_rebuilt(run, at):
     """Before, in the middle, and after the building of the groups, and at some moment of it."""
     ranks = run(

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,10 +51,20 @@ def prune(folder: Path, keep: int) -> None:
         match = OLD_NAME.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
         if match and int(match[1]) < oldest:
             _remove(path)
-    for new in [*folder.glob("iteration-*/*.new"), *folder.glob("iteration-*.new")]:
+    for new in _unfinished(folder):
         with contextlib.suppress(OSError):
             if time.time() - new.stat().st_mtime > STALE_SECONDS:
                 new.unlink()
+
+
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Files that somebody writes, or wrote when it died."""
+    for path in folder.iterdir():
+        if _FOLDER.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # another one has removed it meanwhile
+                yield from [each for each in path.iterdir() if each.name.endswith(".new")]
+        elif path.name.startswith("iteration-") and path.name.endswith(".new"):
+            yield path
 
 
 def _remove(path: Path) -> None:

@@ -3,7 +3,10 @@ job that nobody leads any more."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -213,6 +216,30 @@ def test_so_many_whole_ones_stay(tmp_path, state):
     assert names(tmp_path) == ["iteration-00000002", "iteration-00000003"]
     written(tmp_path, state, 4, one)
     assert names(tmp_path) == ["iteration-00000002", "iteration-00000003", "iteration-00000004"], "half of it is there"
+
+
+def test_what_all_who_write_remove_at_the_same_time_is_no_trouble(tmp_path, state, monkeypatch):
+    """Defect: a rank had written its last file, and said that it had not, since a folder went while it looked there."""
+    for iteration in (1, 2, 3):
+        written(tmp_path, state, iteration, Writer(), keep=9)
+    ask, looks = (os.scandir, os.listdir), itertools.count()
+
+    def racing(which: int):
+        def looked(path):
+            if isinstance(path, int) or Path(path) != tmp_path:
+                return ask[which](path)
+            found = list(ask[which](path))
+            if next(looks) == 2:  # for files that nobody finished
+                shutil.rmtree(tmp_path / "iteration-00000003")
+            return found if which else contextlib.nullcontext(found)
+
+        return looked
+
+    monkeypatch.setattr(os, "scandir", racing(0))
+    monkeypatch.setattr(os, "listdir", racing(1))
+    job = Checkpoints(tmp_path, keep=2)
+    job.save_last(state, 4)
+    assert iterations(tmp_path) == [4] and next(looks) > 2
 
 
 def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatch, capsys):
