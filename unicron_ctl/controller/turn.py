@@ -138,8 +138,7 @@ class Turns:
             view.live.touched.update(job.elements(job.hit(view.live.blocked)))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives; of one that does not answer others are
-        asked, for its lease is longer than survivors should wait where its own node says that nobody listens there."""
+        """After a rank stopped by itself every agent is asked whether it lives."""
         if job.phase is Phase.BREAKING:
             return
         latest = self._view.now - progress.WITNESS_SECONDS
@@ -147,8 +146,6 @@ class Turns:
         if since is not None:
             for agent in progress.unheard_since(view, since):
                 self._order(agent, f"ping {since}", wire.Ping())
-                if agent.suspect_since is None and self._view.now - since > progress.UNANSWERED_SECONDS:
-                    self._view.live.suspect(agent, self._view.now)
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
