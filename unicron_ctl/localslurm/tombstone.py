@@ -11,12 +11,15 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from wherever the package is
 from detector import blackhole
 
+ENDING_SECONDS = 10.0  # for killed processes to close their ports
+AGAIN_SECONDS = 0.01
 _LISTENS = "0A"  # a state of proc_net_tcp(5)
 
 
@@ -38,14 +41,25 @@ def ports_of(pids: Iterable[int]) -> list[int]:
     return sorted(found)
 
 
+def hold(port: int) -> socket.socket | None:
+    """A socket that answers nobody; None while the port is somebody's."""
+    with contextlib.suppress(OSError):
+        one = socket.create_server(("", port))
+        blackhole.deafen(one)
+        return one
+    return None
+
+
 def main() -> None:
-    """Holds the ports; one that somebody has taken meanwhile is left alone."""
-    held = []
-    for port in map(int, sys.argv[3:]):
-        with contextlib.suppress(OSError):
-            one = socket.create_server(("", port))
-            blackhole.deafen(one)
-            held.append(one)
+    """Holds the ports. Those who had them may still be ending: a large process takes a while to close what it has. One
+    that somebody else has taken meanwhile is left alone."""
+    held: dict[int, socket.socket] = {}
+    wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
+    while len(held) < len(wanted) and time.monotonic() < deadline:
+        for port in [port for port in wanted if port not in held]:
+            if (one := hold(port)) is not None:
+                held[port] = one
+        time.sleep(AGAIN_SECONDS)
     signal.pause()
 
 
