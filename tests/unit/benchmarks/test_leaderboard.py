@@ -271,6 +271,7 @@ def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
     marks = [{}, {processes.RUN: "another"}, {processes.RUN: system.run}]
     made = [subprocess.Popen(["sleep", "60"], env=os.environ | mark) for mark in marks]
     try:
+        wait_for(lambda: processes.belongs(made[2].pid, system.run), "it is the program that it is to be")
         for process in made[:2]:
             system.notes = [Note("start", 1.0, "a", node=2, pid=process.pid)]
             with pytest.raises(failures.Missed, match="no rank lives on node 2"):
