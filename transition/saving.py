@@ -75,11 +75,12 @@ class Saving:
     ) -> bool:
         """One of `iteration` is due, and this rank writes a part of it. True where that is to be set aside with the
         copy to memory. Shards lie there already; what the agent cannot write a thread of this rank does."""
-        if self._kept is None and self._remembered.files(members, generation, writer):
-            return True
-        if self._kept is not None:
-            if self._remembered.noted() and self._kept.set_aside(iteration):
-                return False
+        if self._kept is None:
+            if self._remembered.files(members, generation, writer):
+                return True
+        elif self._remembered.noted() and self._kept.set_aside(iteration):
+            return False
+        else:
             writer = replace(writer, shards=self._kept.shards.mark)
         assert self._checkpoints is not None
         self._checkpoints.save(state, iteration, writer)

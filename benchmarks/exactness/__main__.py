@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.losses import relative_difference
 from tests.support import proof
 from tests.support.matrix import ITERATIONS, KINDS, LAYOUTS, size_of, train
 from tests.support.moments import moments
@@ -41,13 +41,12 @@ STRUCK, MOST = 1, 1e-6
 def apart(out: Path, reference: Path) -> float:
     """The largest relative difference of a loss; infinity where one is no number."""
     wanted, found = proof.losses(reference), proof.losses(out)
-    differences = [
-        abs(one - other) / abs(other)
+    return max(
+        relative_difference(one, other)
         for iteration, values in found.items()
         for one in values
         for other in wanted[iteration]
-    ]
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+    )
 
 
 def measure(layout: str, kind: str, folder: Path) -> dict[str, dict[str, float]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+
+from benchmarks.losses import relative_difference
 
 AGREES = 1e-12  # below it a relative difference is not told from rounding
 
@@ -145,17 +146,12 @@ def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, flo
     """The largest relative difference of a loss to that of the same iteration undisturbed; None without a common
     one. Infinity where one of them is not finite."""
     apart = [
-        _apart(loss, reference[iteration])
+        relative_difference(loss, reference[iteration])
         for iteration, each in found.items()
         if iteration in reference
         for loss in each
     ]
     return (max(apart) if max(apart) > AGREES else 0.0) if apart else None
-
-
-def _apart(loss: float, wanted: float) -> float:
-    found = abs(loss - wanted) / abs(wanted) if wanted else abs(loss)
-    return found if math.isfinite(found) else math.inf
 
 
 def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:

@@ -3,11 +3,12 @@ in its gradient, when it began to reduce and when it had stepped. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from benchmarks.losses import relative_difference
 
 NAMED = 5  # iterations in one line
 Step = Mapping[str, Any]
@@ -90,18 +91,12 @@ class Apart:
     over: int
 
 
-def difference(loss: float, reference: float) -> float:
-    """Relative; infinite where one of the two is no finite number, for that is near nothing."""
-    both = math.isfinite(loss) and math.isfinite(reference)
-    return abs(loss - reference) / abs(reference) if both else math.inf
-
-
 def apart(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Apart:
     """`over`: how many iterations differ by more than the tolerance, relative."""
     last = max(losses, default=-1)
     wanted = set(range(last + 1))
     missing = tuple(sorted(wanted - (losses.keys() & reference.keys())))
-    differences = {i: difference(losses[i], reference[i]) for i in sorted(wanted - set(missing))}
+    differences = {i: relative_difference(losses[i], reference[i]) for i in sorted(wanted - set(missing))}
     where = max(differences, key=lambda i: differences[i], default=-1)
     over = sum(not each <= tolerance for each in differences.values())
     return Apart(len(differences), differences.get(where, 0.0), where, missing, over)

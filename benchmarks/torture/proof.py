@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.losses import relative_difference
 from benchmarks.torture import curves
 from benchmarks.torture.picture import Curves
 from benchmarks.torture.progress import Leg, Progress
@@ -77,7 +78,7 @@ def run_undisturbed(folder: Path, lasts: dict[str, int], look: Callable[[int], N
     short = min(ORDER_ITERATIONS, lasts[first.name] + 1)
     _drive([Undisturbed(folder / "order", first, short, ranks=2)], look)
     one, two = losses_of(folder / f"undisturbed-{first.name}"), losses_of(folder / "order")
-    return max(curves.difference(two[i], one[i]) for i in range(short))
+    return max(relative_difference(two[i], one[i]) for i in range(short))
 
 
 def _drive(runs: Sequence[Undisturbed], look: Callable[[int], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,16 +15,14 @@ from rich.text import Text
 LINES = 14
 
 
-class View:
-    """`tell` adds a line to the story, `show` redraws the tables."""
+class Living:
+    """A context manager: what changes in place lives for so long, in a terminal only."""
 
-    def __init__(self, console: Console):
-        self._console, self._began = console, time.time()
-        self._lines: deque[str] = deque(maxlen=LINES)
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
-        self._last_event = ""
+    def __init__(self, console: Console, **settings: Any):
+        self._console = console
+        self._live = Live(console=console, **settings) if console.is_terminal else None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
@@ -32,6 +30,20 @@ class View:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+
+
+class View(Living):
+    """`tell` adds a line to the story, `show` redraws the tables."""
+
+    def __init__(self, console: Console):
+        super().__init__(console, refresh_per_second=8, transient=True)
+        self._began = time.time()
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._last_event = ""
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        if self._live:
             for line in self._lines:
                 self._console.print(Text(line))
 

@@ -35,6 +35,7 @@ class System:
     name: str
     settings: str
     environment = "torchrun"  # folder below .peers that has its Python
+    package = "torch"  # whose version there is its own
     collective = 3.0  # seconds for a collective, where it is this that ends a hang
 
     def __init__(self, folder: Path, **variables: str) -> None:
@@ -90,7 +91,7 @@ class System:
     @classmethod
     def version(cls) -> str:
         """Raises Absent."""
-        return f"torch {installed(cls.environment, 'torch')}"
+        return f"{cls.package} {installed(cls.environment, cls.package)}"
 
     # ------------------------------------------------------------ what is seen of it
     def read(self) -> list[Note]:

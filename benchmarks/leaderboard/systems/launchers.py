@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched, installed
+from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched
 
 RESTARTS = "1000"  # as good as any number: the jobs are to live
 
@@ -51,7 +51,7 @@ class FtLauncher(Torchrun):
     heartbeats API."""
 
     name = "nvrx-launcher"
-    environment = "nvrx"
+    environment, package = "nvrx", "nvidia-resiliency-ext"
     settings = (
         f"ft_launcher --nnodes=1:{NODES} --max-restarts={RESTARTS} --ft-restart-policy=any-failed, rendezvous as for "
         "torchrun; a heartbeat each iteration, rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
@@ -75,16 +75,12 @@ class FtLauncher(Torchrun):
         ]
         return [self.program("ft_launcher"), *rendezvous, *heartbeats, RANKS / "elastic.py", "--heartbeats"]
 
-    @classmethod
-    def version(cls) -> str:
-        return f"nvidia-resiliency-ext {installed(cls.environment, 'nvidia-resiliency-ext')}"
-
 
 class InProcess(Launched):
     """NVRx's docs/source/inprocess/usage_guide.rst and examples/inprocess/optimal_example.py."""
 
     name = "nvrx-inprocess"
-    environment = "nvrx"
+    environment, package = "nvrx", "nvidia-resiliency-ext"
     collective = 1.0  # a false alarm costs a second, and ranks that are no neighbours of a dead one wait for it
     settings = (
         "inprocess.Wrapper with a store on the head, soft_timeout=2.5, hard_timeout=5, heartbeat_timeout=2, "
@@ -103,16 +99,12 @@ class InProcess(Launched):
         }  # as its advanced_example.py: each look at the store says that it waits
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
 
-    @classmethod
-    def version(cls) -> str:
-        return f"nvidia-resiliency-ext {installed(cls.environment, 'nvidia-resiliency-ext')}"
-
 
 class Torchft(Launched):
     """torchft's README (*Lighthouse*, *Running DDP*), its train_ddp.py and torchx.py."""
 
     name = "torchft"
-    environment = "torchft"
+    environment, package = "torchft", "torchft"
     collective = 1.0  # a false alarm costs a step, and ranks that are no neighbours of a dead one wait for it
     settings = (
         "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000 "
@@ -150,7 +142,3 @@ class Torchft(Launched):
             "REPLICA_GROUP_ID": str(node),
             "NUM_REPLICA_GROUPS": str(NODES),
         }
-
-    @classmethod
-    def version(cls) -> str:
-        return f"torchft {installed(cls.environment, 'torchft')}"

@@ -183,14 +183,15 @@ def ask(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int] = 
     """Name another cut where the last one is good, or has come to nothing."""
     if view.now - cuts.asked_at < CUT_SECONDS:
         return
-    good, pace = newest_good(job), cuts.pace
-    late = _missed(job, cuts)
-    if not late and not _in_part(view, job, cuts, newest_good) and patient(view, job, cuts, good):
+    good, pace, first = newest_good(job), cuts.pace, reached(job)
+    past = 0 <= cuts.asked < first - AHEAD  # ranks are past the last cut
+    late = past and not any(image.iteration == cuts.asked for agent in job.alive() for image in agent.images)
+    if not late and not (past and _in_part(view, job, cuts, newest_good)) and patient(view, job, cuts, good):
         return
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
     cuts.good = good if good >= 0 else newest_good(job, enough=False)  # what there is stays until there is a better one
     ahead = max(AHEAD, math.ceil(AHEAD_SECONDS / max(job.state.seconds or AHEAD_SECONDS, 1e-3))) << pace.late
-    name(view, job, cuts, max(reached(job), cuts.asked + 1) + ahead)
+    name(view, job, cuts, max(first, cuts.asked + 1) + ahead)
 
 
 def patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
@@ -202,17 +203,10 @@ def patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
     return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * _seconds(job)
 
 
-def _missed(job: JobView, cuts: Cuts) -> bool:
-    """Ranks are past the last cut, and nobody has kept anything of it."""
-    if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD:
-        return False
-    return not any(image.iteration == cuts.asked for agent in job.alive() for image in agent.images)
-
-
 def _in_part(view: View, job: JobView, cuts: Cuts, newest_good: Callable[..., int]) -> bool:
     """Ranks have been past the last cut for a while, and of a part of the state nobody has it: some heard of it too
     late, or had no room."""
-    if cuts.asked < 0 or reached(job) <= cuts.asked + AHEAD or newest_good(job, enough=False) >= cuts.asked:
+    if newest_good(job, enough=False) >= cuts.asked:
         cuts.passed_at = math.inf
         return False
     cuts.passed_at = min(cuts.passed_at, view.now)

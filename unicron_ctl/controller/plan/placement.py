@@ -101,6 +101,16 @@ class _Place:
         for e in elements:
             self.by_job.setdefault(e.job, {})[e.element] = e
         self.taken = {e.node for e in elements if e.node and e.state in OCCUPIES}
+        self.groups: dict[str, dict[str, list[int]]] = {}
+        self.leavers: dict[str, list[int]] = {}
+        self.started: dict[str, set[int]] = {}
+
+    def begin(self, needs: Sequence[Need]) -> None:
+        """Look at what each job has, and choose who leaves."""
+        self.groups = {need.job: self.survey(need) for need in needs}
+        self.leavers = {need.job: [] for need in needs}
+        self.started = {need.job: set() for need in needs}
+        self.leavers = {need.job: _leavers(self, need, needs) for need in needs}
 
     def survey(self, need: Need) -> dict[str, list[int]]:
         """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned),
@@ -169,23 +179,22 @@ def place(
     occupy nodes. held: elements that were held here.
     """
     work = _Place(elements, nodes, pins, put_aside, now, held)
-    groups = {need.job: work.survey(need) for need in needs}
-    leavers = {need.job: _leavers(work, need, needs, groups) for need in needs}
-    started = _give_free_nodes(work, needs, groups, leavers)
-    _change_nodes(work, needs, groups, leavers, started)
-    _take_nodes(work, needs, groups, leavers, started)
+    work.begin(needs)
+    _give_free_nodes(work, needs)
+    _change_nodes(work, needs)
+    _take_nodes(work, needs)
     for need in needs:
-        group, job = groups[need.job], work.by_job.get(need.job, {})
+        group, job = work.groups[need.job], work.by_job.get(need.job, {})
         wanted = (
-            set(group["working"]) - set(leavers[need.job])
+            set(group["working"]) - set(work.leavers[need.job])
             | set(group["coming"])
-            | started[need.job]
+            | work.started[need.job]
             | set(group["limbo"])
         )
         # As many as the job is still short of may wait unheld: a node for them is on its way.
         # Not where the job avoids nodes: Slurm knows nothing of that, and could start it there.
-        soon = max(0, _missing(need, group, leavers[need.job], started[need.job])) if not need.avoid else 0
-        hopeful = {e.element for e in _candidates(work, need, group, started[need.job])[:soon]}
+        soon = max(0, _missing(work, need)) if not need.avoid else 0
+        hopeful = {e.element for e in _candidates(work, need)[:soon]}
         for number in group["waiting"]:
             if number not in wanted | hopeful and not job[number].held:
                 work.act(
@@ -196,22 +205,20 @@ def place(
                     f"{OURS}: held, the plan has no node for it",
                 )
         work.out.allotted[need.job] = sorted(wanted)
-        staying = {number for number in leavers[need.job] if number in need.members}
+        staying = {number for number in work.leavers[need.job] if number in need.members}
         work.out.leaving[need.job] = sorted(staying)
         # What still trains stays allotted to nobody: it leaves at an iteration boundary.
     return work.out
 
 
-def _leavers(
-    work: _Place, need: Need, needs: Sequence[Need], groups: Mapping[str, Mapping[str, list[int]]]
-) -> list[int]:
+def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
     """The elements that a job has too many: those chosen before, then those whose nodes others can use."""
-    working = groups[need.job]["working"]
+    working = work.groups[need.job]["working"]
     extra = len(working) - need.desired
     if extra <= 0:
         return []
     block = Counter(number // need.unit for number in working)
-    short = [other for other in needs if other.job != need.job and _missing(other, groups[other.job], (), ()) > 0]
+    short = [other for other in needs if other.job != need.job and _missing(work, other) > 0]
 
     def order(number: int) -> tuple[bool, bool, bool, bool, int]:
         node = work.by_job[need.job][number].node or ""
@@ -222,21 +229,21 @@ def _leavers(
     return sorted(sorted(working, key=order)[:extra])
 
 
-def _missing(need: Need, group: Mapping[str, list[int]], leavers: Sequence[int], started: Collection[int]) -> int:
+def _missing(work: _Place, need: Need) -> int:
+    group = work.groups[need.job]
     return (
         need.desired
-        - (len(group["working"]) - len(leavers))
+        - (len(group["working"]) - len(work.leavers[need.job]))
         - len(group["coming"])
         - len(group["limbo"])
-        - len(started)
+        - len(work.started[need.job])
     )
 
 
-def _candidates(
-    work: _Place, need: Need, group: Mapping[str, list[int]], started: Collection[int]
-) -> list[ElementInfo]:
+def _candidates(work: _Place, need: Need) -> list[ElementInfo]:
     """Pending elements, those that ran before first: they go on under their old ids. Then those beside elements that
     are there, whose replicas they complete."""
+    group, started = work.groups[need.job], work.started[need.job]
     waiting = [work.by_job[need.job][number] for number in group["waiting"] if number not in started]
     there = Counter(number // need.unit for part in ("working", "coming", "limbo") for number in group[part])
 
@@ -247,14 +254,11 @@ def _candidates(
     return sorted(waiting, key=order)
 
 
-def _give_free_nodes(
-    work: _Place, needs: Sequence[Need], groups: Mapping[str, Mapping[str, list[int]]], leavers: Mapping[str, list[int]]
-) -> dict[str, set[int]]:
-    started: dict[str, set[int]] = {need.job: set() for need in needs}
+def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
     free = sorted(work.good - work.taken)
     for need in needs:
-        for e in _candidates(work, need, groups[need.job], ()):
-            if _missing(need, groups[need.job], leavers[need.job], started[need.job]) <= 0:
+        for e in _candidates(work, need):
+            if _missing(work, need) <= 0:
                 break
             fit = [node for node in free if need.may_have(node) and node != need.lives.get(e.element)]
             if not fit:
@@ -265,59 +269,41 @@ def _give_free_nodes(
             free.remove(node)
             work.start(e, node, f"{need.job} is to have {need.desired} nodes and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
-            started[need.job].add(e.element)
-    return started
+            work.started[need.job].add(e.element)
 
 
-def _change_nodes(
-    work: _Place,
-    needs: Sequence[Need],
-    groups: Mapping[str, Mapping[str, list[int]]],
-    leavers: Mapping[str, list[int]],
-    started: dict[str, set[int]],
-) -> None:
+def _change_nodes(work: _Place, needs: Sequence[Need]) -> None:
     """A free node that a job may not have still helps it: another job takes that node, and leaves one of its own for
     it. One of its elements that wait is started there first; where none waits, one leaves first. A job with no more
     elements than it needs at least is let alone."""
     for need in needs:
-        short = min(
-            _missing(need, groups[need.job], leavers[need.job], started[need.job]),
-            len(_candidates(work, need, groups[need.job], started[need.job])),
-        )
+        short = min(_missing(work, need), len(_candidates(work, need)))
         for node in sorted(work.good - work.taken):
             if short <= 0:
                 break
-            short -= _changed(work, need, node, needs, groups, leavers, started)
+            short -= _changed(work, need, node, needs)
 
 
-def _changed(
-    work: _Place,
-    need: Need,
-    node: str,
-    needs: Sequence[Need],
-    groups: Mapping[str, Mapping[str, list[int]]],
-    leavers: Mapping[str, list[int]],
-    started: Mapping[str, set[int]],
-) -> bool:
+def _changed(work: _Place, need: Need, node: str, needs: Sequence[Need]) -> bool:
     """Whether some other job takes the free node, and leaves another for `need`."""
     for other in needs:
-        own = _to_leave_for(work, need, other, node, groups[other.job])
-        extra = _missing(other, groups[other.job], leavers[other.job], started[other.job])
-        if own is None or extra or leavers[other.job]:  # it is changing already, or has its own wants
+        own = _to_leave_for(work, need, other, node)
+        extra = _missing(work, other)
+        if own is None or extra or work.leavers[other.job]:  # it is changing already, or has its own wants
             continue
-        waiting = _candidates(work, other, groups[other.job], started[other.job])
+        waiting = _candidates(work, other)
         taker = next((e for e in waiting if other.lives.get(e.element) != node), None)
         if taker is None:
-            leavers[other.job].append(own)
+            work.leavers[other.job].append(own)
             return True
         work.start(taker, node, f"{need.why_not(node)}: {other.job} takes it, and leaves another for it")
         work.act("start_now", taker, node, "no need to wait: the node is free")
-        started[other.job].add(taker.element)
+        work.started[other.job].add(taker.element)
         return True
     return False
 
 
-def _to_leave_for(work: _Place, need: Need, other: Need, node: str, group: Mapping[str, list[int]]) -> int | None:
+def _to_leave_for(work: _Place, need: Need, other: Need, node: str) -> int | None:
     """Which of its elements the other job could leave to `need` for that free node; None where it could not.
 
     One that does not train goes first. One that trains may leave before the newcomer has joined, so that as many as the
@@ -325,39 +311,30 @@ def _to_leave_for(work: _Place, need: Need, other: Need, node: str, group: Mappi
     """
     if other.job == need.job or max(other.unit, need.unit) > 1 or not other.may_have(node) or need.may_have(node):
         return None
-    working = group["working"]
+    working = work.groups[other.job]["working"]
     own = [number for number in working if need.may_have(work.by_job[other.job][number].node or "")]
     if idle := [number for number in own if number not in other.members]:
         return max(idle) if len(working) > other.least else None
     return max(own) if own and sum(number in other.members for number in working) > other.least else None
 
 
-def _take_nodes(
-    work: _Place,
-    needs: Sequence[Need],
-    groups: Mapping[str, Mapping[str, list[int]]],
-    leavers: Mapping[str, list[int]],
-    started: dict[str, set[int]],
-) -> None:
+def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
     """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first."""
     for need in needs:
-        for number in leavers[need.job]:
+        for number in work.leavers[need.job]:
             if number in need.members:
                 continue
             donor = work.by_job[need.job][number]
             node = donor.node or ""
-            taker = None
-            for other in needs:
-                if (
-                    other.job != need.job
-                    and other.may_have(node)
-                    and _missing(other, groups[other.job], leavers[other.job], started[other.job]) > 0
-                ):
-                    taker = next(iter(_candidates(work, other, groups[other.job], started[other.job])), None)
-                    if taker:
-                        work.start(taker, node, f"the plan moves {node} from {need.job} to {other.job}")
-                        started[other.job].add(taker.element)
-                        break
+            takers = (
+                next(iter(_candidates(work, other)), None)
+                for other in needs
+                if other.job != need.job and other.may_have(node) and _missing(work, other) > 0
+            )
+            taker = next(filter(None, takers), None)
+            if taker:
+                work.start(taker, node, f"the plan moves {node} from {need.job} to {taker.job}")
+                work.started[taker.job].add(taker.element)
             to = f" for {taker.job}" if taker else ""
             why = f"the plan gives {need.job} {need.desired} nodes" + (f": {need.why}" if need.why else "")
             work.act("requeue_hold", donor, node, why, f"{OURS}: held, the plan took {node}{to}")
