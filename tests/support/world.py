@@ -358,6 +358,8 @@ class FakeSlurm:
         self.calls: list[tuple] = []
         self.refuse = ""
         self.refuse_down = ""
+        self.unheard: set[str] = set()
+        """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
 
     def submit(self, job: str, count: int, **facts: Any) -> None:
         """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on."""
@@ -374,7 +376,7 @@ class FakeSlurm:
         self.schedule()
 
     def free(self) -> list[str]:
-        used = {e["node"] for e in self.queue.values() if e["state"] == "RUNNING"}
+        used = {e["node"] for e in self.queue.values() if e["state"] in ("RUNNING", "COMPLETING")}
         return [n for n, states in self.node_states.items() if states == {"IDLE"} and n not in used]
 
     def schedule(self) -> None:
@@ -422,8 +424,9 @@ class FakeSlurm:
             raise SlurmError(self.refuse_down)
         self.node_states[node], self.reasons[node] = {"DOWN"}, reason
         for entry in self.queue.values():
-            if entry["node"] == node and entry["state"] == "RUNNING":
-                entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
+            if entry["node"] == node and entry["state"] in ("RUNNING", "COMPLETING"):
+                began = entry["state"] == "RUNNING"  # else it was requeued before
+                entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + began)
         self.schedule()
 
     def drain(self, node: str, reason: str) -> None:
@@ -437,7 +440,10 @@ class FakeSlurm:
 
     def requeue(self, job: str, element: int) -> None:
         entry = self.queue[job, element]
-        entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
+        if entry["node"] in self.unheard:
+            entry.update(state="COMPLETING", restarts=entry["restarts"] + (entry["state"] == "RUNNING"))
+        else:
+            entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
         entry = self.queue[job, element]
@@ -481,6 +487,8 @@ class World:
         self.log: list[Event] = []
         self.sent: list[tuple[str, wire.Message]] = []
         self.dead_nodes: set[str] = set()
+        self.refusing: set[str] = set()
+        """Nodes at which nobody listens any more, and whose kernel says so."""
         self.cuts: set[frozenset[str]] = set()
         """Pairs of nodes that cannot reach each other; "" is the controller's."""
         self._busy = False
@@ -574,6 +582,8 @@ class World:
         node, _, port = target.partition(":")
         if node in self.dead_nodes or frozenset((witness, node)) in self.cuts:
             return Reach.SILENT
+        if node in self.refusing:
+            return Reach.REFUSED
         if port == "slurmd":
             return Reach.REACHED
         agent = next((agent for agent in self.agents if agent.agent == port), None)

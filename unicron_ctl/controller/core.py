@@ -43,7 +43,7 @@ from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView,
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
-from unicron_ctl.controller.sense import iterations, overdue, parting, peers, silence
+from unicron_ctl.controller.sense import iterations, overdue, parting, peers, questions, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.turn import Turns
@@ -430,7 +430,7 @@ class Core:
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
         """What came of trying one of the addresses; the next tick judges."""
-        silence.probed(self.view.inquiries, probe, place, answer)
+        questions.probed(self.view.inquiries, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""

@@ -16,7 +16,7 @@ from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import JobState, Phase, owner
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members, parting, silence
+from unicron_ctl.controller.sense import members, parting, questions
 from unicron_ctl.controller.throttle import OF_NODE_EVENTS, Throttle, Written
 from unicron_ctl.partitions import OFF
 from unicron_ctl.protocol import datagrams, wire
@@ -66,7 +66,7 @@ class Intake:
                         self._desk(job).peers.take(agent, message, self._view.now)
             case wire.Reached():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    silence.answered(self._view.inquiries, agent, message)
+                    questions.answered(self._view.inquiries, agent, message)
                     parting.answered(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.Held():
                 if (agent := self._of_agent(route, key, message)) is not None:

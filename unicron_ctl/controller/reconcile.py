@@ -161,7 +161,8 @@ def _place(
         )
         for job in jobs
     ]
-    waiting = state.out_of_service | {inquiry.node for inquiry in view.inquiries.open.values()}
+    asked_about = {inquiry.node for inquiry in view.inquiries.open.values()} | view.inquiries.ending.keys()
+    waiting = state.out_of_service | asked_about
     return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
 
 

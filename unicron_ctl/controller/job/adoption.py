@@ -24,7 +24,7 @@ from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.job import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
@@ -33,7 +33,11 @@ from unicron_ctl.protocol import sharing, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MISSED_SAID = 16  # elements of one generation that are said to be missed
-MAY_LIVE = ("silent", "agent died")  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
+MAY_LIVE = (
+    "silent",
+    AGENT_DIED,
+    NODE_ENDED,
+)  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
 LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
 ASKED = 3  # agents that are asked at once what the plan was
 

@@ -9,7 +9,7 @@ from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
-from unicron_ctl.controller.model.job import AgentRecord, Failure, JobState, Phase
+from unicron_ctl.controller.model.job import AGENT_DIED, NODE_ENDED, AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.requests import LOST
 from unicron_ctl.controller.model.view import Outcome, View
@@ -40,7 +40,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The node answers for it: the agent is gone, and its ranks with it."""
+    """The agent is gone, and its ranks with it; its node answers for it, or stays under question (`sense.ending`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     if agent is None or _quiet(view, job, agent, element, out):
@@ -49,10 +49,39 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
     saw = f" (Slurm saw its task end: {task.reason})" if task else ""
     verdict = task or view.classifier.cause("exited_abnormally", finding.evidence)
-    said = f"only the agent on {agent.node} died{saw}, its node answers: its element is started again in place"
+    node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
+    said = f"only the agent on {agent.node} died{saw}, {node}; its element is started again in place"
     decision = Decision(Severity.SEV2, RESTART, said, verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
-    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="agent died"))
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))
+    return out
+
+
+def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
+    """The agent died there before, and its failure is on record: its ranks are left out already. More is known now."""
+    out, state, element = Outcome(hurry=True), job.state, finding.element
+    agent = state.agents.get(element)
+    if agent is None or agent.gone != AGENT_DIED or agent.node != finding.node:
+        return out
+    if view.inquiries.doubt or view.inquiries.unsure:  # its node is asked on, and found again if that was not the cause
+        return out
+    lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=NODE_ENDED))
+    out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
+    of_it = (f for f in reversed(state.failures) if f.element == element and f.kind == "agent" and f.node == agent.node)
+    failure = next(of_it, None)
+    if failure is not None:
+        verdict = view.classifier.cause("lost_connection", finding.evidence)
+        amended = records.FailureVerdict(
+            failure=failure.id,
+            cause=verdict.cause,
+            severity=int(Severity.SEV1),
+            action=ISOLATE,
+            reason=f"{failure.reason}; then {lost}",
+        )
+        out.record(state, amended)
+    text = f"{LOST}: its slurmd was not reached after the agent of {state.job}_{element} died"
+    isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 
 

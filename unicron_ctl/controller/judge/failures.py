@@ -27,6 +27,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
     What.NOTE: ranks.note,
     What.NODE_LOST: agents.node_lost,
     What.AGENT_DIED: agents.agent_died,
+    What.NODE_ENDED: agents.node_ended,
     What.MISSED: agents.missed,
     What.LEFT: agents.left,
     What.NODE: agents.node_unfit,

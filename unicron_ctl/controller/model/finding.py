@@ -20,6 +20,7 @@ class What(enum.StrEnum):
     WANTED_END = "wanted end"  # ... and that was wanted
     NODE_LOST = "node lost"  # an agent was not heard of for a lease, and somebody else says that its node is gone
     AGENT_DIED = "agent died"  # ... and its node says that it is gone
+    NODE_ENDED = "node ended"  # and since then nobody reaches its node either
     MISSED = "missed"  # agents went on without a member while nobody was here to see why
     LEFT = "left"  # an agent says that it ends
     REPLACED = "replaced"  # a member's process or agent is another one by now
@@ -72,5 +73,7 @@ class Finding:
     """With ACTION: the slot is on another node already."""
     dead: bool = False
     """With NODE_LOST and AGENT_DIED: the evidence shows that nothing of the element lives."""
+    answers: bool = False
+    """With AGENT_DIED: somebody reaches its node, or Slurm does."""
     spare: bool = False
     """With NODE_LOST: the job goes on without the node, which is left alone."""

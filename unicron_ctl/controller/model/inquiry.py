@@ -21,8 +21,9 @@ class Word:
     slurmd: Reach
 
     def __str__(self) -> str:
-        slurmd = f", slurmd {self.slurmd}" if self.slurmd is not Reach.UNKNOWN else ""
-        return f"{self.witness}: agent {self.door}{slurmd}"
+        said = {"agent": self.door, "slurmd": self.slurmd}
+        tried = [f"{what} {word}" for what, word in said.items() if word is not Reach.UNKNOWN]
+        return f"{self.witness}: {', '.join(tried) or 'nothing known'}"
 
     @property
     def no_evidence(self) -> bool:
@@ -56,10 +57,9 @@ class Inquiry:
     words: dict[Key, Word] = field(default_factory=dict)
     before: dict[Key, Word] = field(default_factory=dict)
     """Those of the round before who reached it: they count until this round's have answered."""
-    first: int = 0
-    """The number of its first round."""
     probing: int = 0
-    """Tries of this controller's own that have not ended."""
+    """Tries of this controller's own that have not ended, and the number of the round that began them (`probe`)."""
+    probe: int = 0
     reached: bool | None = None
     """This controller's own sockets got through to its door or to its node's slurmd; None while not all have tried."""
     said: str = ""
@@ -69,9 +69,13 @@ class Inquiry:
         """The witness is this controller or an agent of the same job, and no stranger."""
         return witness[0] in ("", self.job)
 
-    def strangers(self, door: Reach) -> list[Word]:
-        """What agents of other jobs say of the door, those that say this."""
-        return [word for key, word in self.words.items() if not self.own(key) and word.door is door]
+    def strangers(self) -> list[Word]:
+        """What agents of other jobs say, those that say that it is there."""
+        return [word for key, word in self.words.items() if not self.own(key) and self.there(word)]
+
+    def there(self, word: Word) -> bool:
+        """The word says that whom it is about can be reached."""
+        return word.door is Reach.REACHED
 
     def witnessed(self) -> list[Word]:
         """What other agents say, without those who could not try."""
@@ -79,12 +83,38 @@ class Inquiry:
 
 
 @dataclass
+class Ending(Inquiry):
+    """A node on which an agent died while nobody reached the node's slurmd. Only that is asked about. job, element,
+    agent and since are those of one of the agents that died so."""
+
+    opened: float = 0.0
+    """Since when it is asked about, and until when at most (`until`)."""
+    until: float = 0.0
+    unreached: int = 0
+    """Rounds in which everybody who was asked found that nobody answers, since somebody last did."""
+    unreached_since: float = 0.0
+    """When the first of them began."""
+    counted: bool = False
+    """The present round is one of them."""
+
+    def there(self, word: Word) -> bool:
+        return word.slurmd is Reach.REACHED
+
+    def anew(self, now: float) -> None:
+        """What was answered until now says nothing."""
+        self.asked, self.words, self.begun = {}, {}, now
+        self.unreached, self.counted = 0, False
+
+
+@dataclass
 class Inquiries:
     """All of them."""
 
     open: dict[Key, Inquiry] = field(default_factory=dict)
-    rounds: dict[int, Key] = field(default_factory=dict)
-    """Number of a round -> whom it is about."""
+    ending: dict[str, Ending] = field(default_factory=dict)
+    """Nodes that may have ended after an agent on them did, by name (`sense.ending`)."""
+    rounds: dict[int, Inquiry] = field(default_factory=dict)
+    """Number of a round that counts -> what it is about."""
     last: int = 0
     look_at: float = 0.0
     """When to look for agents that have not come back."""
@@ -95,6 +125,8 @@ class Inquiries:
     """Those that were given up because they were silent, and that have not been heard or shown dead since."""
     recalled: bool = False
     """Those whom the controller before this one had given up are among them."""
+    asked_again: bool = False
+    """Nodes on which agents died before this controller's start are among those that may have ended (`ending`)."""
     doubt: str = ""
     """Why silence is not to be believed now: no node is taken, and nothing requeued (`sense.together`)."""
     unsure: str = ""
@@ -110,12 +142,16 @@ class Inquiries:
         if (inquiry := self.open.pop(key, None)) is not None:
             self.rounds.pop(inquiry.number, None)
 
+    def close_ending(self, node: str) -> None:
+        """Nothing more is asked about the node."""
+        if (one := self.ending.pop(node, None)) is not None:
+            self.rounds.pop(one.number, None)
+
     def begin_round(self, inquiry: Inquiry, now: float) -> None:
         """New questions: what was said before is old."""
         self.rounds.pop(inquiry.number, None)
         self.last += 1
         inquiry.number, inquiry.begun = self.last, now
-        inquiry.first = inquiry.first or self.last
         inquiry.before = {key: word for key, word in inquiry.words.items() if word.door is Reach.REACHED}
         inquiry.asked, inquiry.words = {}, {}
-        self.rounds[self.last] = inquiry.job, inquiry.element
+        self.rounds[self.last] = inquiry

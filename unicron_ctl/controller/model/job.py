@@ -16,6 +16,7 @@ from unicron_ctl.protocol.wire import RESTART, Plan, Settings
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
+AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
 
 
 class Phase(enum.StrEnum):
@@ -81,8 +82,9 @@ class AgentRecord:
 
     @property
     def lost(self) -> bool:
-        """With its node: it fell silent, whether its end was shown or not. One that died on a living node is not."""
-        return self.gone in ("dead", "silent")
+        """With its node: it fell silent, whether its end was shown or not, or it died and its node ended after it. One
+        that died on a living node is not."""
+        return self.gone in ("dead", "silent", NODE_ENDED)
 
 
 @dataclass(frozen=True)

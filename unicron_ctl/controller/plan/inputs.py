@@ -10,7 +10,7 @@ from planner.plan import flops_text
 from planner.solve import Plan
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
-from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.controller.model.job import AGENT_DIED, JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import layouts, planning
 from unicron_ctl.controller.plan.ahead import Aheads
@@ -171,8 +171,8 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
 
 
 def dead_elements(job: JobState) -> frozenset[int]:
-    """Elements whose agent died while the node lives."""
-    return frozenset(element for element, agent in job.agents.items() if agent.gone == "agent died")
+    """Elements whose agent died, while nobody has found its node gone."""
+    return frozenset(element for element, agent in job.agents.items() if agent.gone == AGENT_DIED)
 
 
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
@@ -182,7 +182,7 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     agent = job.agents.get(e.element)
     if agent is None or e.state not in ENDED_BADLY or agent.tries >= MOST_TRIES:
         return False
-    return agent.gone == "agent died" or (agent.lost and e.restarts > 0)
+    return agent.gone == AGENT_DIED or (agent.lost and e.restarts > 0)
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:

@@ -122,11 +122,7 @@ class _Place:
                 self.out.unpinned.append((need.job, number))
             if number in need.ended or (number in need.dead and e.state in WORKS):
                 if not self._begins(need, e):
-                    why = (
-                        "its agent died, but the node lives"
-                        if number in need.dead
-                        else "it ended before its agent came"
-                    )
+                    why = "its agent died" if number in need.dead else "it ended before its agent came"
                     self.act("requeue", e, e.node or "", f"{why}: start the element again")
                 groups["limbo"].append(number)
             elif number in need.ending:

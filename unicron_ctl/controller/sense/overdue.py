@@ -14,7 +14,7 @@ from detector.escalation import MOVE, REATTEMPT, RESTART, State
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import JobState, Phase
+from unicron_ctl.controller.model.job import AGENT_DIED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
@@ -104,7 +104,7 @@ def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
         if state in NAMES and slot >= 0:
             yield from _slot(view, clocks, job, slot, state)
     for element, record in job.agents.items():
-        if record.gone == "agent died":
+        if record.gone == AGENT_DIED:
             yield from _element(view, clocks, job, element)
 
 
@@ -135,7 +135,7 @@ def _slot(view: View, clocks: Clocks, job: JobState, slot: int, state: State) ->
 
 
 def _element(view: View, clocks: Clocks, job: JobState, element: int) -> Iterator[Finding]:
-    """An element whose agent died while its node lives is started again by Slurm; it must come back, too."""
+    """An element whose agent alone died is started again by Slurm; it must come back, too."""
     record = job.agents[element]
     waits = job.allotted is None or element in job.allotted
     begun = max((f.detected_at for f in job.failures if f.element == element), default=0.0)

@@ -16,6 +16,7 @@ from itertools import chain
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.inquiry import Inquiry, Key
+from unicron_ctl.controller.model.job import AGENT_DIED, NODE_ENDED
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 
@@ -23,7 +24,12 @@ LEAST = 4  # nodes below which most is no crowd
 WINDOW_LEASES = 2.0  # within which the last words of nodes that fell silent together lie
 TOGETHER_SECONDS = 0.5  # between two counts of silent nodes, unless a node is about to be taken
 UNSURE_PERIODS = 0.6  # heartbeat periods after which an agent's next word may be late already
-UNSEEN = ("", "silent", "agent died")  # how an agent is gone of which nobody has seen the end; "": not judged yet
+UNSEEN = (
+    "",
+    "silent",
+    AGENT_DIED,
+    NODE_ENDED,
+)  # how an agent is gone of which nobody has seen the end; "": not judged yet
 MOST = "the agents on most nodes fell silent together, so this controller's own network may be the cause"
 UNSURE = "whether most others fell silent with it is not known yet"
 

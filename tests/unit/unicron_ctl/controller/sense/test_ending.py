@@ -1,0 +1,430 @@
+"""A node that ends after an agent on it did: it refuses connections first, and then nobody reaches its slurmd."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.plain_agent import PlainAgent
+from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.unit.unicron_ctl.controller.test_reconcile import follow
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.sense.ending import AT_ONCE, UNREACHED_SECONDS
+from unicron_ctl.partitions import PartitionConfig
+from unicron_ctl.protocol import wire
+from unicron_ctl.reach import Reach
+
+MINUTE = 60.0
+
+
+def on_slurm(nodes: int = 5, count: int = 4, kind: type[FakeAgent] = FakeAgent, **settings) -> World:
+    world = World(FakeSlurm(nodes), **settings)
+    world.slurm.submit("1", count)
+    for element in range(count):
+        agent = kind(world, "1", element, f"n{element + 1}", nodes=count)
+        agent.register()
+        agent.ready()
+    world.run(2.0)
+    assert world.job().phase == "running" and len(world.job().members) == count
+    return world
+
+
+def more(world: World, job: str, *nodes: str) -> list[FakeAgent]:
+    """Another job, with an element on each of these nodes."""
+    world.slurm.submit(job, len(nodes))
+    for element, node in enumerate(nodes):
+        world.slurm.queue[job, element].update(state="RUNNING", node=node, reason="")
+    found = [FakeAgent(world, job, element, node, nodes=len(nodes)) for element, node in enumerate(nodes)]
+    for agent in found:
+        agent.settings.user = "bob"
+        agent.register()
+        agent.ready()
+    world.run(2.0)
+    return found
+
+
+def refuse(world: World, *agents: FakeAgent) -> None:
+    """Their nodes are shut down: nothing listens there any more, and the kernel says so."""
+    for agent in agents:
+        agent.silent = True
+        world.refusing.add(agent.node)
+        world.slurm.unheard.add(agent.node)
+
+
+def off(world: World, *agents: FakeAgent) -> None:
+    """... and then their network is down, too."""
+    world.dead_nodes |= {agent.node for agent in agents}
+
+
+def died(world: World, *agents: FakeAgent) -> None:
+    """Time passes until the controller says that these agents died."""
+    until = world.now + 5.0
+    while world.now < until and any(world.job(a.job).agents[a.element].gone != "agent died" for a in agents):
+        world.run(0.1)
+    assert {world.job(a.job).agents[a.element].gone for a in agents} == {"agent died"}
+
+
+def taken(world: World) -> list[tuple[str, str]]:
+    return [(call[0], call[3]) for call in world.slurm.calls if call[0] in ("down", "drain")]
+
+
+def asked(world: World) -> set[str]:
+    return set(world.core.view.inquiries.ending)
+
+
+@pytest.mark.parametrize("then", ["refuses", "silent"])
+@pytest.mark.parametrize("kind", [FakeAgent, PlainAgent])
+def test_the_node_is_lost_and_slurm_gives_the_element_another(then: str, kind: type[FakeAgent]):
+    """Defect: only the agent had died, by the word of its kernel, and from then on nobody asked about its node any
+    more: the element was COMPLETING there until slurmctld itself found the node dead."""
+    world = on_slurm(kind=kind)
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    (failure,) = world.job().failures
+    plans = sum(event.kind == "plan" for event in world.log)
+    assert "nothing else of its node has answered" in failure.reason and "node answers" not in failure.reason
+    if then == "silent":
+        off(world, lost)
+    world.run(UNREACHED_SECONDS - 0.5)
+    assert not taken(world) and asked(world) == {"n2"}
+    assert sum(event.kind == "plan" for event in world.log) == plans + (kind is PlainAgent)
+    breaks = world.kinds().count("break")
+    world.run(5.0)
+    assert taken(world) == [("down", "n2")] and world.slurm.queue["1", 1]["node"] == "n5"
+    assert world.slurm.queue["1", 1]["restarts"] == 1 and not asked(world)
+    assert list(world.job().failures) == [failure] and world.kinds().count("failure_detected") == 1
+    assert world.kinds().count("break") == breaks, "those that go on are left alone"
+    assert (failure.kind, failure.severity, failure.action) == ("agent", 1, "isolate")
+    word = "refused" if then == "refuses" else "silent"
+    assert all(f"{who}: slurmd {word}" in failure.reason for who in ("the controller", "1_2 on n3", "1_3 on n4"))
+    assert "own sockets and witnesses" in failure.reason and any("set n2 down" in text for text in failure.actions)
+    kinds = world.kinds()
+    assert kinds.index("failure_detected") < kinds.index("node_lost") < kinds.index("isolated")
+    (fresh,) = follow(world, "1", 4) if kind is FakeAgent else [PlainAgent(world, "1", 1, "n5", nodes=4)]
+    if kind is PlainAgent:
+        fresh.register()
+    fresh.ready()
+    world.run(20.0)
+    assert world.job().agents[1].node == "n5" and taken(world) == [("down", "n2")]
+    world.check_replay()
+
+
+@pytest.mark.parametrize("by", ["", "n3"])
+def test_a_slurmd_that_is_started_again_keeps_its_node(by: str):
+    """An admin's restart of slurmd, or of the whole node: one of those who ask gets through."""
+    world = on_slurm()
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    world.run(UNREACHED_SECONDS - 1.0)
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.REACHED if (witness, target) == (by, "n2:slurmd") else answer(witness, target)
+    )
+    world.run(2.5)
+    assert not asked(world)
+    world.answer = answer
+    world.run(MINUTE)
+    assert not taken(world) and len(world.job().failures) == 1
+
+
+def test_where_the_node_answers_the_log_says_so_and_nobody_asks_on():
+    world = on_slurm()
+    world.agents[1].silent = True  # its door refuses, its slurmd is reached
+    died(world, world.agents[1])
+    assert "its node answers" in world.job().failures[0].reason and not asked(world)
+
+
+@pytest.mark.parametrize("how", ["its agent", "a new agent", "an agent of another job"])
+def test_whoever_speaks_from_there_keeps_the_node(how: str):
+    world = on_slurm()
+    others = more(world, "2", "n2", "n5")
+    lost = world.agents[1]
+    lost.silent = others[0].silent = True
+    refuse(world, lost)
+    died(world, lost)
+    assert asked(world) == {"n2"}
+    if how == "an agent of another job":
+        others[0].silent = False
+    elif how == "its agent":
+        lost.silent = False
+    else:
+        fresh = FakeAgent(world, "1", 1, "n2", nodes=4)
+        world.slurm.queue["1", 1].update(state="RUNNING", node="n2")
+        fresh.register()
+    world.run(2.0)
+    assert not asked(world) or how != "an agent of another job"
+    world.run(12.0)
+    assert not taken(world) and not asked(world)
+    world.check_replay()
+
+
+@pytest.mark.parametrize("how", ["the job is over", "Slurm runs it elsewhere", "an admin drains the node"])
+def test_it_ends_quietly(how: str):
+    world = on_slurm()
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    world.run(2.0)
+    assert asked(world) == {"n2"}
+    if how == "the job is over":
+        world.slurm.cancel("1")
+    elif how == "Slurm runs it elsewhere":
+        world.slurm.queue["1", 1].update(state="PENDING", node=None, reason="Resources")
+    else:
+        world.slurm.node_states["n2"] = {"IDLE", "DRAIN"}
+        world.slurm.reasons["n2"] = "new fans"
+    world.run(2.0)
+    assert not asked(world)
+    world.run(MINUTE / 2)
+    assert not taken(world) and not [event for event in world.log if event.kind == "node_lost"]
+
+
+def test_one_kind_of_evidence_takes_no_node_and_it_is_not_asked_for_ever():
+    """This controller cannot try it; or nobody else is there to ask, and Slurm still hears the node."""
+    world = on_slurm(state_wait_seconds=30.0)
+    refuse(world, world.agents[1])
+    died(world, world.agents[1])
+    answer = world.answer
+    world.answer = lambda witness, target: answer(witness, target) if witness else Reach.UNKNOWN
+    world.run(25.0)
+    assert not taken(world) and asked(world) == {"n2"}
+    world.run(10.0)
+    assert not taken(world) and not asked(world)
+
+
+def test_without_witnesses_slurm_has_to_say_it():
+    world = on_slurm(3, 2)
+    lost, other = world.agents
+    refuse(world, lost)
+    died(world, lost)
+    other.silent = True  # its node answers, and nobody is left to be asked
+    world.run(20.0)
+    assert not taken(world) and asked(world) == {"n1"}
+    world.slurm.node_states["n1"] = {"IDLE", "NOT_RESPONDING"}
+    world.run(10.0)
+    assert taken(world) == [("down", "n1")]
+    assert "own sockets and Slurm (NOT_RESPONDING)" in world.job().failures[0].reason
+
+
+def strangers_alone(world: World) -> None:
+    """n1 refuses; the job's other agent dies on a node that answers, so that only another user's can be asked."""
+    lost, other = world.agents
+    more(world, "2", "n3", "n4")
+    refuse(world, lost)
+    died(world, lost)
+    other.silent = True
+    died(world, lost, other)
+
+
+def test_a_stranger_who_says_that_the_node_is_reached_delays_its_loss_only():
+    world = on_slurm(5, 2)
+    strangers_alone(world)
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.REACHED if (witness, target) == ("n3", "n1:slurmd") else answer(witness, target)
+    )
+    world.run(20.0)
+    assert not taken(world) and asked(world) == {"n1"}, "in doubt for the node"
+    world.answer = answer
+    world.run(UNREACHED_SECONDS - 1.0)
+    assert not taken(world)
+    world.run(5.0)
+    assert taken(world) == [("down", "n1")]
+
+
+def test_strangers_alone_take_no_node():
+    world = on_slurm(5, 2)
+    strangers_alone(world)
+    world.refusing.clear()
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.REFUSED if witness and target == "n1:slurmd" else answer(witness, target)
+    )
+    world.run(MINUTE / 2)
+    assert not taken(world) and not asked(world)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_the_next_controller_asks_again(back: bool):
+    world = on_slurm()
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    world.run(2.0)
+    world.restart()
+    if back:
+        world.refusing.clear()
+    world.run(20.0)
+    assert taken(world) == ([] if back else [("down", "n2")]) and not asked(world)
+    assert len(world.job().failures) == 1
+    world.check_replay()
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("with_a_rack", [False, True])
+def test_the_head_node_is_cut_off_in_that_very_moment(back: bool, with_a_rack: bool):
+    """Its own sockets reach nobody, and nor do those of a rack that is cut off with it."""
+    world = on_slurm(9, 8)
+    lost, near = world.agents[1], world.agents[2:5] if with_a_rack else []
+    refuse(world, lost)
+    died(world, lost)
+    world.run(1.0)
+    near_nodes = {"", *(agent.node for agent in near)}
+    for agent in world.agents:
+        if agent is not lost and agent not in near:
+            agent.silent = agent.cut = True
+            world.cuts |= {frozenset((agent.node, other)) for other in near_nodes}
+    world.cuts |= {frozenset(("n2", other)) for other in near_nodes}
+    if back:
+        world.refusing.clear()
+    world.run(5.0)
+    number = world.core.view.inquiries.last
+    world.run(MINUTE / 2)
+    assert not taken(world) and (with_a_rack or world.core.view.inquiries.last == number), "nobody is asked"
+    assert ("most_silent" if with_a_rack else "alone") in [event.kind for event in world.log]
+    world.cuts.clear()
+    for agent in world.agents:
+        agent.silent = agent.cut = agent is lost
+    while world.core.view.alone or world.core.view.inquiries.doubt:
+        world.run(0.1)
+    world.run(UNREACHED_SECONDS - 0.5)
+    assert not taken(world), "what was asked before does not count"
+    world.run(15.0)
+    assert taken(world) == ([] if back else [("down", "n2")])
+    world.check_replay()
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_node_that_two_jobs_share_is_set_down_when_both_have_lost_their_agents(alive: bool):
+    world = on_slurm(6, 4)
+    shared, _ = more(world, "2", "n2", "n6")
+    lost = world.agents[1]
+    refuse(world, lost, shared)
+    died(world, lost, shared)
+    if alive:  # an element of which only Slurm knows
+        world.slurm.queue["3", 0] = {**world.slurm.queue["2", 0], "state": "RUNNING", "node": "n2"}
+    world.run(12.0)
+    assert taken(world)[-1] == (("drain" if alive else "down"), "n2") and not asked(world)
+    assert {world.job(job).agents[element].gone for job, element in (("1", 1), ("2", 0))} == {"node ended"}
+    assert [len(world.job(job).failures) for job in "12"] == [1, 1]
+    if alive:
+        assert ("down", "n2") not in taken(world)
+    world.check_replay()
+
+
+def test_a_node_that_was_drained_for_the_element_that_waits_is_set_down_in_the_end():
+    """One of two jobs lost its agent there by silence: the other's element was on the node, and not lost."""
+    world = on_slurm(6, 4)
+    shared, _ = more(world, "2", "n2", "n6")
+    refuse(world, shared)
+    died(world, shared)
+    lost = world.agents[1]
+    lost.silent = True
+    off(world, shared)
+    world.run(3.0)
+    assert taken(world) == [("drain", "n2")] and asked(world) == {"n2"}
+    world.run(6.0)
+    assert taken(world) == [("drain", "n2"), ("down", "n2")] and not asked(world)
+    world.check_replay()
+
+
+def test_the_other_jobs_agents_are_asked_once_the_first_job_is_over():
+    world = on_slurm(6, 4)
+    shared, _ = more(world, "2", "n2", "n6")
+    refuse(world, world.agents[1], shared)
+    died(world, world.agents[1], shared)
+    world.slurm.cancel("1")
+    world.run(3.0)
+    assert world.core.view.inquiries.ending["n2"].job == "2"
+    world.run(10.0)
+    assert ("down", "n2") in taken(world) and world.slurm.queue["2", 0]["node"] not in ("n2", None)
+
+
+def test_a_node_with_an_agent_that_may_go_on_by_itself_is_not_taken():
+    """Two of three of another job are silent: one of them is on the node, and is not judged."""
+    world = on_slurm(8, 4)
+    others = more(world, "2", "n2", "n6", "n7")
+    lost = world.agents[1]
+    refuse(world, lost)
+    for agent in others[:2]:
+        agent.silent = True
+    world.dead_nodes.add("n6")
+    answer = world.answer
+    world.answer = lambda witness, target: (
+        Reach.SILENT if target == f"n2:{others[0].agent}" else answer(witness, target)
+    )
+    died(world, lost)
+    world.run(20.0)
+    assert ("2", 0) in world.core.view.inquiries.open and ("down", "n2") not in taken(world)
+    assert asked(world) == {"n2"} and world.job().agents[1].gone == "agent died"
+
+
+def test_a_firewall_that_refuses_one_group_after_the_other_takes_no_node():
+    """Each group is less than half of those that are left; together they are most, so this controller suspects
+    itself."""
+    world = on_slurm(17, 16, max_isolated_nodes=100)
+    first, second = world.agents[:5], world.agents[5:10]
+    refuse(world, *first)
+    died(world, *first)
+    refuse(world, *second)
+    died(world, *second)
+    world.run(20.0)
+    assert not taken(world) and "most_silent" in [event.kind for event in world.log]
+    world.restart()
+    world.run(20.0)
+    assert not taken(world) and len(asked(world)) == 10
+    world.refusing.clear()
+    world.run(20.0)
+    assert not taken(world) and not asked(world) and not world.core.view.inquiries.doubt
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"max_isolated_nodes": 0, "max_isolated_share": 0.0}, records.IsolationWithheld),
+        ({"partitions": {"default": PartitionConfig(mode="observe", max_weight=100.0)}}, records.Observed),
+    ],
+)
+def test_limits_and_permissions_hold(settings: dict, kind: type):
+    world = on_slurm(**settings)
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    world.run(20.0)
+    assert not taken(world) and not asked(world)
+    said = [event.record for event in world.log if isinstance(event.record, kind)]
+    assert any(getattr(record, "node", "") == "n2" or "n2" in record.reason for record in said)
+    assert any("is not set down" in text for text in world.job().failures[0].actions)
+
+
+def test_without_slurm_nobody_is_asked_about_a_node():
+    world = World()
+    agents = world.start_job(nodes=4)
+    agents[1].silent = agents[1].killed = True
+    died(world, agents[1])
+    assert not asked(world) and not world.core.view.inquiries.judged
+    world.run(10.0)
+    assert len(world.job().failures) == 1
+
+
+def test_a_racks_shutdown_asks_about_a_few_nodes_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    world = on_slurm(130, 128, max_isolated_nodes=1000)
+    rack = world.agents[:60]
+    refuse(world, *rack)
+    died(world, *rack)
+    off(world, *rack)
+    assert len(asked(world)) == 60
+    sent, tries = len(world.sent), []
+    perform = world._perform
+    monkeypatch.setattr(world, "_perform", lambda one: tries.append(one) if isinstance(one, Probe) else perform(one))
+    world.run(4.0)
+    assert len(tries) == len({probe.node for probe in tries}) == AT_ONCE, "one own try of each is under way"
+    questions = [message for _, message in world.sent[sent:] if isinstance(message, wire.Reach)]
+    assert len(questions) <= 2 * AT_ONCE
+    monkeypatch.undo()
+    for probe in tries:
+        world.core.on_probe(probe, 1, Reach.SILENT)
+    world.run(30.0)
+    assert {node for _, node in taken(world)} == {agent.node for agent in rack} and not asked(world)

@@ -1,0 +1,175 @@
+"""Nodes that end after an agent on them did.
+
+A node that is shut down ends its processes before its network: for a moment its kernel refuses connections, at the
+agent's door and at slurmd's port. That says that the agent died, and nothing of the node. Where nobody reached the
+node's slurmd in that moment, the node stays under question. Each round this controller's own sockets and up to two
+living agents try its slurmd.
+
+- It ends quietly, in doubt for the node: when this controller or an agent of the job reaches the slurmd, when an agent
+  speaks from there, when Slurm has the node out of service or does not run the element there any more, when the job is
+  over, and after `state_wait_seconds`. A stranger who says that it is reached may lie: the count begins anew.
+- The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: by this controller's own sockets, and by
+  the witnesses or, where nobody can be asked, by Slurm.
+- While the controller hears nobody, or suspects itself (`sense.together`), nothing counts.
+
+The log says which agents died. What was asked about their nodes is lost with the process, and asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.inquiry import OWN, Ending, Inquiry, Key, Word
+from unicron_ctl.controller.model.job import AGENT_DIED
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense import elsewhere, questions
+from unicron_ctl.controller.sense.questions import ANSWER_SECONDS, ROUND_SECONDS, Sight
+from unicron_ctl.reach import Reach
+
+# An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends needs no
+# more: what it runs has been left out already, and only its place in Slurm waits for this.
+UNREACHED_SECONDS = 6.0
+ROUNDS = 3  # the fewest in that time: one whose answers are lost says nothing
+# Nodes that are asked about at once, the others wait: when a rack is shut down, each own try that gets no answer
+# keeps one of 64 threads for most of a second, and the limits let few nodes be taken anyhow.
+AT_ONCE = 32
+NOBODY = (Reach.SILENT, Reach.REFUSED)
+OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN"})
+
+
+def begin(view: View, inquiry: Inquiry) -> None:
+    """Its agent died, and nobody reached its node's slurmd. Where Slurm does not know the node nobody can be asked."""
+    _begin(view, (inquiry.job, inquiry.element), inquiry.agent, inquiry.node, inquiry.since, inquiry.reached)
+
+
+def _recall(view: View) -> None:
+    """After a start: nobody knows any more whose slurmd was reached when their agents died."""
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            if record.gone == AGENT_DIED:
+                _begin(view, (job.job, element), record.agent, record.node, view.started_at, None)
+
+
+def _begin(view: View, key: Key, agent: str, node: str, since: float, reached: bool | None) -> None:
+    inquiries, slurmd = view.inquiries, questions.slurmd_of(view, node)
+    if not slurmd:
+        return
+    one = inquiries.ending.get(node)
+    if one is None:
+        until = view.now + view.config.state_wait_seconds
+        one = Ending(*key, agent, node, since, ("", slurmd), reached=reached, opened=view.now, until=until)
+        inquiries.ending[node] = one
+    inquiries.judged[key] = one  # for `sense.together` its node is silent until somebody reaches it
+
+
+def look(view: View, sight: Sight, out: Outcome) -> None:
+    """Asks, and reports the nodes that are lost. Only `sense.silence` calls it, at every tick."""
+    inquiries = view.inquiries
+    settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
+    if settled and not inquiries.asked_again:
+        inquiries.asked_again = True
+        _recall(view)
+    for node, one in list(islice(inquiries.ending.items(), AT_ONCE)):
+        died = list(_died(view, node))
+        if _over(view, one, died):
+            inquiries.close_ending(node)
+            continue
+        if (one.job, one.element) not in died:  # others died there, too: theirs are the witnesses now
+            _follow(view, one, *died[0])
+        if view.alone or inquiries.doubt:
+            one.until = view.now + view.config.state_wait_seconds
+        if view.alone:
+            one.anew(view.now)
+            continue
+        if inquiries.doubt:  # it is asked all the same: whoever is reached is not silent
+            one.unreached, one.counted = 0, True
+        elif _count(view, sight, one) and _lost(view, one):  # said again after the next round, if it is not believed yet
+            out.findings += [_finding(view, sight, one, key) for key in died]
+        if not one.number or (view.now - one.begun > ROUND_SECONDS and not one.probing):
+            inquiries.begin_round(one, view.now)
+            one.counted, one.targets = False, ("", questions.slurmd_of(view, node))
+        questions.ask(view, sight, one, out)
+
+
+def _follow(view: View, one: Ending, job: str, element: int) -> None:
+    """Another agent that died there speaks for the node from now on, and asks its own job's agents."""
+    one.job, one.element, one.agent = job, element, view.state.jobs[job].agents[element].agent
+    one.anew(view.now)
+
+
+# ---------------------------------------------------------------- how it ends quietly
+def _died(view: View, node: str) -> Iterator[Key]:
+    """The elements whose agents died on the node, and that Slurm still runs there: they wait for it."""
+    for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen is not None else ():
+        job = view.state.jobs.get(e.job)
+        record = job.agents.get(e.element) if job is not None and not job.over else None
+        here = record is not None and record.node == node and record.gone == AGENT_DIED
+        if job is not None and here and e.state in elsewhere.HERE and view.shown_node(job, e.element) is not None:
+            yield e.job, e.element
+
+
+def _over(view: View, one: Ending, died: list[Key]) -> bool:
+    reached = any(one.there(word) for witness, word in one.words.items() if one.own(witness))
+    speaks = any(agent.alive and agent.last_heard > one.opened for agent in view.live.on_node(one.node))
+    return not died or reached or speaks or view.now > one.until or _settled(view, one.node)
+
+
+def _settled(view: View, node: str) -> bool:
+    """It is out of service. Not one that was drained here because it was lost while others ran there: when they are
+    gone, too, it is set down."""
+    info, known = view.slurm.node(node), view.state.node(node)
+    ours = known.downed and known.drained and not known.proven_bad
+    states = info.states & OUT_OF_SERVICE if info is not None else OUT_OF_SERVICE
+    return bool(states - {"DRAIN"} if ours else states or known.downed)
+
+
+# ---------------------------------------------------------------- what the rounds say
+def _count(view: View, sight: Sight, one: Ending) -> bool:
+    """Whether one more round has shown, just now, that nobody answers."""
+    if one.strangers():
+        one.unreached, one.counted = 0, True
+    if one.counted or not _nobody(view, sight, one):
+        return False
+    one.unreached_since = one.unreached_since if one.unreached else one.begun
+    one.unreached, one.counted = one.unreached + 1, True
+    return True
+
+
+def _nobody(view: View, sight: Sight, one: Ending) -> bool:
+    """In this round this controller's own sockets got no answer, nor did enough others, nor anybody else."""
+    own = one.words.get(OWN)
+    if own is None or own.slurmd not in NOBODY:
+        return False
+    if len(one.witnessed()) >= questions.needed(view, sight, one):
+        return True
+    waits = len(one.asked) > 1 and view.now - one.begun < ANSWER_SECONDS
+    return not waits and bool(_slurm(view, sight, one))
+
+
+def _slurm(view: View, sight: Sight, one: Ending) -> str:
+    """What Slurm, asked since then, says of the node."""
+    seen = view.slurm.seen
+    return questions.slurm_says(view, sight, one.node) if seen is not None and seen.asked_at > one.opened else ""
+
+
+def _lost(view: View, one: Ending) -> bool:
+    """... for long enough, and no agent is left there that is not judged yet."""
+    if one.unreached < ROUNDS or view.now - one.unreached_since < UNREACHED_SECONDS:
+        return False
+    silent = any(inquiry.node == one.node for inquiry in view.inquiries.open.values())
+    return not silent and not any(agent.alive for agent in view.live.on_node(one.node))
+
+
+def _finding(view: View, sight: Sight, one: Ending, key: Key) -> Finding:
+    words: list[Word] = list(one.words.values())
+    seconds, by = view.now - one.unreached_since, "own sockets and witnesses"
+    if len(one.witnessed()) < questions.needed(view, sight, one):
+        by = f"own sockets and Slurm ({_slurm(view, sight, one)})"
+    said = (
+        f"after its agent died nobody reached the slurmd of {one.node} in {one.unreached} rounds of questions within "
+        f"{seconds:.1f} s ({'; '.join(map(str, words))})"
+    )
+    job, element = key
+    return Finding(What.NODE_ENDED, job, (), view.now, Source.PEER, said, element=element, node=one.node, by=by)
