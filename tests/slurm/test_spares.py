@@ -16,21 +16,24 @@ from unicron_ctl.localslurm import LocalCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_SPARES=1
+export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_SPARES={spares}
 export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02
 exec {agent} run -- {python} {script}
 """
 
 
-def submit(cluster: LocalCluster, controller: Controller, folder: Path, nodes: int) -> None:
-    """Four elements, one of them a spare, for the first `nodes` nodes."""
+def submit(
+    cluster: LocalCluster, controller: Controller, folder: Path, nodes: int, elements: int = 4, spares: int = 1
+) -> None:
+    """So many elements, some of them spares, for the first `nodes` nodes."""
     script, out = folder / "job.sh", folder / "out"
     out.mkdir()
     said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
+    said |= {"spares": spares}
     script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
     others = ",".join(cluster.spec.node_names[nodes:])
-    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-3", "--requeue"]
-    options += [f"--exclude={others}", "--open-mode=append", "-o", str(folder / "%a.out")]
+    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", f"--array=0-{elements - 1}", "--requeue"]
+    options += [f"--exclude={others}"] * bool(others) + ["--open-mode=append", "-o", str(folder / "%a.out")]
     done = call("sbatch", *options, script, environment=outside_slurm() | cluster.env())
     assert done.returncode == 0, done.stderr
 

@@ -1,0 +1,66 @@
+"""A node that is shut down while its job trains: its ports refuse connections, which only shows that the agent is gone;
+the job gets another node all the same, and not by slurmctld's finding it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.test_spares import submit
+from tests.support.controller import Controller, quick_on_slurm
+from tests.support.processes import LIMIT, outside_slurm
+from unicron_ctl.localslurm import LocalCluster, processes
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster whose slurmctld takes no node for dead as long as a test lasts."""
+    cluster = LocalCluster(tmp_path / "slurm", nodes=4, config_lines=["SlurmdTimeout=3600"])
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def test_a_node_whose_ports_refuse_for_good_is_replaced(patient: LocalCluster, tmp_path: Path) -> None:
+    controller = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | patient.env())
+    try:
+        submit(patient, controller, tmp_path, 4, elements=3, spares=0)
+
+        def job() -> dict[str, Any]:
+            return controller.job()
+
+        def trains() -> bool:
+            return (job().get("members"), job().get("state")) == ([0, 1, 2], "running")
+
+        controller.wait(lambda: trains() and job()["iteration"] > 2, "three train")
+        (node,) = [element["node"] for element in job()["elements"] if element["element"] == 1]
+        (free,) = set(patient.spec.node_names) - {element["node"] for element in job()["elements"]}
+        last = controller.events()[-1]["id"]
+        # As at a shutdown: processes end, and the kernel that is still there refuses what comes for them.
+        processes.kill_all(lambda: [one for one in patient.processes() if one.node == node], LIMIT)
+
+        def came() -> list[dict[str, Any]]:
+            return [e for e in controller.events("agent_registered") if e["id"] > last]
+
+        controller.wait(came, "the element has another agent", LIMIT)
+        controller.wait(trains, "the job is whole again", LIMIT)
+        (failure,), (agent,) = controller.failures(), came()
+        assert (failure["kind"], failure["element"], failure["node"]) == ("agent", 1, node)
+        assert "nothing else of its node has answered" in failure["reason"] and "slurmd refused" in failure["reason"]
+        assert (agent["element"], agent["node"]) == (1, free)
+        after = [e for e in controller.events("failure_detected", "node_lost", "slurm_action") if e["id"] > last]
+        told = [e["action"] if e["kind"] == "slurm_action" else e["kind"] for e in after if e["node"] == node]
+        assert [what for what in told if what != "requeue"] == ["failure_detected", "node_lost", "down"]
+        assert all(e["id"] < agent["id"] for e in after), "all of it before the other agent came"
+        (shown,) = [one for one in patient.client().nodes() if one.name == node]
+        assert "DOWN" in shown.states and shown.reason.startswith("unicron[node_problem]"), "Slurm was told"
+        assert job()["ledger_violations"] == 0
+    finally:
+        controller.close()
