@@ -111,6 +111,9 @@ LIMITS: tuple[Limit, ...] = (
         "controller", "ANSWER_SECONDS", 1.5, "for an agent that is asked about another one; then a further one is asked"
     ),
     Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
+    Limit(
+        "controller", "UNREACHED_SECONDS", 6.0, "without a slurmd that answers, after its agent died: the node is lost"
+    ),
     Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
     Limit("controller", "TOGETHER_SECONDS", 0.5, "between two counts of the nodes that fell silent together"),
     Limit("controller", "UNSURE_PERIODS", 0.6, "heartbeat periods after which others may have fallen silent, too"),
