@@ -85,9 +85,7 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
             continue
         if inquiries.doubt:  # it is asked all the same: whoever is reached is not silent
             one.unreached, one.counted = 0, True
-        elif _count(view, sight, one) and _lost(
-            view, one
-        ):  # said again after the next round, if it is not believed yet
+        elif _count(view, sight, one) and _lost(view, one):  # and again after the next round, if it is not believed
             out.findings += [_finding(view, sight, one, key) for key in died]
         if not one.number or (view.now - one.begun > ROUND_SECONDS and not one.probing):
             inquiries.begin_round(one, view.now)
