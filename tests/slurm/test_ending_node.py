@@ -52,7 +52,7 @@ def test_a_node_whose_ports_refuse_for_good_is_replaced(patient: LocalCluster, t
         controller.wait(came, "the element has another agent", LIMIT)
         controller.wait(trains, "the job is whole again", LIMIT)
         (agent,) = came()
-        (failure,) = [one for one in controller.failures() if one["node"] == node]
+        (failure,) = [one for one in controller.failures() if one["id"] > last and one["node"] == node]
         assert (failure["kind"], failure["element"]) == ("agent", 1)
         assert "nothing else of its node has answered" in failure["reason"] and "slurmd refused" in failure["reason"]
         assert agent["node"] == free
