@@ -118,7 +118,7 @@ class View:
     """When this controller started; later by as long as it stood still."""
     views: dict[str, JobView] = field(default_factory=dict)
     inquiries: Inquiries = field(default_factory=Inquiries)
-    """What is asked about silent agents; only `sense.silence` changes it."""
+    """What is asked about silent agents and their nodes; only `sense.silence` and what it calls change it."""
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""
