@@ -56,7 +56,7 @@ test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
 ifeq ($(PYTEST_ARGS),)
 	$(UNIT)
-	$(WAITS) -n 2 -m "not long" tests/process
+	$(WAITS) -n 3 -m "not long" tests/process
 	$(WAITS) -n 2 -m "not long and not alone" tests/slurm
 	$(BIN)/python -m pytest -m alone tests/slurm
 else

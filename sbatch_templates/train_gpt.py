@@ -207,7 +207,7 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
         checkpoints=checkpoints,
         seed=options.seed,
     )
-    # `sbatch --signal=USR1@120`, or `scancel --signal=USR1 JOB`: all ranks end after the same iteration.
+    # `sbatch --signal=USR1@120`, `scancel --state=RUNNING --signal=USR1 JOB`: all ranks end after the same iteration.
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     saver = GradientSaver(chunks, optimizer, options.save_gradients, slot) if options.save_gradients else None
     if device.type == "cpu" and not options.micro_batch_seconds:

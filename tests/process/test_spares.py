@@ -110,7 +110,7 @@ def test_a_spare_waits_longer_than_a_rank_that_has_lost_its_plan(tmp_path):
 def test_two_lost_at_once_take_both_spares_of_a_job_with_two_ranks_a_node_and_tensors_over_both(tmp_path):
     settings = {"UNICRON_RANKS_PER_NODE": "2", "UNICRON_SPARES": "2", "TINY_LAYOUT": "2 1 1"}
     with World(tmp_path, 6, **settings, TINY_ITERATIONS=FOREVER, TINY_HIDDEN="32") as world:
-        world.wait(lambda: len(world.job().get("spares", [])) == 2, "four train and two wait")
+        world.wait(lambda: len(world.job().get("members", [])) == 8, "four nodes train")
         inside = {slot // 2 for slot in world.job()["members"]}
         until_ready(world, *({*range(6)} - inside))
         lost = sorted(inside)[:2]

@@ -22,6 +22,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 WAITS = "import os, sys, time\nprint('rank', os.environ['UNICRON_INCARNATION'], file=sys.stderr)\ntime.sleep(600)\n"
 
 
+@pytest.fixture(autouse=True)
+def templates_of_their_own(monkeypatch):
+    """From the first one on."""
+    monkeypatch.setattr(Job, "lent", False)
+
+
 @pytest.fixture
 def fake():
     started = FakeController()

@@ -55,7 +55,7 @@ def test_a_job_goes_on_without_the_node_and_takes_the_spare_one(links: LinksClus
     assert [job.node(element) for element in (0, 2)] == [e["node"] for e in before["elements"] if e["element"] != 1]
     assert (job.node(1), after["generation"], after["members"]) == (spare, healed["generation"], healed["members"])
 
-    links.slurm("scancel", "--signal=USR1", job.id)
+    links.slurm("scancel", "--state=RUNNING", "--signal=USR1", job.id)
     wait_for(lambda: job.status()["ended"], "the job ends as it was asked to", now=job.told)
     assert job.status()["ended"]["code"] == 0, job.told()
     assert after["ledger_violations"] == job.status()["ledger_violations"] == 0

@@ -207,7 +207,7 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     assert his["events"] == [] and failed not in json.dumps(his)
     for command in (
         ["scancel", job],
-        ["scancel", "--signal=USR1", job],
+        ["scancel", "--state=RUNNING", "--signal=USR1", job],
         ["scontrol", "requeue", f"{job}_0"],
         ["scontrol", "hold", f"{job}_0"],
         ["scontrol", "update", f"JobId={job}_0", "AdminComment=unicron: held"],

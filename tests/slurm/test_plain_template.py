@@ -61,11 +61,11 @@ def test_a_rank_is_killed_and_the_losses_are_those_of_one_undisturbed_process(
     controller.wait(lambda: trains(0), "the rank is back")
     more = job()["iteration"] + 3
     controller.wait(lambda: trains(more), "they go on")
-    call("scancel", "--signal=USR2", submitted.stdout.strip(), environment=around)
+    call("scancel", "--state=RUNNING", "--signal=USR2", submitted.stdout.strip(), environment=around)
     controller.wait(lambda: "was saved in" in "".join(path.read_text() for path in tmp_path.glob("*.out")), "a file")
     more = job()["iteration"] + 2
     controller.wait(lambda: trains(more), "nothing ends by that")
-    call("scancel", "--signal=USR1", submitted.stdout.strip(), environment=around)
+    call("scancel", "--state=RUNNING", "--signal=USR1", submitted.stdout.strip(), environment=around)
     controller.wait(lambda: (job().get("ended") or {}).get("code") == 0, "all end after the same iteration")
     assert job()["ledger_violations"] == 0
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import lent
 from tests.support.controller import Controller
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
 
@@ -27,15 +28,14 @@ class Agent:
         self.folder.mkdir()
         environment = outside_slurm() | job.environment | {"TMPDIR": str(self.folder)}
         environment |= {"SLURM_ARRAY_TASK_ID": str(element), "SLURMD_NODENAME": f"n{element}"} | settings
+        words = ["run", "--", *command]
         with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [*AGENT, "run", "--", *command],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            if job.lent and lent.fits(command, environment):
+                self.process: lent.Agent | subprocess.Popen[bytes] = lent.Agent(words, environment, log.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*AGENT, *words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
 
     @property
     def log(self) -> str:
@@ -67,8 +67,10 @@ class Agent:
 class Job:
     """An array job: `count` agents, each with the same command, `tiny_gpt.py` unless another is given.
 
-    settings: environment variables of the agents and their ranks.
+    settings: environment variables of the agents and their ranks. `lent`: whether their first templates are.
     """
+
+    lent = True
 
     def __init__(
         self, folder: Path, address: str, name: str, count: int, command: Sequence[str] | None = None, **settings: str

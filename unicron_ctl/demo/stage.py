@@ -240,7 +240,7 @@ class Stage:
     def finish(self, job: DemoJob) -> None:
         """Ask the job to end after its present iteration, as Slurm's --signal would before a time limit."""
         subprocess.run(
-            ["scancel", "--signal=USR1", self.ids[job.name]],
+            ["scancel", "--state=RUNNING", "--signal=USR1", self.ids[job.name]],
             env=os.environ | self.cluster.env(),
             timeout=20,
             check=False,

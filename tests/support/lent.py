@@ -1,0 +1,74 @@
+"""Agents whose template is lent to them: a fork of the tests' own (`tests.support.warm`). One of their own would import
+torch and Megatron for two seconds of CPU before anything can be seen. `lent_agent.py` says how."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from detector.supervise import Forked
+from detector.template import READ_IN_C
+from tests.support.warm import warm
+
+PROGRAM = Path(__file__).resolve().with_name("lent_agent.py")
+
+
+class Agent:
+    """`unicron-agent WORDS` with such a template: a `subprocess.Popen`, as far as tests use it."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: int):
+        own = json.dumps(dict(environment))  # the fork's is that of the tests' template
+        coming = warm().ask(warm().environment, [str(PROGRAM), own, *words], log)
+        assert coming is not None and coming.pid is not None, coming.cold if coming is not None else warm().why
+        os.close(coming.stderr)
+        self._process, self._pidfd = Forked(coming.pid), os.pidfd_open(coming.pid)
+        os.write(coming.leave, b"g")
+        os.close(coming.leave)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        if self.returncode is None and self._process.poll() is not None:
+            os.close(self._pidfd)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            end = select.poll()
+            end.register(self._pidfd, select.POLLIN)
+            end.poll(None if timeout is None else timeout * 1000)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("unicron-agent", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fits(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a fork of the tests' template is what a template of this command's own would be: the same interpreter,
+    and the same of all that is read before the first import."""
+    early = ({n: v for n, v in each.items() if READ_IN_C.fullmatch(n)} for each in (environment, warm().environment))
+    return command[0] == sys.executable and command[1].endswith(".py") and next(early) == next(early)

@@ -1,0 +1,107 @@
+"""An agent, and the template that waits beside it until the agent starts one.
+
+    lent_agent.py ENVIRONMENT run -- COMMAND...           in a fork of the tests' template
+    python lent_agent.py DESCRIPTOR PID run -- COMMAND... the agent
+
+The fork forks the template-to-be, and becomes the agent by exec, with ENVIRONMENT (JSON). The agent is the product's
+own; only the first template that it starts is the process that waits at the other end of DESCRIPTOR, which runs the
+product's template program from there on. Templates after that one are started as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+MESSAGE_BYTES = 1 << 17
+PR_SET_PDEATHSIG = 1
+
+
+# ---------------------------------------------------------------- in the fork
+def become(environment: Mapping[str, str], words: Sequence[str]) -> None:
+    """The agent, with the template-to-be as its child, in which this returns once it is none any more."""
+    os.chdir(ROOT)
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        mine.close()
+        wait(its, agent)
+        return
+    os.setpgid(pid, pid)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(1, 2)
+    mine.set_inheritable(True)
+    os.execve(sys.executable, [sys.executable, str(HERE), str(mine.fileno()), str(pid), *words], environment)
+
+
+def wait(line: socket.socket, agent: int) -> None:
+    """Until the agent starts its template: then this is what it has started."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    data, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
+    line.close()
+    if not data or os.getppid() != agent:
+        return
+    task = json.loads(data)
+    os.dup2(files[1], 2)
+    os.close(files[1])
+    spec = importlib.util.spec_from_file_location("_unicron_lent", task["program"])
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.given = lambda: task["environment"]  # what /proc shows is the tests' template's
+    program.restore(os.environ, task["environment"], {})
+    tempfile.tempdir = None  # TMPDIR may be another
+    sys.path.remove(str(HERE.parent))  # it leads the path for this script
+    sys.argv = [task["program"], str(files[0]), *task["words"]]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    program.main()
+
+
+# ---------------------------------------------------------------- the agent
+def lend(line: socket.socket, pid: int) -> None:
+    """The first template that this process starts is the one at the other end of `line`."""
+    from detector.supervise import Child
+    from unicron_ctl.agent import template
+
+    def start(command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int]) -> Child:
+        setattr(template, "Child", Child)  # noqa: B010
+        program = template.program.__file__
+        words = command[command.index(program) + 2 :]
+        stderr, its_stderr = os.pipe()
+        task = {"program": program, "environment": dict(environment), "words": words}
+        socket.send_fds(line, [json.dumps(task).encode()], [*keep, its_stderr])
+        os.close(its_stderr)
+        line.close()
+        return Child.forked(pid, stderr)
+
+    setattr(template, "Child", start)  # noqa: B010
+
+
+def main() -> None:
+    """See the module's own words."""
+    if not sys.argv[1].isdigit():
+        become(json.loads(sys.argv[1]), sys.argv[2:])
+        return
+    descriptor, pid, *words = sys.argv[1:]
+    line = socket.socket(fileno=int(descriptor))
+    line.set_inheritable(False)
+    sys.path[0] = str(ROOT)  # as `python -m` has it there
+    lend(line, int(pid))
+    sys.argv = ["unicron-agent", *words]
+    from unicron_ctl.agent.main import main as agent
+
+    agent()
+
+
+if __name__ == "__main__":
+    main()
