@@ -138,19 +138,14 @@ class Turns:
             view.live.touched.update(job.elements(job.hit(view.live.blocked)))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives; of one that does not answer others are
-        asked, for its lease is longer than survivors should wait where its own node says that nobody listens there."""
+        """After a rank stopped by itself every agent is asked whether it lives."""
         if job.phase is Phase.BREAKING:
             return
         latest = self._view.now - progress.WITNESS_SECONDS
         since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
         if since is not None:
-            unheard = progress.unheard_since(view, since)
-            late = self._view.now - since > progress.UNANSWERED_SECONDS and len(unheard) <= progress.MOST_SUSPECTED
-            for agent in unheard:
+            for agent in progress.unheard_since(view, since):
                 self._order(agent, f"ping {since}", wire.Ping())
-                if late and agent.suspect_since is None:
-                    self._view.live.suspect(agent, self._view.now)
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""

@@ -208,7 +208,7 @@ class Live:
         self.suspects.discard((view.job, view.element))
 
     def suspect(self, view: AgentView, now: float) -> None:
-        """Slurm says that the agent has ended, or its peers' connections broke and it does not answer."""
+        """Slurm says that the agent has ended."""
         view.suspect_since = now
         self.suspects.add((view.job, view.element))
 

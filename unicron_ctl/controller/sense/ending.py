@@ -9,7 +9,7 @@ living agents try its slurmd.
   speaks from there, when Slurm has the node out of service or does not run the element there any more, when the job is
   over, and after `state_wait_seconds`. A stranger who says that it is reached may lie: the count begins anew.
 - The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: by this controller's own sockets, and by
-  the witnesses or, where nobody can be asked, by Slurm. Where all of them met silence one round is enough.
+  the witnesses or, where nobody can be asked, by Slurm.
 - While the controller hears nobody, or suspects itself (`sense.together`), nothing counts.
 
 The log says which agents died. What was asked about their nodes is lost with the process, and asked again.
@@ -155,14 +155,11 @@ def _slurm(view: View, sight: Sight, one: Ending) -> str:
 
 
 def _lost(view: View, one: Ending) -> bool:
-    """... for long enough, and no agent is left there that is not judged yet. Silence alone, of its agent and its
-    slurmd, is enough after the lease, as of any node: a slurmd that is started again refuses."""
-    silent = all(word.slurmd is Reach.SILENT for word in one.words.values() if not word.no_evidence)
-    long = one.unreached >= ROUNDS and view.now - one.unreached_since >= UNREACHED_SECONDS
-    if not long and not (silent and view.now - one.since > view.config.lease):
+    """... for long enough, and no agent is left there that is not judged yet."""
+    if one.unreached < ROUNDS or view.now - one.unreached_since < UNREACHED_SECONDS:
         return False
-    unjudged = any(inquiry.node == one.node for inquiry in view.inquiries.open.values())
-    return not unjudged and not any(agent.alive for agent in view.live.on_node(one.node))
+    silent = any(inquiry.node == one.node for inquiry in view.inquiries.open.values())
+    return not silent and not any(agent.alive for agent in view.live.on_node(one.node))
 
 
 def _finding(view: View, sight: Sight, one: Ending, key: Key) -> Finding:

@@ -70,8 +70,8 @@ def look(view: View) -> Outcome:
 
 # ---------------------------------------------------------------- who is silent
 def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
-    """Agents whose next word is late, those of which Slurm, its plugin or broken connections say that they ended, and
-    those that the log knows and that have not spoken to this controller since its start."""
+    """Agents whose next word is late, those of which Slurm or its plugin says that they ended, and those that the log
+    knows and that have not spoken to this controller since its start."""
     late, inquiries = questions.ask_after(view), view.inquiries
     for key in view.live.leases:
         agent = view.live.agent(*key)
@@ -191,7 +191,7 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     """Whether the agent died, or its node is lost; None while that is not known."""
     silent, lease = view.now - inquiry.since, view.config.lease
     agent = view.live.agent(inquiry.job, inquiry.element)
-    ended = agent is not None and agent.suspect_since is not None  # somebody or something says so
+    ended = agent is not None and agent.suspect_since is not None  # somebody says that its task has
     if (ended or silent > lease) and (refused := _refused(sight, inquiry)):
         return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
     if silent <= lease:

@@ -13,7 +13,6 @@ from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes.isolation import attention
-from unicron_ctl.controller.sense import progress
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import datagrams, wire
 
@@ -339,26 +338,6 @@ def test_slurms_word_is_for_the_agents_failure_also_where_its_rank_failed_after_
     world.slurm.queue["1", 1].update(state="CANCELLED", node=None)
     world.run(4)
     assert [failure.slurm for failure in world.job().failures] == ["CANCELLED", ""]
-
-
-@pytest.mark.parametrize(
-    ("closed", "most"), [(True, 32), (False, 32), (True, 0)], ids=["its port is closed", "its port answers", "many"]
-)
-def test_an_agent_whose_peers_connections_broke_is_asked_about_before_its_lease_is_over(closed, most, monkeypatch):
-    """A process that ended is found at once by its own node's word; one that is only slow keeps its lease, and so do
-    all where many are."""
-    monkeypatch.setattr(progress, "MOST_SUSPECTED", most)
-    early = closed and most > 0
-    world, agents = cluster(heartbeat_period=5.0, report_timeout=20.0, restart_grace=10.0)
-    agents[1].silent, agents[1].cut = True, not closed
-    began = world.now
-    for agent in agents:
-        if agent is not agents[1]:
-            agent.set(agent.slots[0], state="stopped", broken=agent.ranks[agent.slots[0]].generation)
-    world.run(1.0)
-    assert [failure.detected_by for failure in world.job().failures] == (["its port is closed"] if early else [])
-    if early:
-        assert world.job().failures[0].detected_at - began < 0.8 and sorted(world.job().members) == [0, 2, 3]
 
 
 def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_lease():
