@@ -170,7 +170,7 @@ class Site:
         """Ask both jobs to end after their present iteration, as Slurm's --signal would before a time limit."""
         for number in self.ids.values():
             # For elements that wait it would try again for a minute and a half.
-            self.slurm("scancel", "--state=RUNNING", "--signal=USR1", number)
+            self.slurm("scancel", "--state=RUNNING", "--signal=USR1", number, check=False)
 
     def jobs(self) -> dict[str, JobNow]:
         """By name, as the controller tells of them. Raises UserError when it does not answer."""

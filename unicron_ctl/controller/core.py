@@ -380,6 +380,7 @@ class Core:
     def _excuse(self, seconds: float) -> None:
         """Nobody was late in these seconds but this process, or its network."""
         self.view.live.shift(seconds)
+        self.view.inquiries.shift(seconds)
         for desk in self.desks.values():
             desk.watch.shift(seconds)
         self.view.started_at += seconds
@@ -391,6 +392,7 @@ class Core:
             self.take(silence.heard_again(self.view))
             self._excuse(self.now - since)
             self.view.live.renew(self.now)
+            self.view.inquiries.renew(self.now)
 
     def _silence(self) -> None:
         outcome = silence.look(self.view)

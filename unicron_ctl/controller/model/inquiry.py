@@ -84,8 +84,8 @@ class Inquiry:
 
 @dataclass
 class Ending(Inquiry):
-    """A node on which an agent died while nobody reached the node's slurmd. Only that is asked about. job, element,
-    agent and since are those of one of the agents that died so."""
+    """A node on which an agent died while nobody reached the node's slurmd. job, element, agent and since are those of
+    one of the agents that died so."""
 
     opened: float = 0.0
     """Since when it is asked about, and until when at most (`until`)."""
@@ -98,12 +98,7 @@ class Ending(Inquiry):
     """The present round is one of them."""
 
     def there(self, word: Word) -> bool:
-        return word.slurmd is Reach.REACHED
-
-    def anew(self, now: float) -> None:
-        """What was answered until now says nothing."""
-        self.asked, self.words, self.begun = {}, {}, now
-        self.unreached, self.counted = 0, False
+        return Reach.REACHED in (word.slurmd, word.door)
 
 
 @dataclass
@@ -146,6 +141,24 @@ class Inquiries:
         """Nothing more is asked about the node."""
         if (one := self.ending.pop(node, None)) is not None:
             self.rounds.pop(one.number, None)
+
+    def anew(self, one: Ending, now: float) -> None:
+        """What was answered until now, and what is still under way, says nothing."""
+        self.rounds.pop(one.number, None)
+        one.number = one.probe = one.probing = 0
+        one.asked, one.words, one.begun = {}, {}, now
+        one.unreached, one.counted = 0, False
+
+    def shift(self, seconds: float) -> None:
+        """This process stood still for so long: the agents' last words are put forward, too."""
+        for one in self.ending.values():
+            one.opened += seconds
+            one.until += seconds
+
+    def renew(self, now: float) -> None:
+        """Every agent counts as heard now: that is no word of theirs."""
+        for one in self.ending.values():
+            one.opened = now
 
     def begin_round(self, inquiry: Inquiry, now: float) -> None:
         """New questions: what was said before is old."""

@@ -3,11 +3,13 @@
 A node that is shut down ends its processes before its network: for a moment its kernel refuses connections, at the
 agent's door and at slurmd's port. That says that the agent died, and nothing of the node. Where nobody reached the
 node's slurmd in that moment, the node stays under question. Each round this controller's own sockets and up to two
-living agents try its slurmd.
+living agents try the agent's door and the node's slurmd.
 
-- It ends quietly, in doubt for the node: when this controller or an agent of the job reaches the slurmd, when an agent
-  speaks from there, when Slurm has the node out of service or does not run the element there any more, when the job is
-  over, and after `state_wait_seconds`. A stranger who says that it is reached may lie: the count begins anew.
+- It ends quietly, in doubt for the node: when this controller reaches one of them, when an agent speaks from there,
+  when Slurm has the node out of service or does not run the element there any more, when the job is over, and after
+  `state_wait_seconds`. An agent that says that it is reached may lie, about another job's element, too: the count
+  begins anew.
+- A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
 - The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: by this controller's own sockets, and by
   the witnesses or, where nobody can be asked, by Slurm.
 - While the controller hears nobody, or suspects itself (`sense.together`), nothing counts.
@@ -41,7 +43,7 @@ OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN"})
 
 def begin(view: View, inquiry: Inquiry) -> None:
     """Its agent died, and nobody reached its node's slurmd. Where Slurm does not know the node nobody can be asked."""
-    _begin(view, (inquiry.job, inquiry.element), inquiry.agent, inquiry.node, inquiry.since, inquiry.reached)
+    _begin(view, inquiry.job, inquiry.element, inquiry.since, inquiry.reached)
 
 
 def _recall(view: View) -> None:
@@ -49,19 +51,20 @@ def _recall(view: View) -> None:
     for job in view.state.jobs.values():
         for element, record in job.agents.items() if not job.over else ():
             if record.gone == AGENT_DIED:
-                _begin(view, (job.job, element), record.agent, record.node, view.started_at, None)
+                _begin(view, job.job, element, view.started_at, None)
 
 
-def _begin(view: View, key: Key, agent: str, node: str, since: float, reached: bool | None) -> None:
-    inquiries, slurmd = view.inquiries, questions.slurmd_of(view, node)
-    if not slurmd:
+def _begin(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
+    inquiries, record = view.inquiries, view.state.jobs[job].agents[element]
+    targets = questions.targets(view, record.node, record.door)
+    if not targets[1]:
         return
-    one = inquiries.ending.get(node)
+    one = inquiries.ending.get(record.node)
     if one is None:
-        until = view.now + view.config.state_wait_seconds
-        one = Ending(*key, agent, node, since, ("", slurmd), reached=reached, opened=view.now, until=until)
-        inquiries.ending[node] = one
-    inquiries.judged[key] = one  # for `sense.together` its node is silent until somebody reaches it
+        one = Ending(job, element, record.agent, record.node, since, targets, reached=reached)
+        one.opened, one.until = view.now, view.now + view.config.state_wait_seconds
+        inquiries.ending[record.node] = one
+    inquiries.judged[job, element] = one  # for `sense.together` its node is silent until somebody reaches it
 
 
 def look(view: View, sight: Sight, out: Outcome) -> None:
@@ -81,7 +84,7 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
         if view.alone or inquiries.doubt:
             one.until = view.now + view.config.state_wait_seconds
         if view.alone:
-            one.anew(view.now)
+            inquiries.anew(one, view.now)
             continue
         if inquiries.doubt:  # it is asked all the same: whoever is reached is not silent
             one.unreached, one.counted = 0, True
@@ -89,14 +92,15 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
             out.findings += [_finding(view, sight, one, key) for key in died]
         if not one.number or (view.now - one.begun > ROUND_SECONDS and not one.probing):
             inquiries.begin_round(one, view.now)
-            one.counted, one.targets = False, ("", questions.slurmd_of(view, node))
+            door = view.state.jobs[one.job].agents[one.element].door
+            one.counted, one.targets = False, questions.targets(view, node, door)
         questions.ask(view, sight, one, out)
 
 
 def _follow(view: View, one: Ending, job: str, element: int) -> None:
     """Another agent that died there speaks for the node from now on, and asks its own job's agents."""
     one.job, one.element, one.agent = job, element, view.state.jobs[job].agents[element].agent
-    one.anew(view.now)
+    view.inquiries.anew(one, view.now)
 
 
 # ---------------------------------------------------------------- how it ends quietly
@@ -111,7 +115,7 @@ def _died(view: View, node: str) -> Iterator[Key]:
 
 
 def _over(view: View, one: Ending, died: list[Key]) -> bool:
-    reached = any(one.there(word) for witness, word in one.words.items() if one.own(witness))
+    reached = OWN in one.words and one.there(one.words[OWN])
     speaks = any(agent.alive and agent.last_heard > one.opened for agent in view.live.on_node(one.node))
     return not died or reached or speaks or view.now > one.until or _settled(view, one.node)
 
@@ -128,7 +132,7 @@ def _settled(view: View, node: str) -> bool:
 # ---------------------------------------------------------------- what the rounds say
 def _count(view: View, sight: Sight, one: Ending) -> bool:
     """Whether one more round has shown, just now, that nobody answers."""
-    if one.strangers():
+    if any(one.there(word) for word in one.words.values()):
         one.unreached, one.counted = 0, True
     if one.counted or not _nobody(view, sight, one):
         return False
@@ -140,12 +144,17 @@ def _count(view: View, sight: Sight, one: Ending) -> bool:
 def _nobody(view: View, sight: Sight, one: Ending) -> bool:
     """In this round this controller's own sockets got no answer, nor did enough others, nor anybody else."""
     own = one.words.get(OWN)
-    if own is None or own.slurmd not in NOBODY:
+    if own is None or not _gone(own):
         return False
-    if len(one.witnessed()) >= questions.needed(view, sight, one):
+    if len(list(filter(_gone, one.witnessed()))) >= questions.needed(view, sight, one):
         return True
     waits = len(one.asked) > 1 and view.now - one.begun < ANSWER_SECONDS
     return not waits and bool(_slurm(view, sight, one))
+
+
+def _gone(word: Word) -> bool:
+    """Nobody answered, and not only slurmd's port was silent: a kernel that refuses at the door lives."""
+    return word.slurmd in NOBODY and (word.slurmd, word.door) != (Reach.SILENT, Reach.REFUSED)
 
 
 def _slurm(view: View, sight: Sight, one: Ending) -> str:

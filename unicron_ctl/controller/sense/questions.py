@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
+from unicron_ctl.reach import Reach, door_at, is_address
 
 ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
 WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
@@ -131,10 +131,14 @@ def ask_after(view: View) -> float:
     return min(view.config.lease, view.config.heartbeat_period * ASK_PERIODS)
 
 
-def slurmd_of(view: View, node: str) -> str:
-    """host:port of the node's slurmd; empty where Slurm does not know the node, or is not used."""
+def targets(view: View, node: str, door: str) -> tuple[str, str]:
+    """The agent's door and the node's slurmd, host:port; the latter empty where Slurm does not know the node, or is not
+    used. The door is where Slurm says that the node is; where that is a name, the address by which the agent came
+    (`Server`): no user chooses what others connect to, or names that take long."""
     info = view.slurm.node(node)
-    return f"{info.address}:{info.port}" if info is not None else ""
+    if info is None:
+        return door, ""
+    return door_at(info.address, door) if is_address(info.address) else door, f"{info.address}:{info.port}"
 
 
 # ---------------------------------------------------------------- answers

@@ -29,7 +29,7 @@ from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere, ending, questions, together
 from unicron_ctl.controller.sense.questions import ANSWER_SECONDS, ROUND_SECONDS, Sight
-from unicron_ctl.reach import Reach, door_at, is_address
+from unicron_ctl.reach import Reach
 
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
 BY_LEASE = "lease and "  # how it is said that silence, and what else, showed the end
@@ -95,7 +95,7 @@ def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
         key = job.job, element
         if element in live.agents or key in view.inquiries.open or (record.gone and not _needed_again(job, record)):
             continue
-        targets = _targets(view, record.node, record.door)
+        targets = questions.targets(view, record.node, record.door)
         yield key, Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
 
 
@@ -106,7 +106,7 @@ def _recall(view: View, out: Outcome) -> None:
         for element, record in job.agents.items() if not job.over else ():
             if record.gone not in ("silent", NODE_ENDED) or view.unfit(record.node) or element in view.job(job).agents:
                 continue
-            targets = _targets(view, record.node, record.door)
+            targets = questions.targets(view, record.node, record.door)
             inquiry = Inquiry(job.job, element, record.agent, record.node, view.started_at, targets)
             inquiry.probing = sum(map(bool, targets))
             view.inquiries.judged[job.job, element] = inquiry
@@ -121,17 +121,8 @@ def _needed_again(job: JobState, record: AgentRecord) -> bool:
 
 
 def _inquiry(view: View, agent: AgentView) -> Inquiry:
-    since, targets = sign_of_life(view, agent), _targets(view, agent.node, agent.door)
+    since, targets = sign_of_life(view, agent), questions.targets(view, agent.node, agent.door)
     return Inquiry(agent.job, agent.element, agent.agent, agent.node, since, targets)
-
-
-def _targets(view: View, node: str, door: str) -> tuple[str, str]:
-    """The agent's door and the node's slurmd. The door is where Slurm says that the node is; where that is a name, the
-    address by which the agent came (`Server`): no user chooses what others connect to, or names that take long."""
-    info = view.slurm.node(node)
-    if info is None:
-        return door, ""
-    return door_at(info.address, door) if is_address(info.address) else door, questions.slurmd_of(view, node)
 
 
 def sign_of_life(view: View, agent: AgentView) -> float:
