@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,9 +215,10 @@ def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, 
     [
         ({"TINY_LAYOUT": "2 1 1"}, True),
         pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
-        ({"TINY_DISTOPT": "1"}, True),
+        pytest.param({"TINY_DISTOPT": "1"}, True, marks=pytest.mark.long),
+        ({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True),
     ],
-    ids=["memory", "nothing in memory", "distributed optimizer"],
+    ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
 def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
     """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
@@ -243,26 +245,52 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
     assert [one["loss"] for one in steps] == [wanted[one["iteration"]] for one in steps]
 
 
-def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path):
-    """Each rank's shard lies in its node's memory; the next job reads the files of all."""
-    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_DISTOPT": "1"}
-    folders_of = [tmp_path / name for name in ("whole", "ended", "next")]
-    for folder in folders_of:
-        folder.mkdir()
-    with Remembering(folders_of[0], nodes=2, **SETTINGS | {"TINY_DISTOPT": "1"}) as job:
-        job.ends()
-    with Remembering(folders_of[1], nodes=2, **SETTINGS | saves) as job:
+def ended_and_on_again(tmp_path: Path, kind: dict[str, str], *others: dict[str, str]) -> list[list[float]]:
+    """Slurm ends a job with a distributed optimizer in the middle, and others go on from the files of its agents, each
+    with its own settings. Losses from there on: where nothing is ended, then of each."""
+
+    def run(name: str, **settings: str) -> list[dict]:
+        (tmp_path / name).mkdir()
+        with Remembering(tmp_path / name, nodes=2, **SETTINGS | kind | settings) as job:
+            job.ends()
+        return json_lines(tmp_path / name / "losses.0")
+
+    kind = kind | {"TINY_DISTOPT": "1", "TINY_CHECKPOINT_EVERY": "1000"}
+    wanted = run("whole")
+    (tmp_path / "ended").mkdir()
+    saves = tmp_path / "saves"
+    with Remembering(tmp_path / "ended", nodes=2, **SETTINGS | kind, TINY_CHECKPOINTS=str(saves)) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
             agent.process.terminate()
         assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
         assert all("was saved in" in agent.log for agent in job.agents.values())
-    saved = max(each.iteration for each in folders.whole(tmp_path / "saves"))
-    with Remembering(folders_of[2], nodes=2, **SETTINGS | saves) as job:
-        job.ends()
-    wanted, steps = (json_lines(folder / "losses.0") for folder in (folders_of[0], folders_of[2]))
-    assert saved >= 4 and [one["iteration"] for one in steps] == list(range(saved, ITERATIONS))
-    assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[saved:]]
+    saved = max(each.iteration for each in folders.whole(saves))
+    found = [wanted[saved:]]
+    for number, settings in enumerate(others):
+        copied = shutil.copytree(saves, tmp_path / f"saves-{number}")
+        found.append(run(f"next-{number}", TINY_CHECKPOINTS=str(copied), **settings))
+    assert saved >= 4
+    assert all([one["iteration"] for one in steps] == list(range(saved, ITERATIONS)) for steps in found)
+    return [[one["loss"] for one in steps] for steps in found]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param({}, marks=pytest.mark.long), {"TINY_EXPERTS": "bias"}], ids=["all is trained", "biases"]
+)
+def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path, kind):
+    """Each rank's shard lies in its node's memory; the next job reads the files of all."""
+    wanted, again = ended_and_on_again(tmp_path, kind, {})
+    assert again == wanted
+
+
+def test_what_slurm_ends_goes_to_files_with_what_is_not_trained_for_any_layout(tmp_path):
+    """The scripts that go on build other values than the ones that were trained with."""
+    kind = {"TINY_LAYOUT": "2 1 1", "TINY_FROZEN": "1"}
+    built = {"TINY_FROZEN": "built"}
+    wanted, again, other = ended_and_on_again(tmp_path, kind, built, built | {"TINY_LAYOUT": "1 1 1"})
+    assert again == wanted
+    assert other == pytest.approx(wanted, rel=1e-5)
 
 
 def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):
