@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -245,13 +244,13 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
     assert [one["loss"] for one in steps] == [wanted[one["iteration"]] for one in steps]
 
 
-def ended_and_on_again(tmp_path: Path, kind: dict[str, str], *others: dict[str, str]) -> list[list[float]]:
-    """Slurm ends a job with a distributed optimizer in the middle, and others go on from the files of its agents, each
-    with its own settings. Losses from there on: where nothing is ended, then of each."""
+def ended_and_on_again(tmp_path: Path, kind: dict[str, str], next_one: dict[str, str]) -> list[list[float]]:
+    """Slurm ends a job with a distributed optimizer in the middle, and another one goes on from the files of its
+    agents. next_one: its own settings. Losses from there on: where nothing is ended, and of the other one."""
 
     def run(name: str, **settings: str) -> list[dict]:
         (tmp_path / name).mkdir()
-        with Remembering(tmp_path / name, nodes=2, **SETTINGS | kind | settings) as job:
+        with Remembering(tmp_path / name, nodes=2, **SETTINGS | kind | {"TINY_SLOW": "0"} | settings) as job:
             job.ends()
         return json_lines(tmp_path / name / "losses.0")
 
@@ -266,31 +265,33 @@ def ended_and_on_again(tmp_path: Path, kind: dict[str, str], *others: dict[str, 
         assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
         assert all("was saved in" in agent.log for agent in job.agents.values())
     saved = max(each.iteration for each in folders.whole(saves))
-    found = [wanted[saved:]]
-    for number, settings in enumerate(others):
-        copied = shutil.copytree(saves, tmp_path / f"saves-{number}")
-        found.append(run(f"next-{number}", TINY_CHECKPOINTS=str(copied), **settings))
+    found = wanted[saved:], run("next", TINY_CHECKPOINTS=str(saves), **next_one)
     assert saved >= 4
     assert all([one["iteration"] for one in steps] == list(range(saved, ITERATIONS)) for steps in found)
     return [[one["loss"] for one in steps] for steps in found]
 
 
+FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param({}, marks=pytest.mark.long), {"TINY_EXPERTS": "bias"}], ids=["all is trained", "biases"]
+    ("kind", "next_one"),
+    [
+        pytest.param({}, {}, marks=pytest.mark.long, id="all is trained"),
+        pytest.param({"TINY_EXPERTS": "bias"}, {}, id="biases"),
+        pytest.param(FROZEN, BUILT, marks=pytest.mark.long, id="frozen"),
+        pytest.param(FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT, marks=pytest.mark.long, id="frozen TP"),
+    ],
 )
-def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path, kind):
+def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path, kind, next_one):
     """Each rank's shard lies in its node's memory; the next job reads the files of all."""
-    wanted, again = ended_and_on_again(tmp_path, kind, {})
+    wanted, again = ended_and_on_again(tmp_path, kind, next_one)
     assert again == wanted
 
 
-def test_what_slurm_ends_goes_to_files_with_what_is_not_trained_for_any_layout(tmp_path):
-    """The scripts that go on build other values than the ones that were trained with."""
-    kind = {"TINY_LAYOUT": "2 1 1", "TINY_FROZEN": "1"}
-    built = {"TINY_FROZEN": "built"}
-    wanted, again, other = ended_and_on_again(tmp_path, kind, built, built | {"TINY_LAYOUT": "1 1 1"})
-    assert again == wanted
-    assert other == pytest.approx(wanted, rel=1e-5)
+def test_what_slurm_ends_goes_to_files_that_ranks_of_another_layout_read_with_what_is_not_trained(tmp_path):
+    wanted, again = ended_and_on_again(tmp_path, FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT | {"TINY_LAYOUT": "1 1 1"})
+    assert again == pytest.approx(wanted, rel=1e-5)
 
 
 def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):
