@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.process
 ITERATIONS = 12
 REST = ("copy", "sum", "finish")  # phases of a copy in which nothing else is to be seen than in "half"
 SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
+FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
 PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 
 
@@ -191,22 +193,44 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
 
 
-@pytest.mark.parametrize("without_room", [pytest.param(False, marks=pytest.mark.long), True])
-def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, without_room):
-    """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set."""
+@pytest.mark.parametrize(
+    ("roomless", "kind"),
+    [
+        pytest.param(None, {}, marks=pytest.mark.long),
+        (1, {}),
+        *(pytest.param(slot, FROZEN, marks=pytest.mark.long) for slot in (None, 0, 1)),
+    ],
+)
+def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, roomless, kind):
+    """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set, and so
+    does the first with what is not trained."""
     saves, writes = tmp_path / "saves", range(2, ITERATIONS)
-    faults = [fault(slot, iteration, "save") for slot in ([0] if without_room else [0, 1]) for iteration in writes]
-    settings = SETTINGS | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_DISTOPT": "1"}
-    full = {"UNICRON_MEMORY_DIR": "/proc"} if without_room else {}
-    settings |= {"TINY_SLOW": "0.1", "TINY_FAULT": json.dumps(faults), "SLURM_ARRAY_TASK_COUNT": "2"}
-    with Remembering(tmp_path, nodes=1, **settings) as job:
-        job.start_agent(1, **full)
+    faults = [fault(slot, iteration, "save") for slot in {0, 1} - {roomless} for iteration in writes]
+    kind = kind | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_DISTOPT": "1"}
+    settings = SETTINGS | kind | {"SLURM_ARRAY_TASK_COUNT": "2", "TINY_SLOW": "0.1", "TINY_FAULT": json.dumps(faults)}
+    places = [{"UNICRON_MEMORY_DIR": "/proc" if slot == roomless else str(tmp_path)} for slot in (0, 1)]
+    with Remembering(tmp_path, nodes=1, **settings | places[0]) as job:
+        job.start_agent(1, **places[1])
         job.wait(lambda: any(each.iteration >= 6 for each in folders.whole(saves)), "a checkpoint in the middle")
         assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
         whole = next(each for each in folders.whole(saves) if each.iteration >= 6)
         job.ends()
     assert len(whole.paths) == 2 and len({path.name.split(".")[0] for path in whole.paths}) == 1
     assert not list(saves.glob("*/*.new")) and not list(tmp_path.glob("unicron.*/due-*"))
+    if "TINY_FROZEN" in kind:
+        goes_on_from_the_last_but_one(tmp_path, kind)
+
+
+def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
+    """Another job, to the losses of the one that has written it; the last one ranks have written at their end."""
+    last, checkpoint = folders.whole(tmp_path / "saves")
+    shutil.rmtree(last.paths[0].parent)
+    (tmp_path / "next").mkdir()
+    with Remembering(tmp_path / "next", nodes=2, **SETTINGS | kind | BUILT) as job:
+        job.ends()
+    wanted, steps = (json_lines(folder / "losses.0") for folder in (tmp_path, tmp_path / "next"))
+    assert [one["iteration"] for one in steps] == list(range(checkpoint.iteration, ITERATIONS))
+    assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[checkpoint.iteration :]]
 
 
 @pytest.mark.parametrize(
@@ -269,9 +293,6 @@ def ended_and_on_again(tmp_path: Path, kind: dict[str, str], next_one: dict[str,
     assert saved >= 4
     assert all([one["iteration"] for one in steps] == list(range(saved, ITERATIONS)) for steps in found)
     return [[one["loss"] for one in steps] for steps in found]
-
-
-FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
 
 
 @pytest.mark.parametrize(
