@@ -157,7 +157,7 @@ def part(config, stage: int | None):
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
-    if how := os.environ.get("TINY_FROZEN"):
+    if (how := os.environ.get("TINY_FROZEN", "0")) != "0":
         layer = model.decoder.layers[0]
         for frozen in (layer.input_layernorm.weight, layer.mlp.linear_fc1.weight):
             frozen.requires_grad_(False)
