@@ -167,14 +167,15 @@ class Rooms:
         room.sums = self._worker.submit(_finish, room, room.image, key, head, self._cuts if cut else None)
         self._pending.append(room)
 
-    def set_aside(self, room: Room, iteration: int) -> bool:
+    def set_aside(self, room: Room, iteration: int, untrained: Path | None = None) -> bool:
         """The agent is to make a checkpoint's file of the image of a room that is sealed; nobody writes over it before.
-        False where it has none, and once after what could not be: the caller has another way then."""
+        untrained: an image that goes into the same file. False where it has none, and once after what could not be: the
+        caller has another way then."""
         given_up, self._gives_up = self._gives_up, False
         if given_up or room.image is None or self._folder is None or self._worker is None:
             return False
         path = files.aside_path(self._folder, self.slot, iteration)
-        room.aside = self._worker.submit(files.set_aside, room.image.path, path)
+        room.aside = self._worker.submit(files.set_aside, room.image.path, path, untrained)
         self._aside = path, room.aside
         return True
 
@@ -226,6 +227,9 @@ class Rooms:
         process that has rooms of its own: of cuts and copies those that it says yes to, and nothing else.
         """
         found: list[Found] = []
+        if self._folder is not None and lacks is None:
+            with contextlib.suppress(OSError):
+                files.tidy(self._folder, self.slot)
         for path in sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []:
             if lacks is not None and not path.name.startswith(STAY):
                 continue

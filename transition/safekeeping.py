@@ -146,19 +146,25 @@ class Safekeeping:
             "loss": state.loss,
             "untrained": untrained,
         }
-        whole = not self._untrained.bytes  # else a part of the model is in no shard
-        file = functools.partial(self._file, version) if whole else None
-        self.shards.export(version, msgpack.packb(extra), file, cut)
+        besides = self._untrained.offsets() if self._has_untrained else None
+        can = besides is None or self._untrained.image is not None
+        file = functools.partial(self._file, version, untrained if self._has_untrained else "") if can else None
+        self.shards.export(version, msgpack.packb(extra), file, cut, besides)
         self._confirm(version)
 
-    def _file(self, version: int, about: bytes, step: float) -> bytes:
+    @property
+    def _has_untrained(self) -> bool:
+        """Of the files of this rank's place its own is the one that has what is not trained, too."""
+        return self.shards.index == 0 and bool(self._untrained.bytes)
+
+    def _file(self, version: int, untrained: str, about: bytes, step: float) -> bytes:
         """For whoever reads the image of this rank's shard as a file of a checkpoint."""
-        return contents.head_of(self._state, about, version, self._process.layout.text, step)
+        return contents.head_of(self._state, about, version, self._process.layout.text, step, untrained)
 
     def set_aside(self, version: int) -> bool:
-        """The agent is to make a checkpoint's file of what this rank has kept last; False where it cannot, because a
-        part of the model is in no shard, or they are in no agent's memory."""
-        return self.shards.set_aside(version)
+        """The agent is to make a checkpoint's file of what this rank has kept last; False where it cannot, because it,
+        or what is not trained, is in no agent's memory."""
+        return self.shards.set_aside(version, self._untrained.image if self._has_untrained else None)
 
     @property
     def filing(self) -> bool:

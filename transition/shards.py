@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,7 +25,7 @@ import torch
 
 from transition import elastic_buckets, parts
 from transition.memory import contents
-from transition.memory.files import set_mark
+from transition.memory.files import behind, set_mark
 from transition.memory.images import SHARD, Found, Key
 from transition.migrate import StateMismatch, as_before, plain
 from transition.rooms import Claimed, Room, Rooms
@@ -77,7 +78,7 @@ class Shards:
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
         self._before: tuple[int, int] | None = None  # what the next one is made from
-        self._about = b""
+        self._about: bytes | None = None
         self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
         self._told: tuple[int, int] | None = None  # of which this rank's image says what a checkpoint's file has to
 
@@ -94,7 +95,7 @@ class Shards:
         """
         self.rooms.settle()
         elastic_buckets.resize(self.model, self.optimizer)
-        self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), b""
+        self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), None
 
     def claim(self, here: Sequence[int], again: bool = False) -> None:
         """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
@@ -132,14 +133,20 @@ class Shards:
     # ------------------------------------------------------------ snapshots and copies
     @torch.no_grad()
     def export(
-        self, version: int, extra: bytes = b"", file: Callable[[bytes, float], bytes] | None = None, cut: bool = False
+        self,
+        version: int,
+        extra: bytes = b"",
+        file: Callable[[bytes, float], bytes] | None = None,
+        cut: bool = False,
+        untrained: Mapping[int, int] | None = None,
     ) -> None:
         """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
-        file(about, step): what whoever reads this rank's shard as a checkpoint's file has to know (:meth:`about`); None
-        where the model is not all in the shards. cut: in a file that stays, too."""
+        file(about, step): what whoever reads this rank's shard as a checkpoint's file has to know (:meth:`about`, which
+        has `untrained`); None where no file can be made of it. cut: in a file that stays, too."""
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
-        header, told = self._header(extra), file(self.about(), self._step()) if file is not None else b""
+        header, about = self._header(extra), self.about(untrained) if file is not None else b""
+        told = file(about, self._step()) if file is not None and about else b""
         with self._rooms(1, header, told) as (room,):
             into: list[torch.Tensor] = []
             values: list[torch.Tensor] = []
@@ -153,11 +160,12 @@ class Shards:
         self._add(version, self.index, room, told, cut)
         self._told = (self.base, version) if told else None
 
-    def set_aside(self, version: int) -> bool:
-        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot."""
+    def set_aside(self, version: int, untrained: Path | None = None) -> bool:
+        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
+        the image that goes into the same file."""
         if self._told != (self.base, version):
             return False
-        return self.rooms.set_aside(self._sets[self._told].shards[self.index], version)
+        return self.rooms.set_aside(self._sets[self._told].shards[self.index], version, untrained)
 
     @property
     def mark(self) -> str:
@@ -294,14 +302,23 @@ class Shards:
         tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
         return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
 
-    def about(self) -> bytes:
+    def about(self, untrained: Mapping[int, int] | None = None) -> bytes:
         """Where in this rank's shard the parts of the parameters are, as :mod:`transition.memory.contents` has it; the
-        same for all states of a generation."""
-        if not self._about:
+        same for all states of a generation.
+
+        untrained: where in the image that stands behind the shard's data in a file each tensor lies that is not
+        trained, by its address; None for a shard whose file has none. Empty where one of them is not there.
+        """
+        if self._about is None:
             row, starts = self.buckets.length(self.count), self._starts()
             index: list[tuple[Any, ...]] = []
-            tensors: list[tuple[Any, ...]] = []
+            tensors: list[tuple[Any, ...] | None] = []
+            rest: list[parts.Part] = []
             for part in parts.parts(self.model, self.optimizer):
+                if not part.stepped:
+                    if untrained is not None:
+                        rest.append(part)
+                    continue
                 begin = starts[id(part.parameter)] + part.first
                 keys = {key: len(tensors) + number for number, key in enumerate(_KEYS)}
                 at = [torch.float32.itemsize * (number * row + begin) for number in range(len(STATES))]
@@ -309,8 +326,19 @@ class Shards:
                 steps = {key: [len(tensors), list(value.shape)] for key, value in part.others.items()}
                 tensors += [(_name(value.dtype), 1, contents.STEP) for value in part.others.values()]
                 index.append((*part.box, part.begin, part.end, keys, {}, steps))
-            self._about = msgpack.packb({"index": index, "tensors": tensors})
+            for part in rest:
+                index.append((*part.box, part.begin, part.end, {parts.PARAMETER: len(tensors)}, {}, {}))
+                tensors.append(self._behind(part, untrained or {}))
+            self._about = msgpack.packb({"index": index, "tensors": tensors}) if None not in tensors else b""
         return self._about
+
+    def _behind(self, part: parts.Part, untrained: Mapping[int, int]) -> tuple[Any, ...] | None:
+        """A tensor that is not trained, as :meth:`about` has it."""
+        whole, mine = part.parameter, part.tensors[parts.PARAMETER]
+        if (begin := untrained.get(whole.data_ptr()) if whole.is_contiguous() else None) is None:
+            return None
+        at = behind(self.shard_bytes) + begin + part.first * whole.element_size()
+        return _name(mine.dtype), mine.numel(), at
 
     def _starts(self) -> dict[int, int]:
         """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""

@@ -7,7 +7,7 @@ its place that has.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +35,18 @@ class Untrained:
         self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
         self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
         self._kept = ""
+        self._full = False  # there was no room last time
+        self.image: Path | None = None  # of this slot's, that of what was kept last; None where there is none
 
     @property
     def bytes(self) -> int:
         """That an image of them takes."""
         return sum(_padded(each) for each in self._tensors)
+
+    def offsets(self) -> dict[int, int]:
+        """The address of each -> where its bytes begin in an image."""
+        sizes = itertools.accumulate((_padded(each) for each in self._tensors), initial=0)
+        return {each.data_ptr(): offset for each, offset in zip(self._tensors, sizes, strict=False)}
 
     def keep(self) -> str:
         """Have them in an image as they are now; returns its mark, empty where there are none. What was kept before
@@ -47,13 +54,25 @@ class Untrained:
         if not self._tensors or self._folder is None:
             return ""
         mark = self._mark()
-        if mark != self._kept:
-            self._kept = mark
-            with contextlib.suppress(OSError):  # the shards' rooms say that there is no room
-                self._write(self._folder, mark)
+        gone = self.image is not None and not self.image.exists()
+        if mark != self._kept or gone:
+            self._kept, self.image = mark, None
+            try:
+                self.image = self._write(self._folder, mark)
+                self._full = False
+            except OSError as error:
+                self._complain(error)
         return mark
 
-    def _write(self, folder: Path, mark: str) -> None:
+    def _complain(self, error: OSError) -> None:
+        if not self._full:
+            self._full = True
+            self._say(
+                f"no room for {self.bytes >> 20} MiB of what is not trained in {self._folder} "
+                f"({error.strerror or error}): no agent makes files with it; give the node more shared memory"
+            )
+
+    def _write(self, folder: Path, mark: str) -> Path:
         before = self._own(folder)
         image = Image(folder / f"{UNTRAINED}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
         flat = torch.frombuffer(image.data, dtype=torch.uint8, count=self.bytes)
@@ -63,6 +82,7 @@ class Untrained:
         image.finish(key, b"", self.bytes, contents.sums(flat))
         for number in sorted(before)[: 1 - KEPT]:
             before[number].unlink(missing_ok=True)
+        return image.path
 
     def cut(self, cuts: Cutting, iteration: int) -> bool:
         """Keep them as they are now with a cut's shards; whether they are there."""
@@ -100,7 +120,7 @@ class Untrained:
         for place, tensor in self._places(flat):
             _raw(tensor).copy_(place)
         if path in self._own(path.parent).values():
-            self._kept = mark
+            self._kept, self.image = mark, path
         return True
 
     def somewhere(self, has: bool, device: torch.device, group: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.process
 ITERATIONS = 12
 REST = ("copy", "sum", "finish")  # phases of a copy in which nothing else is to be seen than in "half"
 SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
+FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
 PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 
 
@@ -191,22 +193,44 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     assert ITERATIONS in [each.iteration for each in folders.whole(saves)] and not list(saves.glob("*/*.new"))
 
 
-@pytest.mark.parametrize("without_room", [pytest.param(False, marks=pytest.mark.long), True])
-def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, without_room):
-    """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set."""
+@pytest.mark.parametrize(
+    ("roomless", "kind"),
+    [
+        pytest.param(None, {}, marks=pytest.mark.long),
+        (1, {}),
+        *(pytest.param(slot, FROZEN, marks=pytest.mark.long) for slot in (None, 0, 1)),
+    ],
+)
+def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, roomless, kind):
+    """Ranks would die if they wrote one by themselves; but one without room in memory does, of the same set, and so
+    does the first with what is not trained."""
     saves, writes = tmp_path / "saves", range(2, ITERATIONS)
-    faults = [fault(slot, iteration, "save") for slot in ([0] if without_room else [0, 1]) for iteration in writes]
-    settings = SETTINGS | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_DISTOPT": "1"}
-    full = {"UNICRON_MEMORY_DIR": "/proc"} if without_room else {}
-    settings |= {"TINY_SLOW": "0.1", "TINY_FAULT": json.dumps(faults), "SLURM_ARRAY_TASK_COUNT": "2"}
-    with Remembering(tmp_path, nodes=1, **settings) as job:
-        job.start_agent(1, **full)
+    faults = [fault(slot, iteration, "save") for slot in {0, 1} - {roomless} for iteration in writes]
+    kind = kind | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_DISTOPT": "1"}
+    settings = SETTINGS | kind | {"SLURM_ARRAY_TASK_COUNT": "2", "TINY_SLOW": "0.1", "TINY_FAULT": json.dumps(faults)}
+    places = [{"UNICRON_MEMORY_DIR": "/proc" if slot == roomless else str(tmp_path)} for slot in (0, 1)]
+    with Remembering(tmp_path, nodes=1, **settings | places[0]) as job:
+        job.start_agent(1, **places[1])
         job.wait(lambda: any(each.iteration >= 6 for each in folders.whole(saves)), "a checkpoint in the middle")
         assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
         whole = next(each for each in folders.whole(saves) if each.iteration >= 6)
         job.ends()
     assert len(whole.paths) == 2 and len({path.name.split(".")[0] for path in whole.paths}) == 1
     assert not list(saves.glob("*/*.new")) and not list(tmp_path.glob("unicron.*/due-*"))
+    if "TINY_FROZEN" in kind:
+        goes_on_from_the_last_but_one(tmp_path, kind)
+
+
+def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
+    """Another job, to the losses of the one that has written it; the last one ranks have written at their end."""
+    last, checkpoint = folders.whole(tmp_path / "saves")
+    shutil.rmtree(last.paths[0].parent)
+    (tmp_path / "next").mkdir()
+    with Remembering(tmp_path / "next", nodes=2, **SETTINGS | kind | BUILT) as job:
+        job.ends()
+    wanted, steps = (json_lines(folder / "losses.0") for folder in (tmp_path, tmp_path / "next"))
+    assert [one["iteration"] for one in steps] == list(range(checkpoint.iteration, ITERATIONS))
+    assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[checkpoint.iteration :]]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +238,10 @@ def test_agents_make_the_files_of_a_distributed_optimizers_shards_too(tmp_path, 
     [
         ({"TINY_LAYOUT": "2 1 1"}, True),
         pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
-        ({"TINY_DISTOPT": "1"}, True),
+        pytest.param({"TINY_DISTOPT": "1"}, True, marks=pytest.mark.long),
+        ({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True),
     ],
-    ids=["memory", "nothing in memory", "distributed optimizer"],
+    ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
 def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
     """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
@@ -243,26 +268,60 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
     assert [one["loss"] for one in steps] == [wanted[one["iteration"]] for one in steps]
 
 
-def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path):
-    """Each rank's shard lies in its node's memory; the next job reads the files of all."""
-    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_DISTOPT": "1"}
-    folders_of = [tmp_path / name for name in ("whole", "ended", "next")]
-    for folder in folders_of:
-        folder.mkdir()
-    with Remembering(folders_of[0], nodes=2, **SETTINGS | {"TINY_DISTOPT": "1"}) as job:
-        job.ends()
-    with Remembering(folders_of[1], nodes=2, **SETTINGS | saves) as job:
+def ended_and_on_again(tmp_path: Path, kind: dict[str, str], next_one: dict[str, str]) -> list[list[float]]:
+    """Slurm ends a job with a distributed optimizer in the middle, and another one goes on from the files of its
+    agents. next_one: its own settings. Losses from there on: where nothing is ended, and of the other one."""
+
+    def run(name: str, **settings: str) -> list[dict]:
+        (tmp_path / name).mkdir()
+        with Remembering(tmp_path / name, nodes=2, **SETTINGS | kind | {"TINY_SLOW": "0"} | settings) as job:
+            job.ends()
+        return json_lines(tmp_path / name / "losses.0")
+
+    kind = kind | {"TINY_DISTOPT": "1", "TINY_CHECKPOINT_EVERY": "1000"}
+    wanted = run("whole")
+    (tmp_path / "ended").mkdir()
+    saves = tmp_path / "saves"
+    with Remembering(tmp_path / "ended", nodes=2, **SETTINGS | kind, TINY_CHECKPOINTS=str(saves)) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
             agent.process.terminate()
         assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
         assert all("was saved in" in agent.log for agent in job.agents.values())
-    saved = max(each.iteration for each in folders.whole(tmp_path / "saves"))
-    with Remembering(folders_of[2], nodes=2, **SETTINGS | saves) as job:
-        job.ends()
-    wanted, steps = (json_lines(folder / "losses.0") for folder in (folders_of[0], folders_of[2]))
-    assert saved >= 4 and [one["iteration"] for one in steps] == list(range(saved, ITERATIONS))
-    assert [one["loss"] for one in steps] == [one["loss"] for one in wanted[saved:]]
+    saved = max(each.iteration for each in folders.whole(saves))
+    found = wanted[saved:], run("next", TINY_CHECKPOINTS=str(saves), **next_one)
+    assert saved >= 4
+    assert all([one["iteration"] for one in steps] == list(range(saved, ITERATIONS)) for steps in found)
+    return [[one["loss"] for one in steps] for steps in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "next_one"),
+    [
+        pytest.param({}, {}, marks=pytest.mark.long, id="all is trained"),
+        pytest.param({"TINY_EXPERTS": "bias"}, {}, id="biases"),
+        pytest.param(FROZEN, BUILT, marks=pytest.mark.long, id="frozen"),
+        pytest.param(FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT, marks=pytest.mark.long, id="frozen TP"),
+    ],
+)
+def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_bit(tmp_path, kind, next_one):
+    """Each rank's shard lies in its node's memory; the next job reads the files of all."""
+    wanted, again = ended_and_on_again(tmp_path, kind, next_one)
+    assert again == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "next_one", "apart"),
+    [
+        (FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT | {"TINY_LAYOUT": "1 1 1"}, 1e-5),
+        # A token between two experts may go to the other one.
+        pytest.param({"TINY_EXPERTS": "bias"}, {"TINY_LAYOUT": "1 2 1"}, 1e-3, marks=pytest.mark.long),
+    ],
+    ids=["frozen TP to DP", "biases DP to PP"],
+)
+def test_what_slurm_ends_goes_to_files_that_ranks_of_another_layout_read(tmp_path, kind, next_one, apart):
+    wanted, again = ended_and_on_again(tmp_path, kind, next_one)
+    assert again == pytest.approx(wanted, rel=apart)
 
 
 def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):

@@ -148,7 +148,7 @@ def first_life(out: Path, memory: Path, **settings: str) -> None:
     assert set(map(tuple, ranks.exits.values())) == {(-14,)}
     for found in files.asides(memory):
         files.persist(found, Path(settings["TINY_CHECKPOINTS"]))
-        found.path.unlink()
+        files.let_go(found.path)
 
 
 def images(memory: Path, shard: int) -> list[Path]:

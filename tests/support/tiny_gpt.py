@@ -7,8 +7,8 @@ experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP 
 TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of
 learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many
 buckets; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
-TINY_CHECKPOINT_EVERY so many iterations (2). TINY_FROZEN=1: a parameter is not trained, and has its value from the
-slot's first process alone.
+TINY_CHECKPOINT_EVERY so many iterations (2). TINY_FROZEN=1: two parameters are not trained, one of them split by tensor
+parallelism, and have their values from the slot's first process alone; "built": the same two, as they are built.
 
 `at` has one more place: "norm" of the gradients, in the optimizer's step.
 """
@@ -157,10 +157,12 @@ def part(config, stage: int | None):
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
-    if os.environ.get("TINY_FROZEN") == "1":
-        frozen = model.decoder.layers[0].input_layernorm.weight.requires_grad_(False)
-        if INCARNATION == 0:
-            frozen.mul_(torch.linspace(0.5, 2.0, frozen.numel()))
+    if (how := os.environ.get("TINY_FROZEN", "0")) != "0":
+        layer = model.decoder.layers[0]
+        for frozen in (layer.input_layernorm.weight, layer.mlp.linear_fc1.weight):
+            frozen.requires_grad_(False)
+            if how == "1" and INCARNATION == 0:
+                frozen.mul_(torch.linspace(0.5, 2.0, frozen.numel()).view_as(frozen))
     return Float16Module(config, model) if BF16 or FP16 else model
 
 

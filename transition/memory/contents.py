@@ -80,9 +80,12 @@ class Gatherer:
         return self._contents
 
 
-def head_of(state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0) -> bytes:
+def head_of(
+    state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0, untrained: str = ""
+) -> bytes:
     """What is no tensor, as it is now. about: which tensors there are (:class:`Contents`). layout: as people write it.
-    step: the optimizer's, where it is in no tensor."""
+    step: the optimizer's, where it is in no tensor. untrained: the mark of the image whose data stand behind these in a
+    file (:mod:`transition.memory.files`)."""
     head: bytes = msgpack.packb(
         {
             "version": VERSION,
@@ -94,6 +97,7 @@ def head_of(state: TrainingState, about: bytes, iteration: int, layout: str, ste
             "seed": state.seed,
             "loss": state.loss,
             "step": step,
+            "untrained": untrained,
             "about": about,
         }
     )

@@ -2,6 +2,10 @@
 
 An image that is to become a file is *set aside* by the rank: it gets a second name, under which nobody writes over it,
 and which the agent removes when the file is there.
+
+The file of a place's first shard has what of the model is in no shard, too: the data of that image stand behind those
+of the shard's, whose head says where each tensor of both is, and names the image by its mark. So a checkpoint is whole
+by the files that it always had, and whoever reads one reads these.
 """
 
 from __future__ import annotations
@@ -10,19 +14,24 @@ import contextlib
 import hashlib
 import os
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgpack
 
-from transition.memory.images import SHARD, SUFFIX, BadImage, Found, Key, leave, look
+from transition.memory.images import SHARD, SUFFIX, SUMS, UNTRAINED, BadImage, Found, Key, front, inventory, leave, look
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
 PIECE = 1 << 22  # bytes
+WORD = 8  # bytes: the checksums' words; what stands behind a shard's data begins at a multiple
 DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
+_SUMS = struct.Struct("<QQ")
+_MODULUS = 1 << 64
+assert _SUMS.size == SUMS
 
 
 def folder_name(iteration: int) -> str:
@@ -88,14 +97,45 @@ def aside_path(memory: Path, slot: int, iteration: int) -> Path:
     return memory / f"{ASIDE}{slot}-{iteration}{SUFFIX}"
 
 
-def set_aside(image: Path, aside: Path) -> None:
+def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
     """The image is whole, and stays as it is under the name `aside` until that is removed; what has that name is
-    another one, of a process before this one that came by the same iteration. Raises OSError."""
-    new = aside.with_name(f"{aside.name}.{os.getpid()}.new")
+    another one, of a process before this one that came by the same iteration. untrained: the image that its file needs,
+    too; it stays as long. Raises OSError."""
+    try:
+        if untrained is not None:
+            _name_also(untrained, _beside(aside))
+        _name_also(image, aside)
+    except OSError:
+        _beside(aside).unlink(missing_ok=True)
+        raise
+
+
+def _beside(aside: Path) -> Path:
+    """The second name of what is in no shard, where `aside` is that of the shard. It is no image's name: who looks for
+    images has them by their own."""
+    return aside.with_suffix(f".{UNTRAINED}")
+
+
+def _name_also(image: Path, name: Path) -> None:
+    new = name.with_name(f"{name.name}.{os.getpid()}.new")
     new.unlink(missing_ok=True)
     new.hardlink_to(image)
-    new.replace(aside)
+    new.replace(name)
     new.unlink(missing_ok=True)  # where both were this image already, which replaces nothing
+
+
+def let_go(aside: Path) -> None:
+    """What is set aside under this name has its file, or will have none. The image's name goes last: as long as it is
+    there its rank sets no other one aside. Raises OSError."""
+    _beside(aside).unlink(missing_ok=True)
+    aside.unlink(missing_ok=True)
+
+
+def tidy(memory: Path, slot: int) -> None:
+    """For a slot's new process: its last one may have ended between the two names that it gave. Raises OSError."""
+    for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED}"):
+        if not path.with_suffix(SUFFIX).exists():
+            path.unlink(missing_ok=True)
 
 
 def is_aside(image: Path) -> bool:
@@ -112,7 +152,7 @@ def asides(memory: Path, tell: Callable[[BadImage], None] = lambda error: None) 
             found.append(look(path))
         except BadImage as error:
             with contextlib.suppress(OSError):
-                path.unlink()
+                let_go(path)
             tell(error)
         except OSError:
             pass  # it is gone
@@ -125,26 +165,90 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
 
     pace: told the bytes of each piece that was written, it may wait, or raise what ends this. The data are not looked
     at: their checksums go with them, and whoever reads the file compares them. Raises BadImage where the writer has
-    begun to overwrite the image meanwhile, and OSError.
+    begun to overwrite the image meanwhile, or where what belongs into its file, too, is not there, and OSError.
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     mark = path.name.split(".")[0]
     if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
         return path
+    head, data = found.read()
+    untrained = _untrained_of(found, head)
+    size, sums = found.data_bytes, found.sums
+    if untrained is not None:
+        sums = joined(sums, size, bytes(data[size // WORD * WORD :]), untrained.sums)
+        size = behind(size) + untrained.data_bytes
     path.parent.mkdir(parents=True, exist_ok=True)
     new = unfinished(path)
     try:
-        with found.path.open("rb") as image, new.open("wb") as file:
-            while piece := image.read(PIECE):
-                file.write(piece)
-                pace(len(piece))
-            file.truncate(found.used)
+        with new.open("wb") as file:
+            file.write(front(found.key, head, size, sums))
+            begin = file.tell()
+            _copy(found, file, pace)
+            if untrained is not None:
+                file.seek(begin + behind(found.data_bytes))
+                _copy(untrained, file, pace)
             file.flush()
             os.fsync(file.fileno())
-        if look(found.path) != found or look(new).used != found.used:
+        if any(each is not None and look(each.path) != each for each in (found, untrained)):
             raise BadImage(f"{found.path}: overwritten while it was copied")
         finished(path, mark)
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
     return path
+
+
+def _copy(found: Found, into: BinaryIO, pace: Callable[[int], None]) -> None:
+    """The data of an image."""
+    with found.path.open("rb") as image:
+        image.seek(found.offset)
+        left = found.data_bytes
+        while left:
+            piece = image.read(min(PIECE, left))
+            if not piece:
+                raise BadImage(f"{found.path}: cut off")
+            into.write(piece)
+            left -= len(piece)
+            pace(len(piece))
+
+
+# ------------------------------------------------------------ what of a model is in no shard
+def behind(size: int) -> int:
+    """Where in a file's data those begin that stand behind `size` bytes of a shard."""
+    return -(-size // WORD) * WORD
+
+
+def joined(sums: bytes, size: int, tail: bytes, others: bytes) -> bytes:
+    """The checksum (transition.migrate.checksum) of two images' data, the second :func:`behind` the first, from theirs.
+    size: of the first, bytes; tail: the last ones of it that are no whole word. The second is of whole words."""
+    (plain, weighted), (other_plain, other_weighted), words = _SUMS.unpack(sums), _SUMS.unpack(others), size // WORD
+    if tail:  # summed byte by byte, and from now on a word
+        word = int.from_bytes(tail, "little")
+        plain += word - sum(tail)
+        weighted += word * (2 * words + 1) - sum((2 * number + 1) * byte for number, byte in enumerate(tail))
+        words += 1
+    total = plain + other_plain, weighted + other_weighted + 2 * words * other_plain
+    return _SUMS.pack(*(each % _MODULUS for each in total))
+
+
+def _untrained_of(found: Found, head: bytes) -> Found | None:
+    """The image of what of the model is in no shard, where it belongs into the file of this one. Raises BadImage where
+    it is not there, OSError."""
+    try:
+        told = file_head(found.key, head) if found.key.kind == SHARD else b""
+        mark = msgpack.unpackb(told, strict_map_key=False).get("untrained") if told else ""
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadImage(f"{found.path}: not an image of this release ({error})") from None
+    if not mark:
+        return None
+    wanted = UNTRAINED, found.key.place, found.key.size, mark
+    for each in _images_near(found):
+        if (each.key.kind, each.key.place, each.key.size, each.key.mark) == wanted:
+            return each
+    raise BadImage(f"{found.path}: what of the model is not trained is not in memory any more")
+
+
+def _images_near(found: Found) -> Iterator[Found]:
+    with contextlib.suppress(BadImage, FileNotFoundError):
+        yield look(_beside(found.path))
+    yield from inventory(found.path.parent)

@@ -87,7 +87,7 @@ class Files:
             self._said(f"couldn't save the training state of iteration {found.key.iteration}: {error}: {again}", True)
         with contextlib.suppress(OSError, BadImage):
             if look(found.path) == found:  # else a rank has set aside another one meanwhile
-                found.path.unlink()
+                files.let_go(found.path)
         with contextlib.suppress(OSError):
             folders.prune(where.folder, where.keep)
 

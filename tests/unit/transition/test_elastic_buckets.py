@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
 from transition import elastic_buckets, groups
-from transition.checkpoint import Checkpoints
+from transition.checkpoint import CheckpointError, Checkpoints
 from transition.memory import contents, files, images
 from transition.migrate import TrainingState
 from transition.rooms import Rooms
 from transition.shards import STATES, Shards, named
+from transition.untrained import Untrained
 
 MOST = 7
 SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]
@@ -34,14 +35,20 @@ class Group(SimpleNamespace):
 
 
 class Layers(torch.nn.Module):
-    def __init__(self, dtype):
+    def __init__(self, dtype, frozen=False):
         super().__init__()
         self.all = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES])
+        if frozen:
+            self.rest = torch.nn.Module()
+            self.rest.weight = torch.nn.Parameter(torch.randn(3, 7).to(dtype), requires_grad=False)
+            self.rest.register_buffer("biases", torch.zeros(5))
+            self.rest.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+            self.rest.register_buffer("cache", torch.zeros(9), persistent=False)
 
 
 @pytest.fixture
 def build():
-    """(size, rank, dtype, high bus bandwidth) -> DDP and optimizer, in a world without peers."""
+    """(size, rank, dtype, high bus bandwidth, not all is trained) -> DDP and optimizer, in a world without peers."""
     cpu_adapter.install()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -49,7 +56,7 @@ def build():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def go(size, rank, dtype=torch.float32, wide=False):
+    def go(size, rank, dtype=torch.float32, wide=False, frozen=False):
         groups.tear_down()
         parallel_state.destroy_model_parallel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -63,7 +70,7 @@ def build():
             grad_reduce_in_fp32=True,
             pad_buckets_for_high_nccl_busbw=wide,
         )
-        model = DistributedDataParallel(config, settings, Layers(dtype))
+        model = DistributedDataParallel(config, settings, Layers(dtype, frozen))
         adam = OptimizerConfig(
             optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=dtype == torch.bfloat16, weight_decay=0.1
         )
@@ -236,13 +243,12 @@ def held_by(model, optimizer):
         yield numbers[id(parameter)], within, tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp_path, dtype):
+def kept_by(build, memory: Path, dtype, frozen=False) -> None:
+    """Images of three ranks' shards, and of what they do not train."""
     elastic_buckets.prepare()
-    memory, saves = tmp_path / "memory", tmp_path / "saves"
     memory.mkdir()
     for rank in range(3):
-        model, optimizer = build(MOST, 0, dtype)
+        model, optimizer = build(MOST, 0, dtype, frozen=frozen)
         become(model, optimizer, 3, rank)
         for number, within, tensors in held_by(model, optimizer):
             for key in STATES:
@@ -253,11 +259,37 @@ def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp
         kept = Shards([model], optimizer, rooms=Rooms(memory, rank, torch.device("cpu")))
         kept.base, kept.count, kept.index = named(4, 0xABCDE), 3, rank
         state = TrainingState([model], optimizer, None, seed=5)
-        kept.export(9, b"", lambda about, step, state=state: contents.head_of(state, about, 9, "TP1", step))
+        if frozen:
+            for tensor in not_trained(model):
+                tensor.copy_((torch.arange(tensor.numel()) % 3).view_as(tensor))
+        rest = Untrained(state, memory, rank, 0, 1, print)
+        mark = rest.keep() if rank == 0 else ""
+        kept.export(
+            9,
+            b"",
+            lambda about, step, state=state, mark=mark: contents.head_of(state, about, 9, "TP1", step, mark),
+            untrained=rest.offsets() if rank == 0 else None,
+        )
         kept.rooms.settle()
-    for found in images.inventory(memory):
+
+
+def not_trained(model) -> list[torch.Tensor]:
+    rest = model.module.rest
+    return [rest.weight.data, rest.biases, rest.mask]
+
+
+def shards_in(memory: Path) -> list[images.Found]:
+    return [found for found in images.inventory(memory) if found.key.kind == images.SHARD]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp_path, dtype, frozen):
+    memory, saves = tmp_path / "memory", tmp_path / "saves"
+    kept_by(build, memory, dtype, frozen)
+    for found in shards_in(memory):
         files.persist(found, saves)
-    model, optimizer = build(MOST, 0, dtype)
+    model, optimizer = build(MOST, 0, dtype, frozen=frozen)
     become(model, optimizer, 2, 1)
     state = TrainingState([model], optimizer, None)
     assert Checkpoints(saves).load(state) == 9 and state.seed == 5
@@ -266,5 +298,49 @@ def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp
             whole = of_the_element(number, key, torch.Size(SHAPES[number]).numel())
             assert torch.equal(tensors[key].view(-1), whole[within.start : within.end])
         assert float(tensors.get("step", 9.0)) == 9.0
-    for number, parameter in enumerate(model.parameters()):
+    for number, parameter in enumerate(model.module.all):
         assert torch.equal(parameter.detach().view(-1), of_the_element(number, "param", parameter.numel()).to(dtype))
+    for tensor in not_trained(model) if frozen else ():
+        assert torch.equal(tensor, (torch.arange(tensor.numel()) % 3).view_as(tensor).to(tensor.dtype))
+
+
+def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp_path, capfd):
+    memory, saves = tmp_path / "memory", tmp_path / "saves"
+    kept_by(build, memory, torch.float32, frozen=True)
+    first = files.persist(shards_in(memory)[0], saves)
+    for found in shards_in(memory):
+        files.persist(found, saves)
+    data = bytearray(first.read_bytes())
+    data[images.look(first).used - 60] ^= 1  # of the biases
+    first.write_bytes(data)
+    model, optimizer = build(MOST, 0, torch.float32, frozen=True)
+    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+        Checkpoints(saves).load(TrainingState([model], optimizer, None))
+    assert "passed over" in capfd.readouterr().err
+
+
+def test_without_what_is_not_trained_there_is_no_file_of_the_first_shard_and_the_set_is_not_whole(build, tmp_path):
+    memory, saves = tmp_path / "memory", tmp_path / "saves"
+    kept_by(build, memory, torch.float32, frozen=True)
+    for path in memory.glob("untrained-*"):
+        image = bytearray(path.read_bytes())
+        path.write_bytes(image[:12] + bytes(4) + image[16:])  # torn
+    first, *others = shards_in(memory)
+    with pytest.raises(images.BadImage, match="what of the model is not trained is not in memory"):
+        files.persist(first, saves)
+    assert [files.persist(found, saves).exists() for found in others] == [True, True]
+    assert not Checkpoints(saves).found() and not list(saves.glob("*/*.new"))
+
+
+def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_path):
+    elastic_buckets.prepare()
+    model, optimizer = build(MOST, 0, frozen=True)
+    become(model, optimizer, 3, 0)
+    kept = Shards([model], optimizer, rooms=Rooms(tmp_path, 0, torch.device("cpu")))
+    kept.count = 3
+    offsets = Untrained(TrainingState([model], optimizer, None), tmp_path, 0, 0, 1, print).offsets()
+    offsets.pop(model.module.rest.biases.data_ptr())
+    assert kept.about(offsets) == b""
+    told = []
+    kept.export(9, b"", lambda about, step: told.append(about) or b"", untrained=offsets)
+    assert not told and not kept.set_aside(9)

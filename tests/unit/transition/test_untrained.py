@@ -7,7 +7,7 @@ import torch
 
 from transition.cutting import Cutting
 from transition.memory.cuts import Wanted
-from transition.memory.images import UNTRAINED, inventory
+from transition.memory.images import UNTRAINED, inventory, look
 from transition.migrate import TrainingState
 from transition.untrained import Untrained
 
@@ -100,8 +100,37 @@ def test_without_memory_nothing_is_written(said):
     assert mine.keep() == "" and not mine.restore("00")
 
 
-def test_where_there_is_no_room_training_goes_on(tmp_path, said):
-    assert untrained(state(), tmp_path / "missing", said).keep()
+def test_where_there_is_no_room_training_goes_on_and_it_is_said_once(tmp_path, said):
+    mine = state()
+    store = untrained(mine, tmp_path / "missing", said)
+    for number in (1.0, 2.0):
+        fill(mine, number)
+        assert store.keep() and store.image is None
+    assert len(said) == 1 and "no room for" in said[0]
+
+
+def test_where_somebody_has_removed_it_it_is_written_again(tmp_path, said):
+    store = untrained(state(), tmp_path, said)
+    mark = store.keep()
+    assert store.image is not None
+    store.image.unlink()
+    assert store.keep() == mark and store.image.exists() and not said
+    assert untrained(state(), tmp_path, said).restore(mark)
+
+
+def test_each_lies_where_it_says(tmp_path, said):
+    mine = state()
+    fill(mine, 5.0)
+    store = untrained(mine, tmp_path, said)
+    store.keep()
+    found = look(store.image)
+    data, offsets = found.read()[1], store.offsets()
+    module = mine.model[0].module
+    for tensor in (module[1].weight, module.seen):
+        at = offsets[tensor.data_ptr()]
+        there = torch.frombuffer(data, dtype=tensor.dtype, offset=at, count=tensor.numel())
+        assert torch.equal(there, tensor.detach().view(-1))
+    assert len(offsets) == 2
 
 
 def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_it(tmp_path, said):
