@@ -112,8 +112,10 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("controller", "ROUND_SECONDS", 2.0, "between two rounds of questions about a silent agent"),
     Limit(
-        "controller", "UNREACHED_SECONDS", 6.0, "without a slurmd that answers, after its agent died: the node is lost"
+        "controller", "UNREACHED_SECONDS", 6.0, "without a slurmd that answers, after its agent ended: the node is lost"
     ),
+    Limit("controller", "STAY_SECONDS", 5.0, "between two looks for elements that Slurm runs without their agents"),
+    Limit("controller", "REACHED_SECONDS", 15.0, "until the node of such an element is asked about again"),
     Limit("controller", "MISSING_SECONDS", 0.5, "between two looks for agents that a restarted controller misses"),
     Limit("controller", "TOGETHER_SECONDS", 0.5, "between two counts of the nodes that fell silent together"),
     Limit("controller", "UNSURE_PERIODS", 0.6, "heartbeat periods after which others may have fallen silent, too"),

@@ -58,15 +58,17 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The agent died there before, and its failure is on record: its ranks are left out already. More is known now."""
+    """The agent died or left there before, and its failure is on record: its ranks are left out already. More is known
+    now."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
-    if agent is None or agent.gone != AGENT_DIED or agent.node != finding.node:
+    if agent is None or not agent.ended_early or agent.node != finding.node:
         return out
     if view.inquiries.doubt or view.inquiries.unsure:  # its node is asked on, and found again if that was not the cause
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
-    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=NODE_ENDED))
+    gone = NODE_ENDED if agent.gone == AGENT_DIED else "dead"  # one that left by itself has said that its ranks ended
+    out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=gone))
     out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
     of_it = (f for f in reversed(state.failures) if f.element == element and f.kind == "agent" and f.node == agent.node)
     failure = next(of_it, None)
@@ -80,7 +82,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
             reason=f"{failure.reason}; then {lost}",
         )
         out.record(state, amended)
-    text = f"{LOST}: its slurmd was not reached after the agent of {state.job}_{element} died"
+    text = f"{LOST}: its slurmd was not reached after the agent of {state.job}_{element} ended"
     isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 

@@ -120,6 +120,10 @@ class Inquiries:
     """Those that were given up because they were silent, and that have not been heard or shown dead since."""
     recalled: bool = False
     """Those whom the controller before this one had given up are among them."""
+    answered: dict[str, float] = field(default_factory=dict)
+    """When the last questions about such a node were over (`ending`)."""
+    stay_look_at: float = 0.0
+    """When to look for elements that Slurm still runs without their agents."""
     asked_again: bool = False
     """Nodes on which agents died before this controller's start are among those that may have ended (`ending`)."""
     doubt: str = ""

@@ -16,6 +16,8 @@ from unicron_ctl.protocol.wire import RESTART, Plan, Settings
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
+# How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
+SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended")
 AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
 
 
@@ -79,6 +81,11 @@ class AgentRecord:
     """Slurm has shown the element at work on this node."""
     tries: int = 0
     """How often Slurm was asked to start its element again."""
+
+    @property
+    def ended_early(self) -> bool:
+        """It died, or left before its ranks had finished, and nothing is known of its node."""
+        return self.gone not in SETTLED
 
     @property
     def lost(self) -> bool:

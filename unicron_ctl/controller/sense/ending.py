@@ -2,8 +2,9 @@
 
 A node that is shut down ends its processes before its network: for a moment its kernel refuses connections, at the
 agent's door and at slurmd's port. That says that the agent died, and nothing of the node. Where nobody reached the
-node's slurmd in that moment, the node stays under question. Each round this controller's own sockets and up to two
-living agents try the agent's door and the node's slurmd.
+node's slurmd in that moment, the node stays under question. So it does where Slurm still runs an element whose agent
+has died or left: a shutdown may ask processes to end, and slurmd may answer for a while. Each round this controller's
+own sockets and up to two living agents try the agent's door and the node's slurmd.
 
 - It ends quietly, in doubt for the node: when this controller reaches one of them, when an agent speaks from there,
   when Slurm has the node out of service or does not run the element there any more, when the job is over, and after
@@ -37,6 +38,8 @@ ROUNDS = 3  # the fewest in that time: one whose answers are lost says nothing
 # Nodes that are asked about at once, the others wait: when a rack is shut down, each own try that gets no answer
 # keeps one of 64 threads for most of a second, and the limits let few nodes be taken anyhow.
 AT_ONCE = 32
+STAY_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
+REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
 NOBODY = (Reach.SILENT, Reach.REFUSED)
 OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN"})
 
@@ -54,17 +57,37 @@ def _recall(view: View) -> None:
                 _begin(view, job.job, element, view.started_at, None)
 
 
+def _stay(view: View) -> None:
+    """Slurm still runs elements whose agents have ended: most are about to end, but the node may be, too."""
+    inquiries = view.inquiries
+    inquiries.stay_look_at = view.now + STAY_SECONDS
+    inquiries.answered = {node: at for node, at in inquiries.answered.items() if view.now - at < REACHED_SECONDS}
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            if not record.ended_early or record.node in inquiries.ending or record.node in inquiries.answered:
+                continue
+            if (job.job, element) in _died(view, record.node):
+                _open(view, job.job, element, view.now, None)
+
+
 def _begin(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
+    """For `sense.together` its node is silent until somebody reaches it."""
+    one = _open(view, job, element, since, reached)
+    if one is not None:
+        view.inquiries.judged[job, element] = one
+
+
+def _open(view: View, job: str, element: int, since: float, reached: bool | None) -> Ending | None:
     inquiries, record = view.inquiries, view.state.jobs[job].agents[element]
     targets = questions.targets(view, record.node, record.door)
     if not targets[1]:
-        return
+        return None
     one = inquiries.ending.get(record.node)
     if one is None:
         one = Ending(job, element, record.agent, record.node, since, targets, reached=reached)
         one.opened, one.until = view.now, view.now + view.config.state_wait_seconds
         inquiries.ending[record.node] = one
-    inquiries.judged[job, element] = one  # for `sense.together` its node is silent until somebody reaches it
+    return one
 
 
 def look(view: View, sight: Sight, out: Outcome) -> None:
@@ -74,10 +97,13 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
     if settled and not inquiries.asked_again:
         inquiries.asked_again = True
         _recall(view)
+    if settled and view.now >= inquiries.stay_look_at:
+        _stay(view)
     for node, one in list(islice(inquiries.ending.items(), AT_ONCE)):
         died = list(_died(view, node))
         if _over(view, one, died):
             inquiries.close_ending(node)
+            inquiries.answered[node] = view.now
             continue
         if (one.job, one.element) not in died:  # others died there, too: theirs are the witnesses now
             _follow(view, one, *died[0])
@@ -105,11 +131,11 @@ def _follow(view: View, one: Ending, job: str, element: int) -> None:
 
 # ---------------------------------------------------------------- how it ends quietly
 def _died(view: View, node: str) -> Iterator[Key]:
-    """The elements whose agents died on the node, and that Slurm still runs there: they wait for it."""
+    """The elements whose agents died or left on the node, and that Slurm still runs there: they wait for it."""
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen is not None else ():
         job = view.state.jobs.get(e.job)
         record = job.agents.get(e.element) if job is not None and not job.over else None
-        here = record is not None and record.node == node and record.gone == AGENT_DIED
+        here = record is not None and record.node == node and record.ended_early
         if job is not None and here and e.state in elsewhere.HERE and view.shown_node(job, e.element) is not None:
             yield e.job, e.element
 
@@ -177,7 +203,7 @@ def _finding(view: View, sight: Sight, one: Ending, key: Key) -> Finding:
     if len(one.witnessed()) < questions.needed(view, sight, one):
         by = f"own sockets and Slurm ({_slurm(view, sight, one)})"
     said = (
-        f"after its agent died nobody reached the slurmd of {one.node} in {one.unreached} rounds of questions within "
+        f"after its agent ended nobody reached the slurmd of {one.node} in {one.unreached} rounds of questions within "
         f"{seconds:.1f} s ({'; '.join(map(str, words))})"
     )
     job, element = key

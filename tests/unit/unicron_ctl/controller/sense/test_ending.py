@@ -125,9 +125,39 @@ def test_a_slurmd_that_is_started_again_keeps_its_node():
     )
     world.run(2.5)
     assert not asked(world)
-    world.answer = answer
     world.run(MINUTE)
     assert not taken(world) and len(world.job().failures) == 1
+
+
+@pytest.mark.parametrize("how", ["asked to end", "killed while slurmd answers"])
+def test_a_shutdown_that_begins_with_the_agent_and_takes_a_while(how: str):
+    """systemd asks all processes to end first, and the node goes later."""
+    world = on_slurm()
+    lost = world.agents[1]
+    if how == "asked to end":
+        lost.status(leaving="stopped by SIGTERM")
+    lost.silent = True
+    world.slurm.unheard.add("n2")
+    world.run(4.0)
+    assert world.job().agents[1].gone in ("stopped by SIGTERM", "agent died")
+    off(world, lost)
+    world.run(40.0)
+    assert taken(world) == [("down", "n2")] and world.slurm.queue["1", 1]["node"] == "n5"
+    assert len(world.job().failures) == 1 and not asked(world)
+    world.check_replay()
+
+
+def test_what_ends_and_is_slow_to_leave_is_asked_about_now_and_then():
+    """An element whose epilog takes minutes: its slurmd answers."""
+    world = on_slurm()
+    lost = world.agents[1]
+    lost.status(leaving="stopped by SIGTERM")
+    lost.silent = True
+    world.slurm.unheard.add("n2")
+    tries, perform = [], world._perform
+    world._perform = lambda one: (tries.append(one) if isinstance(one, Probe) else None, perform(one))
+    world.run(MINUTE)
+    assert not taken(world) and 2 <= len(tries) <= 6 and not asked(world)
 
 
 def test_who_says_that_it_is_reached_is_believed_as_long_as_he_says_so():
