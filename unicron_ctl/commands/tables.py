@@ -202,8 +202,9 @@ def _short(said: str) -> bool:
 
 
 def _remarks(node: dict[str, Any]) -> str:
-    """Slurm's reason, and by what the node stands out among its peers."""
-    odd = [anomaly["reason"] for anomaly in node.get("anomalies", ())]
+    """Slurm's reason, whether it is asked who reaches the node, and by what it stands out among its peers."""
+    odd = ["its agent is silent or gone: who reaches it is asked"] if node.get("asked_since") is not None else []
+    odd += [anomaly["reason"] for anomaly in node.get("anomalies", ())]
     odd += [f"{element}: spare, {how}" for element, how in node.get("spare_of", {}).items()]
     return "; ".join([node["reason"], *odd] if node["reason"] else odd)
 

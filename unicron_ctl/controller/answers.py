@@ -283,7 +283,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
     names = seen.by_name if seen else {}
     odd = _anomalies_of_nodes(core) if asker.admin else {}
     mine = privacy.own_jobs(core.view, asker)
-    waiting = _waiting(core)
+    waiting, asked = _waiting(core), core.view.inquiries.nodes()
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
@@ -297,6 +297,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
                 "downed_by_unicron": bool(known and known.downed),
                 "lost_at": known.lost_at if known and known.lost_at else None,
                 "last_heard": view.last_heard if view else None,
+                "asked_since": asked.get(name),
                 "anomalies": odd.get(name, []),
                 "spare_of": waiting.get(name, {}),
                 "metrics": _metrics(core, view.job, view.element) if view and asker.admin else {},

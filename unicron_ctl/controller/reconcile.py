@@ -161,8 +161,7 @@ def _place(
         )
         for job in jobs
     ]
-    asked_about = {inquiry.node for inquiry in view.inquiries.open.values()} | view.inquiries.ending.keys()
-    waiting = state.out_of_service | asked_about
+    waiting = state.out_of_service | view.inquiries.nodes().keys()
     return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
 
 

@@ -88,8 +88,9 @@ class Ending(Inquiry):
     one of the agents that died so."""
 
     opened: float = 0.0
-    """Since when it is asked about, and until when at most (`until`)."""
-    until: float = 0.0
+    """Since when it is under question."""
+    until: float | None = None
+    """When that is given up, for nobody is asked for ever; None while it waits for its turn."""
     unreached: int = 0
     """Rounds in which everybody who was asked found that nobody answers, since somebody last did."""
     unreached_since: float = 0.0
@@ -136,6 +137,11 @@ class Inquiries:
     counted_at: float = 0.0
     """When they are counted next."""
 
+    def nodes(self) -> dict[str, float]:
+        """The nodes about which somebody is asked, and since when it is not known whether it lives."""
+        asked = {inquiry.node: inquiry.since for inquiry in self.open.values()}
+        return {one.node: one.since for one in self.ending.values()} | asked
+
     def close(self, key: Key) -> None:
         """The agent was heard of, or is judged."""
         if (inquiry := self.open.pop(key, None)) is not None:
@@ -157,7 +163,7 @@ class Inquiries:
         """This process stood still for so long: the agents' last words are put forward, too."""
         for one in self.ending.values():
             one.opened += seconds
-            one.until += seconds
+            one.until = one.until + seconds if one.until is not None else None
 
     def renew(self, now: float) -> None:
         """Every agent counts as heard now: that is no word of theirs."""

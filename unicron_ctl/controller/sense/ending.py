@@ -85,7 +85,7 @@ def _open(view: View, job: str, element: int, since: float, reached: bool | None
     one = inquiries.ending.get(record.node)
     if one is None:
         one = Ending(job, element, record.agent, record.node, since, targets, reached=reached)
-        one.opened, one.until = view.now, view.now + view.config.state_wait_seconds
+        one.opened = view.now
         inquiries.ending[record.node] = one
     return one
 
@@ -100,6 +100,8 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
     if settled and view.now >= inquiries.stay_look_at:
         _stay(view)
     for node, one in list(islice(inquiries.ending.items(), AT_ONCE)):
+        if one.until is None or view.alone or inquiries.doubt:
+            one.until = view.now + view.config.state_wait_seconds
         died = list(_died(view, node))
         if _over(view, one, died):
             inquiries.close_ending(node)
@@ -107,8 +109,6 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
             continue
         if (one.job, one.element) not in died:  # others died there, too: theirs are the witnesses now
             _follow(view, one, *died[0])
-        if view.alone or inquiries.doubt:
-            one.until = view.now + view.config.state_wait_seconds
         if view.alone:
             inquiries.anew(one, view.now)
             continue
@@ -143,7 +143,7 @@ def _died(view: View, node: str) -> Iterator[Key]:
 def _over(view: View, one: Ending, died: list[Key]) -> bool:
     reached = OWN in one.words and one.there(one.words[OWN])
     speaks = any(agent.alive and agent.last_heard > one.opened for agent in view.live.on_node(one.node))
-    return not died or reached or speaks or view.now > one.until or _settled(view, one.node)
+    return not died or reached or speaks or (one.until is not None and view.now > one.until) or _settled(view, one.node)
 
 
 def _settled(view: View, node: str) -> bool:

@@ -7,8 +7,12 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.sense import ending
 from unicron_ctl.controller.sense.ending import AT_ONCE, UNREACHED_SECONDS
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
@@ -521,3 +525,36 @@ def test_a_racks_shutdown_asks_about_a_few_nodes_at_a_time(monkeypatch: pytest.M
         world.core.on_probe(probe, 1, Reach.SILENT)
     world.run(30.0)
     assert {node for _, node in taken(world)} == {agent.node for agent in rack} and not asked(world)
+
+
+def test_those_that_wait_for_their_turn_have_all_their_time_then(monkeypatch: pytest.MonkeyPatch):
+    """Defect: it ran while they waited behind the first ones, and they were given up without a question."""
+    monkeypatch.setattr(ending, "AT_ONCE", 1)
+    world = on_slurm(6, 4, state_wait_seconds=20.0)
+    first, second = world.agents[:2]
+    refuse(world, first, second)
+    died(world, first, second)
+    off(world, first, second)
+    asked_first = next(iter(asked(world)))
+    (other,) = asked(world) - {asked_first}
+    monkeypatch.setattr(ending, "UNREACHED_SECONDS", 1e9)  # the first one is never judged
+    world.run(21.0)
+    assert asked(world) == {other} and not taken(world)
+    monkeypatch.undo()
+    world.run(12.0)
+    assert taken(world) == [("down", other)]
+
+
+def test_nodes_under_question_are_shown_in_the_status():
+    world = on_slurm()
+    lost = world.agents[1]
+    refuse(world, lost)
+    died(world, lost)
+    listed = answers.answer(world.core, None, "nodes", {}, EVERYBODY)
+    assert [item["node"] for item in listed if item["asked_since"] is not None] == [lost.node]
+    (line,) = [line for line in tables.nodes(listed).lines() if "its agent is silent or gone" in line]
+    assert lost.node in line
+    world.refusing.clear()
+    world.slurm.unheard.clear()
+    world.run(10.0)
+    assert all(item["asked_since"] is None for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY))
