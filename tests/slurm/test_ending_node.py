@@ -3,7 +3,10 @@ the job gets another node all the same, and not by slurmctld's finding it out.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from tests.slurm.test_spares import submit
 from tests.support.controller import Controller, quick_on_slurm
-from tests.support.processes import LIMIT, outside_slurm
+from tests.support.processes import LIMIT, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster, processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -28,7 +31,25 @@ def patient(tmp_path: Path) -> Iterator[LocalCluster]:
         cluster.down()
 
 
-def test_a_node_whose_ports_refuse_for_good_is_replaced(patient: LocalCluster, tmp_path: Path) -> None:
+def _kill(cluster: LocalCluster, node: str) -> None:
+    """As at a shutdown: processes end, and the kernel that is still there refuses what comes for them."""
+    processes.kill_all(lambda: [one for one in cluster.processes() if one.node == node], LIMIT)
+
+
+def _ask_to_end(cluster: LocalCluster, node: str) -> None:
+    """As systemd does, which kills only those that do not."""
+    asked = [one for one in cluster.processes() if one.node == node and one.kind in ("slurmd", "task")]
+    for one in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGTERM)
+    wait_for(lambda: not any(processes.is_alive(one.pid) for one in asked), "they have ended")
+    _kill(cluster, node)
+
+
+@pytest.mark.parametrize("end", [_kill, pytest.param(_ask_to_end, marks=pytest.mark.long)])
+def test_a_node_whose_ports_refuse_for_good_is_replaced(
+    end: Callable[[LocalCluster, str], None], patient: LocalCluster, tmp_path: Path
+) -> None:
     controller = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | patient.env())
     try:
         submit(patient, controller, tmp_path, 4, elements=3, spares=0)
@@ -43,8 +64,7 @@ def test_a_node_whose_ports_refuse_for_good_is_replaced(patient: LocalCluster, t
         (node,) = [element["node"] for element in job()["elements"] if element["element"] == 1]
         (free,) = set(patient.spec.node_names) - {element["node"] for element in job()["elements"]}
         last = controller.events()[-1]["id"]
-        # As at a shutdown: processes end, and the kernel that is still there refuses what comes for them.
-        processes.kill_all(lambda: [one for one in patient.processes() if one.node == node], LIMIT)
+        end(patient, node)
 
         def came() -> list[dict[str, Any]]:
             return [e for e in controller.events("agent_registered") if e["id"] > last and e["element"] == 1]
@@ -54,7 +74,8 @@ def test_a_node_whose_ports_refuse_for_good_is_replaced(patient: LocalCluster, t
         (agent,) = came()
         (failure,) = [one for one in controller.failures() if one["id"] > last and one["node"] == node]
         assert (failure["kind"], failure["element"]) == ("agent", 1)
-        assert "nothing else of its node has answered" in failure["reason"] and "slurmd refused" in failure["reason"]
+        known = "nothing else of its node has answered" if end is _kill else "stopped by SIGTERM"
+        assert known in failure["reason"] and "slurmd refused" in failure["reason"]
         assert agent["node"] == free
         after = [e for e in controller.events("failure_detected", "node_lost", "slurm_action") if e["id"] > last]
         told = [e["action"] if e["kind"] == "slurm_action" else e["kind"] for e in after if e["node"] == node]

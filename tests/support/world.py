@@ -360,6 +360,8 @@ class FakeSlurm:
         self.refuse_down = ""
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
+        self.failed: set[tuple[str, int]] = set()
+        """Elements of which it has heard that their scripts failed, and that are COMPLETING on such a node."""
 
     def submit(self, job: str, count: int, **facts: Any) -> None:
         """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on."""
@@ -423,8 +425,10 @@ class FakeSlurm:
         if self.refuse_down:
             raise SlurmError(self.refuse_down)
         self.node_states[node], self.reasons[node] = {"DOWN"}, reason
-        for entry in self.queue.values():
-            if entry["node"] == node and entry["state"] in ("RUNNING", "COMPLETING"):
+        for key, entry in self.queue.items():
+            if entry["node"] == node and key in self.failed:
+                entry.update(state="FAILED")
+            elif entry["node"] == node and entry["state"] in ("RUNNING", "COMPLETING"):
                 began = entry["state"] == "RUNNING"  # else it was requeued before
                 entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + began)
         self.schedule()
@@ -440,7 +444,8 @@ class FakeSlurm:
 
     def requeue(self, job: str, element: int) -> None:
         entry = self.queue[job, element]
-        if entry["node"] in self.unheard:
+        self.failed.discard((job, element))
+        if entry["node"] in self.unheard and entry["state"] != "FAILED":
             entry.update(state="COMPLETING", restarts=entry["restarts"] + (entry["state"] == "RUNNING"))
         else:
             entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + 1)

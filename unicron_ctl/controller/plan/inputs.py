@@ -177,12 +177,13 @@ def dead_elements(job: JobState) -> frozenset[int]:
 
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     """The element is to be started again, and Slurm shows that it has ended. After the loss of its node Slurm starts it
-    again by itself; then it ended before its agent came, by what still lived on the lost node, for one. An element that
-    Slurm may not requeue has not been started again, and one that never comes to have an agent is given up."""
+    again by itself; then it ended before its agent came, by what still lived on the lost node, for one. Where the node
+    asked its processes to end first, as at a shutdown, Slurm only saw the script fail. An element that Slurm may not
+    requeue is NODE_FAIL and has not been started again; one that never comes to have an agent is given up."""
     agent = job.agents.get(e.element)
     if agent is None or e.state not in ENDED_BADLY or agent.tries >= MOST_TRIES:
         return False
-    return agent.gone == AGENT_DIED or (agent.lost and e.restarts > 0)
+    return agent.gone == AGENT_DIED or (agent.lost and (e.restarts > 0 or e.state == "FAILED"))
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:
