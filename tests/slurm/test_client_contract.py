@@ -219,6 +219,20 @@ def test_a_repaired_node_goes_to_a_held_element(
     assert f"1 {lost} 1" in _notes(tmp_path, 3)
 
 
+def test_a_hold_of_what_runs_waits_for_its_next_requeue(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
+    """Slurm forgets the hold only when the element is released. AdminComment says whose it is."""
+    job = submit("--array=0-1")
+    wait_until(client, job, 1, "RUNNING")
+    client.hold(job, 1, "unicron: held, a test")
+    assert wait_until(client, job, 1, "RUNNING").admin_comment == "unicron: held, a test"
+    client.requeue(job, 1)
+    info = wait_until(client, job, 1, "PENDING")
+    assert info.held and (info.reason, info.admin_comment) == ("JobHeldAdmin", "unicron: held, a test")
+    client.release(job, 1, "unicron: released")
+    client.start_now(job, 1)
+    assert wait_until(client, job, 1, "RUNNING").admin_comment == "unicron: released"
+
+
 def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path) -> None:
     job = submit("--array=0-1")
     before = wait_until(client, job, 1, "RUNNING")

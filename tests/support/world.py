@@ -460,8 +460,8 @@ class FakeSlurm:
     def hold(self, job: str, element: int, comment: str) -> None:
         self.queue[job, element].update(reason="JobHeldAdmin", admin_comment=comment)
 
-    def release(self, job: str, element: int) -> None:
-        self.queue[job, element].update(reason="Priority")
+    def release(self, job: str, element: int, comment: str = "") -> None:
+        self.queue[job, element].update(reason="Priority", **({"admin_comment": comment} if comment else {}))
         self.schedule()
 
     def pin(self, job: str, element: int, node: str | None) -> None:

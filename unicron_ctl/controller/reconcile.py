@@ -14,7 +14,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster import REQUEUES
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import OUT
-from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.requests import HELD, Action, Poll, Run
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds, isolation, unfinished
@@ -92,11 +92,27 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     desk.prune(view)
     isolation.gone_down(view, out)
     actions = unfinished.settle(view, listing, desk.under_way, out)
+    _held_again(view, listing, out)
     actions += admission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
     _ask(view, desk, actions, out)
     return out.merge([isolation.proven_bad(view)])
+
+
+def _held_again(view: View, listing: Listing, out: Outcome) -> None:
+    """Holds of ours that the log does not know: slurmctld was killed before it had saved the release, or the element
+    had started before its hold came, which Slurm then remembers for its next requeue. Both would be held for ever, as
+    if somebody else did it. AdminComment tells them from an admin's hold: users cannot write it, and a release changes
+    it."""
+    busy = {(job, element) for _, job, element, _ in view.state.intents}
+    for key, at in view.state.once_held.items():
+        job, e = view.state.jobs.get(key[0]), listing.of(key[0]).get(key[1])
+        if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
+            continue
+        if e.admin_comment.startswith(HELD) and e.reason != "JobHeldUser":
+            reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
+            out.record(job, records.HeldAgain(element=e.element, reason=reason))
 
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:

@@ -211,7 +211,7 @@ def perform(client: SlurmClient, action: Action) -> None:
         case "hold":
             client.hold(action.job, action.element, action.text)
         case "release":
-            client.release(action.job, action.element)
+            client.release(action.job, action.element, action.text)
         case "pin":
             client.pin(action.job, action.element, action.node)
         case "start_now":

@@ -197,8 +197,8 @@ class SlurmClient(Protocol):
     def hold(self, job: str, element: int, comment: str) -> None:
         """Keeps a pending element from starting; `comment` says why (AdminComment)."""
 
-    def release(self, job: str, element: int) -> None:
-        """Lets a held element start."""
+    def release(self, job: str, element: int, comment: str = "") -> None:
+        """Lets a held element start; `comment` takes the place of what the hold said (AdminComment)."""
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         """A pending element will start on this node and no other; None takes that back."""

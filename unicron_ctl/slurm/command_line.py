@@ -156,8 +156,10 @@ class CommandLineClient:
         self._change(["scontrol", "hold", self._id(job, element)])
         self._comment(job, element, comment)
 
-    def release(self, job: str, element: int) -> None:
+    def release(self, job: str, element: int, comment: str = "") -> None:
         self._change(["scontrol", "release", self._id(job, element)])
+        if comment:
+            self._comment(job, element, comment)
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"ReqNodeList={node or ''}"])

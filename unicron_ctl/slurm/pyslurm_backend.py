@@ -94,10 +94,12 @@ class PyslurmClient(CommandLineClient):
         self._call(f"hold {job}_{element}", record.hold)
         self._say(f"hold {job}_{element}", record, comment)
 
-    def release(self, job: str, element: int) -> None:
+    def release(self, job: str, element: int, comment: str = "") -> None:
         if (record := self._record(job, element)) is None:
-            return super().release(job, element)
+            return super().release(job, element, comment)
         self._call(f"release {job}_{element}", record.release)
+        if comment:
+            self._say(f"release {job}_{element}", record, comment)
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         record = self._record(job, element)

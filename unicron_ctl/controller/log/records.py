@@ -562,6 +562,12 @@ class SlurmBack(Record, frozen=True, tag="slurm_back"):
     """Slurm answers again."""
 
 
+class HeldAgain(Record, frozen=True, tag="held_again"):
+    """Slurm shows an element held by what was written here, and the log has it as released or at work since."""
+
+    element: int
+
+
 class Unpinned(Record, frozen=True, tag="unpinned"):
     element: int
 

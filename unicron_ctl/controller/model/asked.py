@@ -18,6 +18,7 @@ def action(state: ClusterState, event: Event, record: records.SlurmAction) -> No
         state.pins.pop((event.job, record.element), None)
     if record.action in HOLDS:
         state.held.add((event.job, record.element))
+        state.once_held[event.job, record.element] = event.time
     elif record.action == "release":
         state.held.discard((event.job, record.element))
     key = record.action, event.job, record.element, record.node
@@ -29,6 +30,8 @@ def action(state: ClusterState, event: Event, record: records.SlurmAction) -> No
 
 def done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
     settled(state, event.job, record.action, record.element, record.node)
+    if (event.job, record.element) in state.once_held:
+        state.once_held[event.job, record.element] = event.time
 
 
 def failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
@@ -58,6 +61,10 @@ def settled(state: ClusterState, job: str, action: str, element: int, node: str)
 
 def withheld(state: ClusterState, event: Event, record: records.TakeWithheld) -> None:
     state.withheld_takes[f"{record.action} {event.job}"] = Mark(event.time, event.job, record.reason)
+
+
+def held_again(state: ClusterState, event: Event, record: records.HeldAgain) -> None:
+    state.held.add((event.job, record.element))
 
 
 def unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:

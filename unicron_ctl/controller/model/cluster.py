@@ -95,6 +95,8 @@ class ClusterState:
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
     held: set[tuple[str, int]] = field(default_factory=set)
     """(job, element) that were held here and not released since: nobody else's hold is touched."""
+    once_held: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Those that were ever held here, and when that, or their release, was asked for or done last."""
     assignment: dict[str, int] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
     """As planned, by job that has several."""

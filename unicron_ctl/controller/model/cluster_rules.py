@@ -114,3 +114,4 @@ def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
         if oldest is not None and oldest.ended and name not in state.ended:
             del state.jobs[name]
             state.held = {key for key in state.held if key[0] != name}
+            state.once_held = {key: at for key, at in state.once_held.items() if key[0] != name}

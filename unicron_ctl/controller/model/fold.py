@@ -79,6 +79,7 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.SlurmDone: asked.done,
     records.SlurmFailed: asked.failed,
     records.TakeWithheld: asked.withheld,
+    records.HeldAgain: asked.held_again,
     records.Unpinned: asked.unpinned,
     records.AgentRegistered: cluster_rules.started,
     records.NodeResumed: cluster_rules.node_resumed,

@@ -21,7 +21,7 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.cluster import Mark
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState
-from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
+from unicron_ctl.controller.model.requests import HELD, LOST, OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import admission, bounds
 from unicron_ctl.controller.plan.placement import OCCUPIES
@@ -65,7 +65,7 @@ def move(
         agent.element,
         agent.node,
         f"its job leaves {agent.node}: {reason}"[:400],
-        f"{OURS}: held until there is another node than {agent.node}",
+        f"{HELD} until there is another node than {agent.node}",
     )
     barred = permission.refusal(view, action)
     if barred:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.cluster import Pin
-from unicron_ctl.controller.model.requests import OURS, Action
+from unicron_ctl.controller.model.requests import HELD, RELEASED, Action
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
 
 OCCUPIES = frozenset(
@@ -158,7 +158,7 @@ class _Place:
     def start(self, e: ElementInfo, node: str, reason: str) -> None:
         self.act("pin", e, node, reason)
         if e.held:
-            self.act("release", e, node, reason)
+            self.act("release", e, node, reason, RELEASED)
         self.taken.add(node)
 
 
@@ -198,7 +198,7 @@ def place(
                     job[number],
                     "",
                     f"the plan gives {need.job} {need.desired} nodes and they are taken",
-                    f"{OURS}: held, the plan has no node for it",
+                    f"{HELD}, the plan has no node for it",
                 )
         work.out.allotted[need.job] = sorted(wanted)
         staying = {number for number in work.leavers[need.job] if number in need.members}
@@ -333,6 +333,6 @@ def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
                 work.started[taker.job].add(taker.element)
             to = f" for {taker.job}" if taker else ""
             why = f"the plan gives {need.job} {need.desired} nodes" + (f": {need.why}" if need.why else "")
-            work.act("requeue_hold", donor, node, why, f"{OURS}: held, the plan took {node}{to}")
+            work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}{to}")
             if taker:
                 work.act("start_now", taker, node, f"{node} is free for it now")

@@ -217,6 +217,68 @@ def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_commen
     assert "release" not in {call[0] for call in slurm.calls[before:]}
     world.check_replay()
 
+def _held_and_released() -> tuple[World, FakeSlurm]:
+    """A job of two on two nodes; its third element was held here, and is to start on the node that comes back."""
+    world, slurm = world_of(2, default=PartitionConfig(mode="act"))
+    run(world, slurm, "1", 3)
+    world.run(4.0)
+    assert world.core.state.held == {("1", 2)} and slurm.queue["1", 2]["reason"] == "JobHeldAdmin"
+    return world, slurm
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_release_that_slurmctld_forgot_is_asked_for_again(restarted: bool) -> None:
+    """Defect: it was killed before it had saved its state. The element was held for ever, as if by somebody else."""
+    world, slurm = _held_and_released()
+    before = dict(slurm.queue["1", 2])
+    slurm.node_states["n3"], slurm.starts["n3"] = {"IDLE"}, 1.0
+    world.run(3.0)
+    assert slurm.queue["1", 2]["node"] == "n3" and not world.core.state.held
+    slurm.queue["1", 2].update(before)  # as of the last time that its state was saved
+    if restarted:
+        world.restart()
+        for agent in world.agents:
+            agent.register()
+            agent.status()
+    calls = len(slurm.calls)
+    world.run(6.0)
+    assert [event.kind for event in world.log].count("held_again") == 1
+    assert ("release", "1", 2, "n3") in slurm.calls[calls:] and slurm.queue["1", 2]["node"] == "n3"
+    world.check_replay()
+
+
+def test_a_hold_that_came_when_the_element_had_started_is_ours_at_its_next_requeue() -> None:
+    """Defect: Slurm takes a hold of what runs, and remembers it."""
+    world, slurm = _held_and_released()
+    slurm.queue["1", 2].update(state="RUNNING", node="n3", reason="")
+    slurm.node_states["n3"], slurm.starts["n3"] = {"IDLE"}, 1.0
+    agent = FakeAgent(world, "1", 2, "n3", nodes=3)
+    agent.register()
+    agent.ready()
+    world.run(6.0)
+    assert not world.core.state.held and world.job().agents[2].node == "n3"
+    slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldAdmin", restarts=1)
+    agent.silent = True
+    world.run(8.0)
+    assert slurm.queue["1", 2]["state"] == "RUNNING" and "held_again" in [event.kind for event in world.log]
+    world.check_replay()
+
+
+@pytest.mark.parametrize("reason", ["JobHeldAdmin", "JobHeldUser"])
+def test_who_holds_an_element_that_was_released_here_has_the_last_word(reason: str) -> None:
+    """A release changes the comment; users hold with a reason of their own."""
+    world, slurm = _held_and_released()
+    comment = slurm.queue["1", 2]["admin_comment"]
+    slurm.node_states["n3"], slurm.starts["n3"] = {"IDLE"}, 1.0
+    world.run(3.0)
+    assert slurm.queue["1", 2]["node"] == "n3" and slurm.queue["1", 2]["admin_comment"] == "unicron: released"
+    slurm.queue["1", 2].update(state="PENDING", node=None, reason=reason)
+    if reason == "JobHeldUser":
+        slurm.queue["1", 2].update(admin_comment=comment)
+    calls = len(slurm.calls)
+    world.run(20.0)
+    assert "release" not in {call[0] for call in slurm.calls[calls:]} and slurm.queue["1", 2]["reason"] == reason
+
 
 def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
     world, slurm = world_of(4, default=PartitionConfig(mode="act"))

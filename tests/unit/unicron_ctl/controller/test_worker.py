@@ -54,7 +54,7 @@ class SlowSlurm:
     def hold(self, job: str, element: int, comment: str) -> None:
         self._call(f"hold {job}_{element}")
 
-    def release(self, job: str, element: int) -> None:
+    def release(self, job: str, element: int, comment: str = "") -> None:
         self._call(f"release {job}_{element}")
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
