@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sbatch_templates import build_dataset, gpt_options
+from tests.support.jobs import Job
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lent_templates() -> Iterator[None]:
+    """Agents of this tier are lent their first templates. Those of benchmarks make their own, as users' do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "lent", True)
+        yield
 
 
 @pytest.fixture(scope="module")

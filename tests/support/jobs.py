@@ -70,7 +70,7 @@ class Job:
     settings: environment variables of the agents and their ranks. `lent`: whether their first templates are.
     """
 
-    lent = True
+    lent = False
 
     def __init__(
         self, folder: Path, address: str, name: str, count: int, command: Sequence[str] | None = None, **settings: str

@@ -20,7 +20,9 @@ OPEN_FIELDS = frozenset(
     "replicas".split()
 )
 # Of a node: what sinfo shows, and what this controller has done to it.
-OPEN_NODE_FIELDS = frozenset("node states healthy reason used_by downed_by_unicron lost_at last_heard asked_since".split())
+OPEN_NODE_FIELDS = frozenset(
+    "node states healthy reason used_by downed_by_unicron lost_at last_heard asked_since".split()
+)
 
 
 def hidden(view: View, job: JobState, asker: Asker) -> bool:

@@ -217,6 +217,7 @@ def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_commen
     assert "release" not in {call[0] for call in slurm.calls[before:]}
     world.check_replay()
 
+
 def _held_and_released() -> tuple[World, FakeSlurm]:
     """A job of two on two nodes; its third element was held here, and is to start on the node that comes back."""
     world, slurm = world_of(2, default=PartitionConfig(mode="act"))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from detector.health import Settings
-from unicron_ctl.controller.nodes.admission import Report, checked
 from unicron_ctl.controller.model.requests import OURS
+from unicron_ctl.controller.nodes.admission import Report, checked
 from unicron_ctl.errors import UserError
 from unicron_ctl.node import admission
 from unicron_ctl.slurm.client import NodeInfo
