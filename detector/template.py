@@ -32,7 +32,7 @@ import signal
 import socket
 import time
 import types
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -211,10 +211,11 @@ class Files:
 
 # ---------------------------------------------------------------- the template
 class Template:
-    """What serves requests on `line`, for the command `words`. first: what leads sys.path for it."""
+    """What serves requests on `line`, for the command `words`. deaf: signals that it ignores, and ranks do not. first:
+    what leads sys.path for it."""
 
-    def __init__(self, line: socket.socket, words: list[str]):
-        self._line, self._words = line, words
+    def __init__(self, line: socket.socket, words: list[str], deaf: Sequence[signal.Signals]):
+        self._line, self._words, self._deaf = line, words, deaf
         self._agent = os.getppid()
         self._mine, self.first = given(), ""
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
@@ -349,7 +350,7 @@ class Template:
             os.dup2(stream, number)
             os.close(stream)
         self._line.close()
-        for number in FOR_RANKS:
+        for number in self._deaf:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         if not os.read(streams[2], 1):
@@ -448,9 +449,11 @@ def main() -> NoReturn:
     """The template, and in each fork the rank."""
     line = socket.socket(fileno=int(sys.argv[1]))
     words = sys.argv[2:]
-    for number in FOR_RANKS:
+    # What is ignored already, SIGHUP under nohup(1), ranks ignore, too.
+    deaf = [number for number in FOR_RANKS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in deaf:
         signal.signal(number, signal.SIG_IGN)
-    template = Template(line, words)
+    template = Template(line, words, deaf)
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -102,8 +103,12 @@ FACTS = """
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_fork_finds_what_a_process_of_its_own_finds(script, begin, tmp_path, monkeypatch, as_module):
+@pytest.mark.parametrize(
+    ("as_module", "hangup"), [(False, signal.SIG_DFL), (True, signal.SIG_DFL), (False, signal.SIG_IGN)]
+)
+def test_a_fork_finds_what_a_process_of_its_own_finds(script, begin, tmp_path, monkeypatch, request, as_module, hangup):
+    """Also where SIGHUP is ignored, as under nohup(1)."""
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, hangup)))
     monkeypatch.chdir(tmp_path)
     script(FACTS, "facts.py")
     words = ["-m", "facts", "one", "two words"] if as_module else ["facts.py", "one", "two words"]
