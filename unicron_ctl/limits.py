@@ -95,6 +95,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "controller", "WITNESS_SECONDS", 0.05, "a rank that says something this long after a fault has seen its result"
     ),
+    Limit(
+        "controller",
+        "UNANSWERED_SECONDS",
+        0.3,
+        "for an agent to answer after peers' ranks stopped; then others are asked",
+    ),
     Limit("controller", "PUT_BACK_SECONDS", 1.0, "for a newcomer to acknowledge a Break; then it did not get in"),
     Limit(
         "controller", "HOLD_SECONDS", 1.0, "before a job leaves a node by its kernel's word: others may say the same"

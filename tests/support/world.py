@@ -16,7 +16,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
+from unicron_ctl.controller.model.requests import Greeting, Knock, Poll, Probe, Run
 from unicron_ctl.controller.worker import perform
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import sharing, wire
@@ -561,6 +561,8 @@ class World:
                 for place, target in enumerate(request.targets):
                     if target:
                         core.on_probe(request, place, self.answer("", target))
+            case Greeting():
+                core.on_greeting(request, self.answer("", request.address))
             case Knock():
                 core.on_knock(request, self.answer("", f"{request.node}:slurmd"))
             case Poll():

@@ -38,12 +38,12 @@ from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job import JobState, Phase
 from unicron_ctl.controller.model.live import Live
-from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
+from unicron_ctl.controller.model.requests import Action, Greeting, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import admission, isolation
 from unicron_ctl.controller.observe import Observer
 from unicron_ctl.controller.plan.inputs import around, inputs, replan
-from unicron_ctl.controller.sense import iterations, overdue, parting, peers, questions, silence
+from unicron_ctl.controller.sense import doors, iterations, overdue, parting, peers, questions, silence
 from unicron_ctl.controller.sense import slurm as sense_slurm
 from unicron_ctl.controller.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.turn import Turns
@@ -433,6 +433,10 @@ class Core:
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
         """What came of trying one of the addresses; the next tick judges."""
         questions.probed(self.view.inquiries, probe, place, answer)
+
+    def on_greeting(self, greeting: Greeting, answer: Reach | None) -> None:
+        """An agent's door was tried when it had come."""
+        doors.answered(self.view, greeting, answer)
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""

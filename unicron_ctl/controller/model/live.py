@@ -144,6 +144,12 @@ class Live:
     """Living agents, the one that has been silent for longest first."""
     suspects: set[tuple[str, int]] = field(default_factory=set)
     """Agents of which Slurm says that they ended."""
+    hushed: set[tuple[str, int]] = field(default_factory=set)
+    """Agents whose peers' connections broke, and that do not answer."""
+    untried: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
+    """Agents whose doors have not been tried yet."""
+    trying: int = 0
+    """Doors that are being tried."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
     """Public keys of agents that are registered."""
@@ -167,6 +173,7 @@ class Live:
         self.by_node.setdefault(view.node, set()).add((view.job, view.element))
         if view.key:
             self.keys.add(view.key)
+        self.untried[view.job, view.element] = None
         self.heard(view, view.last_heard)
 
     def remove(self, job: str, element: int) -> None:
@@ -179,7 +186,9 @@ class Live:
         live.touched.discard(element)
         live.restarts.discard(element)
         self.leases.pop((job, element), None)
+        self.untried.pop((job, element), None)
         self.suspects.discard((job, element))
+        self.hushed.discard((job, element))
         here = self.by_node.get(view.node, set())
         here.discard((job, element))
         if not here:
@@ -201,16 +210,25 @@ class Live:
         if view.suspect_since is not None:
             view.suspect_since = None
             self.suspects.discard(key)
+        if view.hushed:
+            view.hushed = False
+            self.hushed.discard(key)
 
     def silenced(self, view: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((view.job, view.element), None)
         self.suspects.discard((view.job, view.element))
+        self.hushed.discard((view.job, view.element))
 
     def suspect(self, view: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
         view.suspect_since = now
         self.suspects.add((view.job, view.element))
+
+    def hush(self, view: AgentView) -> None:
+        """Its peers' connections broke, and it does not answer."""
+        view.hushed = True
+        self.hushed.add((view.job, view.element))
 
     def renew(self, now: float) -> None:
         """Everybody has a whole lease again: nobody could be heard."""

@@ -62,6 +62,16 @@ class Knock:
 
 
 @dataclass(frozen=True)
+class Greeting:
+    """Does the door of an agent that has come answer? address: host:port."""
+
+    job: str
+    element: int
+    agent: str
+    address: str
+
+
+@dataclass(frozen=True)
 class Probe:
     """Try to reach the silent agent's door and its node's slurmd ("host:port", empty when unknown) from here. number:
     of the round of questions."""

@@ -5,7 +5,8 @@ does its node's slurmd? Its node counts as lost on two independent kinds of evid
 who cannot reach it, or Slurm. What goes wrong on the witness's side (names, descriptors) says nothing.
 
 - Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died. Something on the way
-  may refuse, too, so the node has to say it, or two.
+  may refuse, too, so the node has to say it, or two. After the lease; or earlier where its peers' connections broke,
+  it does not answer, and its door is known to have answered (`sense.doors`).
 - Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
 - When nobody at all is heard, the trouble is this controller's own, and nobody is judged. When most fall silent
   together, it may be, and no node is taken (`sense.together`).
@@ -27,7 +28,7 @@ from unicron_ctl.controller.model.inquiry import OWN, Inquiry, Key, Word
 from unicron_ctl.controller.model.job import NODE_ENDED, AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense import elsewhere, ending, questions, together
+from unicron_ctl.controller.sense import doors, elsewhere, ending, questions, together
 from unicron_ctl.controller.sense.questions import ANSWER_SECONDS, ROUND_SECONDS, Sight
 from unicron_ctl.reach import Reach
 
@@ -44,6 +45,8 @@ def look(view: View) -> Outcome:
         inquiries.recalled = True
         _recall(view, out)
     ending.look(view, sight, out)
+    if not view.alone:
+        doors.look(view, out)
     for key, inquiry in list(_silent(view)):
         inquiries.open[key] = inquiry
     for key, inquiry in list(inquiries.open.items()):
@@ -51,7 +54,7 @@ def look(view: View) -> Outcome:
             inquiries.close(key)
             continue
         if not view.alone:
-            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
+            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS or _was_early(view, inquiry):
                 inquiries.begin_round(inquiry, view.now)
             questions.ask(view, sight, inquiry, out)
         finding = verdict(view, sight, inquiry)
@@ -70,8 +73,9 @@ def look(view: View) -> Outcome:
 
 # ---------------------------------------------------------------- who is silent
 def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
-    """Agents whose next word is late, those of which Slurm or its plugin says that they ended, and those that the log
-    knows and that have not spoken to this controller since its start."""
+    """Agents whose next word is late, those of which Slurm or its plugin says that they ended, those that do not answer
+    after their peers' connections broke, and those that the log knows and that have not spoken to this controller since
+    its start."""
     late, inquiries = questions.ask_after(view), view.inquiries
     for key in view.live.leases:
         agent = view.live.agent(*key)
@@ -79,7 +83,7 @@ def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
             break  # all others have spoken later than this one
         if key not in inquiries.open and view.now - sign_of_life(view, agent) > late:
             yield key, _inquiry(view, agent)
-    for key in view.live.suspects:
+    for key in (*view.live.suspects, *view.live.hushed):
         agent = view.live.agent(*key)
         if agent is not None and agent.alive and key not in inquiries.open:
             yield key, _inquiry(view, agent)
@@ -87,6 +91,12 @@ def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
         inquiries.look_at = view.now + MISSING_SECONDS
         for job in view.state.jobs.values():
             yield from _missing(view, job)
+
+
+def _was_early(view: View, inquiry: Inquiry) -> bool:
+    """This round began before its next word was late: what is silent then may have stopped for a moment only."""
+    late = inquiry.since + questions.ask_after(view)
+    return inquiry.begun <= late < view.now
 
 
 def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
@@ -183,7 +193,8 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     silent, lease = view.now - inquiry.since, view.config.lease
     agent = view.live.agent(inquiry.job, inquiry.element)
     ended = agent is not None and agent.suspect_since is not None  # somebody says that its task has
-    if (ended or silent > lease) and (refused := _refused(sight, inquiry)):
+    early = ended or (agent is not None and agent.hushed and _known_to_answer(view, inquiry))
+    if (early or silent > lease) and (refused := _refused(sight, inquiry)):
         return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
     if silent <= lease:
         return None
@@ -213,6 +224,12 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     if given_up and (free or (either and not view.slurm.used)):  # of the only node, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words, spare=True)
     return None
+
+
+def _known_to_answer(view: View, inquiry: Inquiry) -> bool:
+    """This controller is refused at a door at which it has been answered before."""
+    own = inquiry.words.get(OWN)
+    return own is not None and own.door is Reach.REFUSED and doors.known(view, inquiry)
 
 
 def _refused(sight: Sight, inquiry: Inquiry) -> list[Word]:
