@@ -101,6 +101,7 @@ LIMITS: tuple[Limit, ...] = (
         0.3,
         "for an agent to answer after peers' ranks stopped; then others are asked",
     ),
+    Limit("controller", "TRY_SECONDS", 300.0, "between two tries of an agent's door while all is well"),
     Limit("controller", "PUT_BACK_SECONDS", 1.0, "for a newcomer to acknowledge a Break; then it did not get in"),
     Limit(
         "controller", "HOLD_SECONDS", 1.0, "before a job leaves a node by its kernel's word: others may say the same"

@@ -351,6 +351,7 @@ class Core:
         self.last_tick = now
         self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
         self._contained("", "what nodes said", self._settle_node_events)
+        self._contained("", "agents' doors", lambda: self.take(doors.look(self.view)))
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
             self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view)))
@@ -435,7 +436,7 @@ class Core:
         questions.probed(self.view.inquiries, probe, place, answer)
 
     def on_greeting(self, greeting: Greeting, answer: Reach | None) -> None:
-        """An agent's door was tried when it had come."""
+        """An agent's door was tried while all was well."""
         doors.answered(self.view, greeting, answer)
 
     def on_slurm_error(self, message: str) -> None:

@@ -138,19 +138,16 @@ class Turns:
             view.live.touched.update(job.elements(job.hit(view.live.blocked)))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives; about the last few that do not answer
-        others are asked (`silence`): a node may say itself that nobody listens there any more."""
+        """After a rank stopped by itself every agent is asked whether it lives. About the last few that do not answer
+        others are asked (`sense.doors`)."""
         if job.phase is Phase.BREAKING:
             return
         latest = self._view.now - progress.WITNESS_SECONDS
         since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
         if since is not None:
-            unheard = progress.unheard_since(view, since)
-            late = self._view.now - since > progress.UNANSWERED_SECONDS and len(unheard) <= progress.MOST_HUSHED
-            for agent in unheard:
+            for agent in progress.unheard_since(view, since):
+                self._view.live.pinged.setdefault((agent.job, agent.element), self._view.now)
                 self._order(agent, f"ping {since}", wire.Ping())
-                if late and not agent.hushed:
-                    self._view.live.hush(agent)
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""

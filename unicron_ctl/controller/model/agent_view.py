@@ -31,7 +31,9 @@ class AgentView:
     door: str = ""
     """host:port at which others see that it lives."""
     answers_at: str = ""
-    """... at which it has answered this controller's own sockets."""
+    """... at which it answered this controller's own sockets when they last tried; empty if it did not."""
+    answered: float = 0.0
+    """When that was."""
     store: str = ""
     number: int = 0
     """Of the last status that was taken in."""
@@ -54,8 +56,6 @@ class AgentView:
     """It said that it ends by itself, and why."""
     suspect_since: float | None = None
     """Since when Slurm says that it ended."""
-    hushed: bool = False
-    """Its peers' connections broke, and it does not answer."""
     task_status: int | None = None
     """Of its task, as the plugin's hint says: a wait status (wait(2))."""
     last_registered: float = 0.0

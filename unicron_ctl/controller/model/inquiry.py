@@ -62,6 +62,8 @@ class Inquiry:
     probe: int = 0
     reached: bool | None = None
     """This controller's own sockets got through to its door or to its node's slurmd; None while not all have tried."""
+    control: Reach | None = None
+    """What they found at another agent's door in this round, where that was asked for."""
     said: str = ""
     """What was last put on record of it."""
 
@@ -152,12 +154,13 @@ class Inquiries:
         if (one := self.ending.pop(node, None)) is not None:
             self.rounds.pop(one.number, None)
 
-    def anew(self, one: Ending, now: float) -> None:
+    def anew(self, one: Inquiry, now: float) -> None:
         """What was answered until now, and what is still under way, says nothing."""
         self.rounds.pop(one.number, None)
         one.number = one.probe = one.probing = 0
         one.asked, one.words, one.begun = {}, {}, now
-        one.unreached, one.counted = 0, False
+        if isinstance(one, Ending):
+            one.unreached, one.counted = 0, False
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: the agents' last words are put forward, too."""
@@ -176,5 +179,5 @@ class Inquiries:
         self.last += 1
         inquiry.number, inquiry.begun = self.last, now
         inquiry.before = {key: word for key, word in inquiry.words.items() if word.door is Reach.REACHED}
-        inquiry.asked, inquiry.words = {}, {}
+        inquiry.asked, inquiry.words, inquiry.control = {}, {}, None
         self.rounds[self.last] = inquiry

@@ -144,10 +144,10 @@ class Live:
     """Living agents, the one that has been silent for longest first."""
     suspects: set[tuple[str, int]] = field(default_factory=set)
     """Agents of which Slurm says that they ended."""
-    hushed: set[tuple[str, int]] = field(default_factory=set)
-    """Agents whose peers' connections broke, and that do not answer."""
-    untried: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
-    """Agents whose doors have not been tried yet."""
+    pinged: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Agents that have not answered since they were asked, after their peers' connections broke; and when that was."""
+    doors: OrderedDict[tuple[str, int], float] = field(default_factory=OrderedDict)
+    """When the door of each agent is to be tried next, the soonest first."""
     trying: int = 0
     """Doors that are being tried."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
@@ -173,7 +173,8 @@ class Live:
         self.by_node.setdefault(view.node, set()).add((view.job, view.element))
         if view.key:
             self.keys.add(view.key)
-        self.untried[view.job, view.element] = None
+        self.doors[view.job, view.element] = 0.0
+        self.doors.move_to_end((view.job, view.element), last=False)
         self.heard(view, view.last_heard)
 
     def remove(self, job: str, element: int) -> None:
@@ -186,9 +187,9 @@ class Live:
         live.touched.discard(element)
         live.restarts.discard(element)
         self.leases.pop((job, element), None)
-        self.untried.pop((job, element), None)
+        self.doors.pop((job, element), None)
         self.suspects.discard((job, element))
-        self.hushed.discard((job, element))
+        self.pinged.pop((job, element), None)
         here = self.by_node.get(view.node, set())
         here.discard((job, element))
         if not here:
@@ -210,25 +211,18 @@ class Live:
         if view.suspect_since is not None:
             view.suspect_since = None
             self.suspects.discard(key)
-        if view.hushed:
-            view.hushed = False
-            self.hushed.discard(key)
+        self.pinged.pop(key, None)
 
     def silenced(self, view: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((view.job, view.element), None)
         self.suspects.discard((view.job, view.element))
-        self.hushed.discard((view.job, view.element))
+        self.pinged.pop((view.job, view.element), None)
 
     def suspect(self, view: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
         view.suspect_since = now
         self.suspects.add((view.job, view.element))
-
-    def hush(self, view: AgentView) -> None:
-        """Its peers' connections broke, and it does not answer."""
-        view.hushed = True
-        self.hushed.add((view.job, view.element))
 
     def renew(self, now: float) -> None:
         """Everybody has a whole lease again: nobody could be heard."""
@@ -237,8 +231,10 @@ class Live:
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
+        self.pinged.clear()
         for live in self.jobs.values():
             live.stalled += seconds
+            live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}
             live.ahead_since += seconds if live.ahead_since else 0.0
         for view in self.agents():
             view.last_heard += seconds

@@ -63,7 +63,7 @@ class Knock:
 
 @dataclass(frozen=True)
 class Greeting:
-    """Does the door of an agent that has come answer? address: host:port."""
+    """Does an agent's door answer? address: host:port."""
 
     job: str
     element: int
@@ -73,11 +73,11 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Probe:
-    """Try to reach the silent agent's door and its node's slurmd ("host:port", empty when unknown) from here. number:
-    of the round of questions."""
+    """Try to reach the silent agent's door, its node's slurmd and, as a control, another agent's door ("host:port",
+    empty when unknown or not asked for) from here. number: of the round of questions."""
 
     job: str
     element: int
     node: str
-    targets: tuple[str, str]
+    targets: tuple[str, ...]
     number: int

@@ -1,44 +1,72 @@
-"""Doors that are known to answer: this controller's own sockets have got through to them.
+"""Doors that are known to answer, and agents that do not answer after their peers' connections broke.
 
-Where one of these refuses later it is no firewall that has refused all along, so of an agent whose peers' connections
-broke, and that does not answer, a refusal need not wait for its lease (`sense.silence`). Each door is tried once when
-its agent has come, a few at a time: thousands come at once, and who is silent is asked about by the same threads.
+Such an agent's lease need not be waited for when its node says itself that nobody listens there any more. But something
+on the way may refuse, too, and always have. So each door is tried now and then while all is well, and a refusal counts
+early (`ended`) only at a door that has answered lately, from this controller and from all who were asked, while another
+door of the same job answers this controller at the same time (the control).
 """
 
 from __future__ import annotations
 
-from unicron_ctl.controller.model.inquiry import Inquiry
+from collections import Counter
+from collections.abc import Iterator
+
+from unicron_ctl.controller.model.inquiry import Inquiry, Key
 from unicron_ctl.controller.model.requests import Greeting
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import questions
 from unicron_ctl.reach import Reach
 
-AT_ONCE = 8  # doors that are being tried, of 64 threads
+AT_ONCE = 8  # doors that are being tried, of 64 threads: who is silent is asked about by the same ones
+TRY_SECONDS = 300.0  # between two tries of a door
+KNOWN_SECONDS = 2 * TRY_SECONDS  # for which an answer counts
+UNANSWERED_SECONDS = 0.3  # for an agent to answer after others' ranks stopped; then others are asked about it
+MOST_HUSHED = 2  # agents of a job that are asked about so; more are rather slow to answer, and keep their leases
 
 
-def look(view: View, out: Outcome) -> None:
-    """Tries the doors of agents that have come. Where Slurm is used it has to say first where their nodes are."""
-    live = view.live
-    if view.slurm.used and view.slurm.seen is None:
-        return
-    while live.untried and live.trying < AT_ONCE:
-        key = live.untried.popitem(last=False)[0]
+def look(view: View) -> Outcome:
+    """Tries the doors that are due, a few at a time. Where Slurm is used it has to say first where the nodes are."""
+    out, live = Outcome(), view.live
+    if view.alone or (view.slurm.used and view.slurm.seen is None):
+        return out
+    while live.doors and live.trying < AT_ONCE:
+        key, due = next(iter(live.doors.items()))
+        if due > view.now:
+            break
+        live.doors[key] = view.now + TRY_SECONDS
+        live.doors.move_to_end(key)
         agent = live.agent(*key)
         address = questions.targets(view, agent.node, agent.door)[0] if agent is not None and agent.alive else ""
         if agent is not None and address:
             live.trying += 1
             out.requests.append(Greeting(agent.job, agent.element, agent.agent, address))
+    return out
 
 
 def answered(view: View, greeting: Greeting, answer: Reach | None) -> None:
     """What came of it; None: the try itself failed."""
     view.live.trying -= 1
     agent = view.live.agent(greeting.job, greeting.element)
-    if agent is not None and agent.agent == greeting.agent and answer is Reach.REACHED:
-        agent.answers_at = greeting.address
+    if agent is not None and agent.agent == greeting.agent:
+        agent.answers_at, agent.answered = greeting.address if answer is Reach.REACHED else "", view.now
 
 
-def known(view: View, inquiry: Inquiry) -> bool:
-    """The door that is asked about has answered this controller."""
-    agent = view.live.agent(inquiry.job, inquiry.element)
-    return agent is not None and bool(inquiry.targets[0]) and agent.answers_at == inquiry.targets[0]
+def hushed(view: View) -> Iterator[Key]:
+    """Agents that others are asked about, since they have not answered for a while: the last few of a job."""
+    if not view.live.pinged:
+        return
+    count = Counter(job for job, _ in view.live.pinged)
+    for key, at in view.live.pinged.items():
+        if view.now - at > UNANSWERED_SECONDS and count[key[0]] <= MOST_HUSHED:
+            yield key
+
+
+def ended(view: View, inquiry: Inquiry) -> bool:
+    """The agent's node says that nobody listens at its door any more, before its lease is over."""
+    key, words = (inquiry.job, inquiry.element), inquiry.words
+    agent = view.live.agent(*key)
+    if agent is None or key not in view.live.pinged or agent.answers_at != inquiry.targets[0]:
+        return False
+    known = bool(agent.answers_at) and view.now - agent.answered <= KNOWN_SECONDS
+    all_say = words.keys() == inquiry.asked.keys() and all(word.door is Reach.REFUSED for word in words.values())
+    return known and all_say and inquiry.control is Reach.REACHED

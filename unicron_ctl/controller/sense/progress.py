@@ -18,8 +18,6 @@ from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.protocol.wire import Plan, RankStatus
 
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
-UNANSWERED_SECONDS = 0.3  # for an agent to answer after others' ranks stopped; then others are asked about it
-MOST_HUSHED = 2  # agents of a job that are asked about so; more are rather slow to answer, and keep their leases
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 ITERATIONS_TO_STOP = 3.0

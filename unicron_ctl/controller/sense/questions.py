@@ -24,6 +24,7 @@ ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, 
 WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
 ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
 ROUND_SECONDS = 2.0  # between two rounds of questions about the same agent
+CONTROL = 2  # place of the control in a Probe
 MOST_ASKED = 8  # in one round, this controller among them: strangers' words that differ lead to more questions
 
 
@@ -76,10 +77,12 @@ class Sight:
 def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if OWN not in inquiry.asked:
         inquiry.asked[OWN] = view.now
-    targets = sum(map(bool, inquiry.targets))
-    if targets and not inquiry.probing and OWN not in inquiry.words:  # the last round's tries may still wait
-        inquiry.probing, inquiry.probe = targets, inquiry.number
-        out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, inquiry.targets, inquiry.number))
+    if (
+        any(inquiry.targets) and not inquiry.probing and OWN not in inquiry.words
+    ):  # the last round's tries may still wait
+        targets = (*inquiry.targets, _control(view, sight, inquiry))
+        inquiry.probing, inquiry.probe = sum(map(bool, targets)), inquiry.number
+        out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, targets, inquiry.number))
     waiting = [key for key, at in inquiry.asked.items() if key not in inquiry.words]
     useful = len(inquiry.witnessed()) - len(inquiry.strangers())
     useful += sum(1 for key in waiting if key != OWN and view.now - inquiry.asked[key] < ANSWER_SECONDS)
@@ -87,6 +90,14 @@ def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     for agent in islice(witnesses(view, sight, inquiry), max(0, most)):
         inquiry.asked[agent.job, agent.element] = view.now
         out.send(agent, wire.Reach(number=inquiry.number, targets=list(inquiry.targets)))
+
+
+def _control(view: View, sight: Sight, inquiry: Inquiry) -> str:
+    """Another agent's door of the same job, where a refusal may count before the lease."""
+    if (inquiry.job, inquiry.element) not in view.live.pinged:
+        return ""
+    other = next(own_witnesses(view, sight, inquiry), None)
+    return targets(view, other.node, other.door)[0] if other is not None else ""
 
 
 def witnesses(view: View, sight: Sight, inquiry: Inquiry) -> Iterator[AgentView]:
@@ -158,10 +169,13 @@ def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None)
     inquiry = next((one for one in may_be if one is not None and one.probing and one.probe == probe.number), None)
     if inquiry is not None:  # the try that it waits for
         inquiry.probing -= 1
-        known = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
+        word = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
         answer = answer or Reach.UNKNOWN
-        word = replace(known, door=answer) if place == 0 else replace(known, slurmd=answer)
-        inquiry.words[OWN] = word
+        if place == CONTROL:
+            inquiry.control = answer
+        else:
+            word = replace(word, door=answer) if place == 0 else replace(word, slurmd=answer)
+            inquiry.words[OWN] = word
         if Reach.REACHED in (word.door, word.slurmd):
             inquiry.reached = True
         elif not inquiry.probing:

@@ -5,8 +5,7 @@ does its node's slurmd? Its node counts as lost on two independent kinds of evid
 who cannot reach it, or Slurm. What goes wrong on the witness's side (names, descriptors) says nothing.
 
 - Whoever refuses a connection lives: nobody listens at the agent's door, so only the agent died. Something on the way
-  may refuse, too, so the node has to say it, or two. After the lease; or earlier where its peers' connections broke,
-  it does not answer, and its door is known to have answered (`sense.doors`).
+  may refuse, too, so the node has to say it, or two. After the lease, or earlier at a door that is known (`doors`).
 - Ranks that step together are alive: as long as their job's iterations end, none of its members is silent.
 - When nobody at all is heard, the trouble is this controller's own, and nobody is judged. When most fall silent
   together, it may be, and no node is taken (`sense.together`).
@@ -18,8 +17,9 @@ Living agents stand in the order of their last word (`Live.leases`), so a tick l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -33,6 +33,7 @@ from unicron_ctl.controller.sense.questions import ANSWER_SECONDS, ROUND_SECONDS
 from unicron_ctl.reach import Reach
 
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
+CLOSED = "its port is closed"
 BY_LEASE = "lease and "  # how it is said that silence, and what else, showed the end
 
 
@@ -45,8 +46,6 @@ def look(view: View) -> Outcome:
         inquiries.recalled = True
         _recall(view, out)
     ending.look(view, sight, out)
-    if not view.alone:
-        doors.look(view, out)
     for key, inquiry in list(_silent(view)):
         inquiries.open[key] = inquiry
     for key, inquiry in list(inquiries.open.items()):
@@ -54,7 +53,9 @@ def look(view: View) -> Outcome:
             inquiries.close(key)
             continue
         if not view.alone:
-            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS or _was_early(view, inquiry):
+            if _was_early(view, inquiry):
+                inquiries.anew(inquiry, view.now)
+            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
                 inquiries.begin_round(inquiry, view.now)
             questions.ask(view, sight, inquiry, out)
         finding = verdict(view, sight, inquiry)
@@ -83,7 +84,7 @@ def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
             break  # all others have spoken later than this one
         if key not in inquiries.open and view.now - sign_of_life(view, agent) > late:
             yield key, _inquiry(view, agent)
-    for key in (*view.live.suspects, *view.live.hushed):
+    for key in chain(view.live.suspects, doors.hushed(view)):
         agent = view.live.agent(*key)
         if agent is not None and agent.alive and key not in inquiries.open:
             yield key, _inquiry(view, agent)
@@ -96,7 +97,7 @@ def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
 def _was_early(view: View, inquiry: Inquiry) -> bool:
     """This round began before its next word was late: what is silent then may have stopped for a moment only."""
     late = inquiry.since + questions.ask_after(view)
-    return inquiry.begun <= late < view.now
+    return bool(inquiry.number) and inquiry.begun <= late < view.now
 
 
 def _missing(view: View, job: JobState) -> Iterator[tuple[Key, Inquiry]]:
@@ -193,9 +194,12 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     silent, lease = view.now - inquiry.since, view.config.lease
     agent = view.live.agent(inquiry.job, inquiry.element)
     ended = agent is not None and agent.suspect_since is not None  # somebody says that its task has
-    early = ended or (agent is not None and agent.hushed and _known_to_answer(view, inquiry))
-    if (early or silent > lease) and (refused := _refused(sight, inquiry)):
-        return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, "its port is closed", refused)
+    if (ended or silent > lease) and (refused := _refused(sight, inquiry)):
+        return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, CLOSED, refused)
+    if doors.ended(view, inquiry):
+        told: list[Word | str] = [*inquiry.words.values()]
+        told.append("its peers' connections broke, and its port had answered lately")
+        return _finding(view, inquiry, What.AGENT_DIED, Source.PEER, CLOSED, told)
     if silent <= lease:
         return None
     job, words = view.state.jobs[inquiry.job], list(inquiry.words.values())
@@ -224,12 +228,6 @@ def verdict(view: View, sight: Sight, inquiry: Inquiry) -> Finding | None:
     if given_up and (free or (either and not view.slurm.used)):  # of the only node, Slurm has to say it
         return _finding(view, inquiry, What.NODE_LOST, Source.CLOCK, "state_wait_seconds", words, spare=True)
     return None
-
-
-def _known_to_answer(view: View, inquiry: Inquiry) -> bool:
-    """This controller is refused at a door at which it has been answered before."""
-    own = inquiry.words.get(OWN)
-    return own is not None and own.door is Reach.REFUSED and doors.known(view, inquiry)
 
 
 def _refused(sight: Sight, inquiry: Inquiry) -> list[Word]:
@@ -271,7 +269,7 @@ def _finding(
     what: What,
     source: Source,
     by: str,
-    words: list[Word],
+    words: Sequence[Word | str],
     dead: bool = False,
     spare: bool = False,
 ) -> Finding:
