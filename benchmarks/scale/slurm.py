@@ -114,8 +114,8 @@ class LiveSlurm(FakeSlurm):
         super().requeue_hold(job, element, comment)
 
     @_told
-    def release(self, job: str, element: int) -> None:
-        super().release(job, element)
+    def release(self, job: str, element: int, comment: str = "") -> None:
+        super().release(job, element, comment)
 
     @_told
     def pin(self, job: str, element: int, node: str | None) -> None:

@@ -216,12 +216,14 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
 
 # ---------------------------------------------------------------- actions
 def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
-    """Asks for the actions; those that Slurm has just refused wait, and those that a limit forbids. While silence is
-    not to be believed, so does all that takes something, with what was to start there."""
+    """Asks for the actions; those that Slurm has just refused wait, with what else was to be done to the same element
+    or node, and so do those that a limit forbids. While silence is not to be believed, so does all that takes
+    something, with what was to start there."""
     if view.inquiries.doubt:
         kept = {action.node for action in actions if action.action in STOPS}
         actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
-    todo = [a for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) >= RETRY_SECONDS]
+    wait = {a.target for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) < RETRY_SECONDS}
+    todo = [a for a in actions if a.target not in wait]
     if todo := bounds.within(view, todo, out):
         out.requests.append(Run(tuple(todo)))
 

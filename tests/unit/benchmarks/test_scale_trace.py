@@ -3,13 +3,14 @@ controller's mistakes is counted as one."""
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
 from benchmarks.scale.looks import LOOKS
 from benchmarks.scale.observed import compressed
-from benchmarks.scale.slurm import address_of
+from benchmarks.scale.slurm import LiveSlurm, address_of
 from benchmarks.scale.traced import Injected, schedule
 from benchmarks.scale.verdict import judge
 from detector.classify import Classifier
@@ -19,6 +20,7 @@ from planner.simulate.generate import LLAMA3_COUNTS, llama3
 from planner.simulate.trace import DAY, TraceEvent, make
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
+from unicron_ctl.slurm.client import SlurmClient
 
 RANKS = 8
 
@@ -53,6 +55,14 @@ def test_only_what_compares_failures_is_shortened():
     usual, fast = Policy(), compressed(Policy(), 1000.0)
     assert fast.window == usual.window / 1000 and fast.shared_seconds == usual.shared_seconds / 1000
     assert (fast.backoff, fast.quick_seconds, fast.moment) == (usual.backoff, usual.quick_seconds, usual.moment)
+
+
+def test_its_slurm_is_called_as_any_other():
+    """Defect: a release got one word more, and from then on the simulated Slurm refused each."""
+    calls = {name: call for name, call in vars(SlurmClient).items() if callable(call) and not name.startswith("_")}
+    for name, call in calls.items():
+        theirs, ours = inspect.signature(call).parameters, inspect.signature(getattr(LiveSlurm, name)).parameters
+        assert len(ours) >= len(theirs), name
 
 
 def test_addresses_are_this_machines_own_and_no_two_alike():

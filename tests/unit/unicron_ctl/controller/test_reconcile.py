@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.reach import Ground
 from unicron_ctl.controller.reconcile import RETRY_SECONDS
+from unicron_ctl.slurm.client import SlurmError
 
 
 def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
@@ -217,6 +219,30 @@ def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
     desk.missing_since["no job"] = world.now
     world.run(RETRY_SECONDS + 2.0)
     assert not desk.refused and not desk.missing_since
+
+
+def test_what_comes_before_a_refused_action_is_not_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: a release was refused, and the pin before it was asked for in every turn: 20 calls of Slurm a second."""
+    world, slurm = on_slurm(4, ("1", 3, 1.0))
+    monkeypatch.setattr(slurm, "release", refuse)
+    slurm.requeue_hold("1", 1, "unicron: held")
+    world.core.append("1", 1, records.SlurmAction(action="requeue_hold", element=1, node="n2", restarts=0, reason=""))
+    world.core.append("1", 1, records.SlurmDone(action="requeue_hold", element=1, node="n2", reason=""))
+    power_off(world, "n2")
+    world.run(3.0)
+    refused = [event for event in world.log if event.kind == "slurm_error" and event.record.action == "release"]
+    assert refused
+    slurm.calls.clear()
+    world.run(3 * RETRY_SECONDS)
+    pins = [call[3] for call in slurm.calls if call[0] == "pin"]
+    assert 1 <= len(pins) <= 4 * len(set(pins)), "once in a while, of each node that is tried"
+    monkeypatch.undo()
+    world.run(2 * RETRY_SECONDS)
+    assert slurm.queue["1", 1]["state"] == "RUNNING"
+
+
+def refuse(*words: object) -> None:
+    raise SlurmError("slurm_update error: Access/permission denied")
 
 
 def test_what_others_want_is_worked_out_once_a_listing_for_all_jobs(monkeypatch: pytest.MonkeyPatch):
