@@ -72,9 +72,9 @@ def decode(objects: Iterable[dict[str, Any]]) -> list[Row | Share]:
 
 
 def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:
-    """Median and range."""
-    middle = digits(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({digits(min(values))}..{digits(max(values))})"
+    """Median and, where the values differ by what is shown of them, their range."""
+    middle, least, most = (digits(of(values)) for of in (statistics.median, min, max))
+    return middle if least == most else f"{middle} ({least}..{most})"
 
 
 def cell(rows: Sequence[Row], column: str) -> str:
