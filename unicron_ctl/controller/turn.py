@@ -146,7 +146,7 @@ class Turns:
         since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
         if since is not None:
             for agent in progress.unheard_since(view, since):
-                self._view.live.pinged.setdefault((agent.job, agent.element), self._view.now)
+                self._view.live.unanswered.setdefault((agent.job, agent.element), self._view.now)
                 self._order(agent, f"ping {since}", wire.Ping())
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:

@@ -154,13 +154,12 @@ class Inquiries:
         if (one := self.ending.pop(node, None)) is not None:
             self.rounds.pop(one.number, None)
 
-    def anew(self, one: Inquiry, now: float) -> None:
+    def anew(self, one: Ending, now: float) -> None:
         """What was answered until now, and what is still under way, says nothing."""
         self.rounds.pop(one.number, None)
         one.number = one.probe = one.probing = 0
         one.asked, one.words, one.begun = {}, {}, now
-        if isinstance(one, Ending):
-            one.unreached, one.counted = 0, False
+        one.unreached, one.counted = 0, False
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: the agents' last words are put forward, too."""

@@ -144,7 +144,7 @@ class Live:
     """Living agents, the one that has been silent for longest first."""
     suspects: set[tuple[str, int]] = field(default_factory=set)
     """Agents of which Slurm says that they ended."""
-    pinged: dict[tuple[str, int], float] = field(default_factory=dict)
+    unanswered: dict[tuple[str, int], float] = field(default_factory=dict)
     """Agents that have not answered since they were asked, after their peers' connections broke; and when that was."""
     doors: OrderedDict[tuple[str, int], float] = field(default_factory=OrderedDict)
     """When the door of each agent is to be tried next, the soonest first."""
@@ -189,7 +189,7 @@ class Live:
         self.leases.pop((job, element), None)
         self.doors.pop((job, element), None)
         self.suspects.discard((job, element))
-        self.pinged.pop((job, element), None)
+        self.unanswered.pop((job, element), None)
         here = self.by_node.get(view.node, set())
         here.discard((job, element))
         if not here:
@@ -211,13 +211,13 @@ class Live:
         if view.suspect_since is not None:
             view.suspect_since = None
             self.suspects.discard(key)
-        self.pinged.pop(key, None)
+        self.unanswered.pop(key, None)
 
     def silenced(self, view: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((view.job, view.element), None)
         self.suspects.discard((view.job, view.element))
-        self.pinged.pop((view.job, view.element), None)
+        self.unanswered.pop((view.job, view.element), None)
 
     def suspect(self, view: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
@@ -231,7 +231,7 @@ class Live:
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
-        self.pinged.clear()
+        self.unanswered.clear()
         for live in self.jobs.values():
             live.stalled += seconds
             live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}

@@ -53,10 +53,10 @@ def answered(view: View, greeting: Greeting, answer: Reach | None) -> None:
 
 def hushed(view: View) -> Iterator[Key]:
     """Agents that others are asked about, since they have not answered for a while: the last few of a job."""
-    if not view.live.pinged:
+    if not view.live.unanswered:
         return
-    count = Counter(job for job, _ in view.live.pinged)
-    for key, at in view.live.pinged.items():
+    count = Counter(job for job, _ in view.live.unanswered)
+    for key, at in view.live.unanswered.items():
         if view.now - at > UNANSWERED_SECONDS and count[key[0]] <= MOST_HUSHED:
             yield key
 
@@ -65,7 +65,7 @@ def ended(view: View, inquiry: Inquiry) -> bool:
     """The agent's node says that nobody listens at its door any more, before its lease is over."""
     key, words = (inquiry.job, inquiry.element), inquiry.words
     agent = view.live.agent(*key)
-    if agent is None or key not in view.live.pinged or agent.answers_at != inquiry.targets[0]:
+    if agent is None or key not in view.live.unanswered or agent.answers_at != inquiry.targets[0]:
         return False
     known = bool(agent.answers_at) and view.now - agent.answered <= KNOWN_SECONDS
     all_say = words.keys() == inquiry.asked.keys() and all(word.door is Reach.REFUSED for word in words.values())

@@ -77,9 +77,8 @@ class Sight:
 def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     if OWN not in inquiry.asked:
         inquiry.asked[OWN] = view.now
-    if (
-        any(inquiry.targets) and not inquiry.probing and OWN not in inquiry.words
-    ):  # the last round's tries may still wait
+    # The last round's tries may still wait.
+    if any(inquiry.targets) and not inquiry.probing and OWN not in inquiry.words:
         targets = (*inquiry.targets, _control(view, sight, inquiry))
         inquiry.probing, inquiry.probe = sum(map(bool, targets)), inquiry.number
         out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, targets, inquiry.number))
@@ -94,7 +93,7 @@ def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
 
 def _control(view: View, sight: Sight, inquiry: Inquiry) -> str:
     """Another agent's door of the same job, where a refusal may count before the lease."""
-    if (inquiry.job, inquiry.element) not in view.live.pinged:
+    if (inquiry.job, inquiry.element) not in view.live.unanswered:
         return ""
     other = next(own_witnesses(view, sight, inquiry), None)
     return targets(view, other.node, other.door)[0] if other is not None else ""

@@ -53,9 +53,10 @@ def look(view: View) -> Outcome:
             inquiries.close(key)
             continue
         if not view.alone:
-            if _was_early(view, inquiry):
-                inquiries.anew(inquiry, view.now)
-            if not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
+            early = _was_early(view, inquiry)
+            if early:
+                inquiry.probing = 0  # what is under way began too early
+            if early or not inquiry.number or view.now - inquiry.begun > ROUND_SECONDS:
                 inquiries.begin_round(inquiry, view.now)
             questions.ask(view, sight, inquiry, out)
         finding = verdict(view, sight, inquiry)
