@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -99,9 +100,9 @@ def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
             version = kind.version()
             undisturbed = 20.0 if options.quick else 60.0
             found = play.stream(kind, 60 * minutes, undisturbed, SEED, folder / f"{name}.stream")
-            share = Share(name, found.disturbed / found.undisturbed, version, minutes)
-            share.undisturbed_per_second, share.operator = found.undisturbed, found.operator
-            share.struck, share.missed = found.struck, found.missed
+            share = Share(name, found.share(statistics.mean(found.undisturbed)), version, minutes)
+            share.undisturbed, share.share_of_first = found.undisturbed, found.share(found.undisturbed[0])
+            share.operator, share.struck, share.missed = found.operator, found.struck, found.missed
         except Absent as absent:
             share = Share(name, None, minutes=minutes, why=str(absent))
         except AssertionError as error:

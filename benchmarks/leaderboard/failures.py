@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 NODE_BACK = 10.0  # seconds after which a node that lost its power is there again, for each system
 COORDINATOR_BACK = 5.0  # the same for a coordinator, which a supervisor starts again
 EVERY = 30.0  # seconds between two failures of the stream
 FIRST = 5.0  # and before its first one
+ROUND = 300.0  # seconds of the stream between two spells without failures
 STREAM = (  # what comes in the stream, in turn; the order is drawn
     "rank-kill",
     "exception",
@@ -120,3 +121,14 @@ def schedule(seconds: float, seed: int, nodes: int) -> list[tuple[float, str, in
         found.append((at, turn.pop(), draw.randrange(1, nodes)))
         at += EVERY
     return found
+
+
+def rounds(
+    seconds: float, planned: Sequence[tuple[float, str, int]]
+) -> Iterator[tuple[float, float, list[tuple[float, str, int]]]]:
+    """(begin, length, failures) of each piece of such a stream."""
+    begin = 0.0
+    while begin < seconds:
+        length = min(ROUND, seconds - begin)
+        yield begin, length, [each for each in planned if begin <= each[0] < begin + length]
+        begin += length

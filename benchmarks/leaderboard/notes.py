@@ -163,3 +163,8 @@ def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) 
         return 0
     first = before[-1].iteration if before else -1
     return (within[-1].iteration - first) * micro_batches - dropped(within, micro_batches)
+
+
+def worlds(notes: Iterable[Note], since: float) -> set[int]:
+    """How many ranks took the steps after that time."""
+    return {note.world for note in notes if note.what == "step" and note.time > since}

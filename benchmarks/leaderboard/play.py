@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.leaderboard import notes
-from benchmarks.leaderboard.failures import FAILURES, NODE, Missed, Repair, schedule
+from benchmarks.leaderboard.failures import FAILURES, NODE, Missed, Repair, rounds, schedule
 from benchmarks.leaderboard.notes import Figures
 from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
@@ -45,18 +45,25 @@ class Outcome(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """Micro-batches a second that were of use, before the failures and under them. struck: failures that found whom to
-    strike; missed: those that did not."""
+    """What a job made of a stream of failures. micro_batches: that were of use in so many seconds with failures.
+    undisturbed: micro-batches a second in each spell without failures in which all ranks trained, in their order; the
+    first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
+    those that did not."""
 
-    undisturbed: float
-    disturbed: float
-    operator: int
-    struck: int
-    missed: int
+    micro_batches: int = 0
+    seconds: float = 0.0
+    undisturbed: list[float] = []
+    operator: int = 0
+    struck: int = 0
+    missed: int = 0
+
+    def share(self, undisturbed: float) -> float:
+        """Of what a job with that rate would have done in the same time."""
+        return self.micro_batches / self.seconds / undisturbed
 
 
 class Due(NamedTuple):
-    """A failure of a node at its time, or a repair; seconds from the beginning of the stream."""
+    """A failure of a node at its time, or a repair; seconds from the beginning of its round."""
 
     at: float
     failure: str = ""
@@ -144,36 +151,65 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
 
 
 def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, folder: Path) -> Stream:
-    """The failures of :func:`schedule`, after so many seconds without any. Raises AssertionError when it does not train
-    before."""
+    """The failures of :func:`schedule`, with so many seconds without any before the first, after each ROUND and at the
+    end. Raises AssertionError when it does not train before."""
     with training(kind, folder) as system:
+        streamed = _Streamed(system)
+        streamed.quiet(undisturbed)
+        assert streamed.found.undisturbed, f"all ranks train, undisturbed\n{system.logs()}"
+        for begin, length, planned in rounds(seconds, schedule(seconds, seed, NODES)):
+            streamed.disturbed(length, [Due(at - begin, failure, node) for at, failure, node in planned])
+            streamed.quiet(undisturbed)
+        return streamed.found
+
+
+class _Streamed:
+    """A job under the stream, and what was seen of it so far."""
+
+    def __init__(self, system: System) -> None:
+        self._system, self._stepped = system, time.time()
+        self.found = Stream()
+
+    def quiet(self, seconds: float) -> None:
+        """A spell without failures. It tells the undisturbed rate where all ranks trained in it all the time."""
         began = time.time()
-        _watch(system, undisturbed)
-        usual = notes.useful(system.notes, began, time.time(), MICRO_BATCHES) / (time.time() - began)
-        began, last = time.time(), time.time()
-        operator = struck = missed = 0
-        due = [Due(at, failure, node) for at, failure, node in schedule(seconds, seed, NODES)]
+        _watch(self._system, seconds)
+        rate = notes.useful(self._system.notes, began, time.time(), MICRO_BATCHES) / (time.time() - began)
+        if notes.worlds(self._system.notes, began) == {NODES}:
+            self.found.undisturbed.append(rate)
+
+    def disturbed(self, seconds: float, due: list[Due]) -> None:
+        """These failures, each at its time, and their repairs."""
+        began = self._stepped = time.time()
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
                 due.remove(each)
-                if each.repair:
-                    each.repair()
-                    continue
-                try:
-                    repair = FAILURES[each.failure].strike(system, each.node)
-                    struck += 1
-                except Missed:
-                    missed += 1
-                    continue
-                if repair is not None:
+                if (repair := self._do(each)) is not None:
                     due.append(Due(time.time() - began + repair.after, repair=repair.action))
-            last = max([last, *(note.time for note in system.read() if note.what == "step")])
-            if time.time() - last > OPERATOR:  # what waits to be repaired is repaired by it, too
-                system.begin_again()
-                operator, last, due = operator + 1, time.time(), [each for each in due if each.failure]
+            steps = (note.time for note in self._system.read() if note.what == "step")
+            self._stepped = max([self._stepped, *steps])
+            if time.time() - self._stepped > OPERATOR:  # what waits to be repaired is repaired by it, too
+                self._system.begin_again()
+                self.found.operator += 1
+                self._stepped, due = time.time(), [each for each in due if each.failure]
             time.sleep(LOOK)
-        disturbed = notes.useful(system.notes, began, began + seconds, MICRO_BATCHES) / seconds
-        return Stream(usual, disturbed, operator, struck, missed)
+        for each in due:
+            if each.repair:
+                each.repair()
+        self.found.micro_batches += notes.useful(self._system.notes, began, began + seconds, MICRO_BATCHES)
+        self.found.seconds += seconds
+
+    def _do(self, due: Due) -> Repair | None:
+        if due.repair:
+            due.repair()
+            return None
+        try:
+            repair = FAILURES[due.failure].strike(self._system, due.node)
+        except Missed:
+            self.found.missed += 1
+            return None
+        self.found.struck += 1
+        return repair
 
 
 def reference(folder: Path, iterations: int) -> dict[int, float]:

@@ -43,14 +43,18 @@ class Row(msgspec.Struct):
 
 
 class Share(msgspec.Struct):
-    """What a system made of its time under a stream of failures, over its own undisturbed run. struck: failures that
-    found whom to strike; None where that was not counted. missed: those that did not."""
+    """What a system made of its time under a stream of failures, over its own undisturbed rate: the mean of the spells
+    without failures before, between and after them, `undisturbed` in their order. share_of_first: over the first of
+    them alone, in which no rank had been started again. struck: failures that found whom to strike; None where that
+    was not counted. missed: those that did not."""
 
     system: str
     useful_share: float | None
     version: str = ""
     minutes: float = 0.0
-    undisturbed_per_second: float | None = None
+    undisturbed: list[float] = []
+    """Micro-batches a second."""
+    share_of_first: float | None = None
     operator: int = 0
     """Times that an operator had to start the whole job again."""
     struck: int | None = None
@@ -129,8 +133,9 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
         [
             row.system,
             "-" if row.useful_share is None else f"{row.useful_share:.3f}",
+            "-" if row.share_of_first is None else f"{row.share_of_first:.3f}",
             f"{row.minutes:g}",
-            "-" if row.undisturbed_per_second is None else f"{row.undisturbed_per_second:.1f}",
+            ", ".join(f"{rate:.1f}" for rate in row.undisturbed) or "-",
             "-" if row.struck is None else f"{row.struck} of {row.struck + row.missed}",
             str(row.operator),
             row.why,
@@ -139,8 +144,8 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
     ]
 
 
-SHARE_HEADS = ["system", "useful share", "minutes", "micro-batches/s undisturbed", "failures that struck"]
-SHARE_HEADS += ["begun again by hand", "remarks"]
+SHARE_HEADS = ["system", "useful share", "over the first spell", "minutes", "micro-batches/s undisturbed, by spells"]
+SHARE_HEADS += ["failures that struck", "begun again by hand", "remarks"]
 
 
 def table(title: str, heads: Sequence[str], body: Iterable[Sequence[str]]) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.leaderboard import failures, notes, processes, rows
+from benchmarks.leaderboard import failures, notes, play, processes, rows
 from benchmarks.leaderboard.__main__ import QUICK, Board, one
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
@@ -147,6 +147,23 @@ def test_the_schedule_is_the_same_for_everybody_and_has_every_kind() -> None:
     assert {node for _, _, node in plan} == {1, 2, 3}
 
 
+def test_the_stream_comes_in_rounds_and_each_failure_in_one_of_them() -> None:
+    plan = failures.schedule(1200.0, 1, RANKS)
+    pieces = list(failures.rounds(1200.0, plan))
+    assert [(begin, length) for begin, length, _ in pieces] == [(each, 300.0) for each in (0.0, 300.0, 600.0, 900.0)]
+    assert [each for _, _, some in pieces for each in some] == plan and all(len(some) == 10 for _, _, some in pieces)
+    short = list(failures.rounds(330.0, failures.schedule(330.0, 1, RANKS)))
+    assert [(begin, length, len(some)) for begin, length, some in short] == [(0.0, 300.0, 10), (300.0, 30.0, 1)]
+
+
+def test_a_spell_tells_the_usual_rate_only_where_all_ranks_trained() -> None:
+    short = [Note("step", 10.0 + n, "a", 10 + n, world=3) for n in range(3)]
+    assert notes.worlds([*trained(range(10), 0.0), *short], 20.0) == set()
+    assert notes.worlds([*trained(range(10), 0.0), *short], 2.0) == {RANKS, 3}
+    assert notes.worlds(trained(range(10), 0.0), 2.0) == {RANKS}
+    assert play.Stream(micro_batches=900, seconds=10.0, undisturbed=[100.0]).share(100.0) == pytest.approx(0.9)
+
+
 class Struck:
     """A system that notes what is done to it."""
 
@@ -246,7 +263,7 @@ def test_each_row_says_at_which_commit_it_was_taken() -> None:
     assert rows.taken(some) == "m; commits abc, def+"
     assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
     assert rows.taken([row("a", "hang")]) == "machine not noted; commit not noted"
-    assert [line[4] for line in rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])] == ["-", "3 of 4"]
+    assert [line[5] for line in rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])] == ["-", "3 of 4"]
 
 
 def test_all_systems_of_the_leaderboard_are_there() -> None:
