@@ -25,6 +25,7 @@ from transition.pending import scalers
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
 PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
+TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
 
 
 class StateMismatch(RuntimeError):
@@ -285,27 +286,60 @@ def _send_once(
     if receiving:
         iteration = state.adopt(header)
     sums = [state.settings()]
-    for tensor in state.tensors():
-        if made(tensor):
-            sums.append(checksum(tensor))
-            continue
-        keep = (receiving or am_source) and tensor.device.type == device.type
-        wire = tensor if keep and not spoil else tensor.to(device, copy=True)
-        if spoil:
-            _spoil(wire)
-        flat = wire.contiguous().view(-1).view(torch.uint8)  # gloo knows no booleans
-        for piece in flat.split(PIECE):  # the same pieces in all ranks
-            dist.broadcast(piece, group=group, group_src=source)
-            moved(piece.numel())
-        if receiving and flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-        sums.append(checksum(tensor))
+    for part in _parts(state.tensors(), made):
+        if not made(part[0]):
+            for piece in _wire(part, receiving, am_source, spoil, device):
+                dist.broadcast(piece, group=group, group_src=source)
+                moved(piece.numel())
+        sums.append(checksum(_flat(part, device)))
     mine = torch.stack(sums)
     sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
     if not sound or len(sent) != mine.numel() * mine.element_size():
         return iteration, int(receiving)
     theirs = torch.frombuffer(bytearray(sent), dtype=torch.int64).reshape(mine.shape)
     return iteration, int((mine != theirs).any(dim=1).sum())
+
+
+def _parts(tensors: Iterable[torch.Tensor], made: Callable[[torch.Tensor], bool]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in their order, small ones together; the same in all members."""
+    part, size = list[torch.Tensor](), 0
+    for tensor in tensors:
+        count = tensor.numel() * tensor.element_size()
+        if part and (size + count > TOGETHER or made(tensor) != made(part[0])):
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += count
+    if part:
+        yield part
+
+
+def _flat(part: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Their bytes on `device`: the tensor's own memory where it is one that lies there in one piece."""
+    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in part]
+    return raw[0] if len(raw) == 1 else torch.cat(raw)
+
+
+def _wire(
+    part: Sequence[torch.Tensor], receiving: bool, am_source: bool, spoil: bool, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Piece by piece what is to be broadcast, or received, of these tensors; the pieces are the same in all members.
+    A member that holds them already gets them into memory that nobody needs."""
+    flat = _flat(part, device)
+    if spoil:
+        flat = flat.clone()
+        _spoil(flat)
+    elif not receiving and not am_source:
+        flat = torch.empty_like(flat)
+    yield from flat.split(PIECE)
+    if not receiving or flat.data_ptr() == part[0].data_ptr():
+        return
+    begin = 0
+    for tensor in part:
+        end = begin + tensor.numel() * tensor.element_size()
+        raw = flat[begin:end] if begin % tensor.element_size() == 0 else flat[begin:end].clone()
+        tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        begin = end
 
 
 def broadcast_bytes(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transition import migrate
 
-SIZES = (20, 24)  # bytes of the two tensors of a State
+SIZES = (20, 24, 44)  # bytes of the two tensors of a State, and of both
 
 
 class World:
@@ -112,7 +112,15 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False, mov
     return states, outcomes, notes
 
 
-def test_newcomers_get_the_state_and_the_iteration(monkeypatch):
+@pytest.fixture(params=[1, 2])
+def parts(request, monkeypatch) -> int:
+    """In how many parts the two tensors are sent: together, or each alone."""
+    if request.param == 2:
+        monkeypatch.setattr(migrate, "TOGETHER", SIZES[0])
+    return request.param
+
+
+def test_newcomers_get_the_state_and_the_iteration(monkeypatch, parts):
     states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0, 9.0], {2, 3})
     assert [state.value for state in states] == [1.5] * 4 and outcomes == [7] * 4 and not notes
 
@@ -125,7 +133,37 @@ def test_a_large_tensor_goes_in_pieces_and_each_is_told_of(monkeypatch):
     assert sorted(moved) == [4] * 2 + [8] * 10, "5 and 6 numbers, in both ranks"
 
 
-def test_tensors_that_do_not_lie_in_one_piece_arrive_too(monkeypatch):
+def test_small_tensors_go_together_up_to_a_limit_and_in_their_order(monkeypatch):
+    """As many waits for all members as there are megabytes, not as there are tensors."""
+    monkeypatch.setattr(migrate, "TOGETHER", 24)
+    sizes = [5, 1, 1, 9, 4, 2]  # of four bytes each
+    made = torch.zeros(4)
+    tensors = [made if size == 4 else torch.zeros(size) for size in sizes]
+    found = list(migrate._parts(tensors, lambda tensor: tensor is made))
+    assert [[each.numel() for each in part] for part in found] == [[5, 1], [1], [9], [4], [2]]
+    assert list(migrate._parts([], lambda tensor: False)) == []
+
+
+def test_tensors_of_any_kind_arrive_together(monkeypatch):
+    plain = State.__init__
+
+    def mixed(state, value):
+        plain(state, value)
+        state.parts += [
+            torch.full((3,), bool(value)),
+            torch.tensor(value, dtype=torch.bfloat16),
+            torch.empty(0),
+            torch.tensor(value, dtype=torch.float64),
+            (torch.arange(6.0).view(2, 3) + value).t(),
+        ]
+
+    monkeypatch.setattr(State, "__init__", mixed)
+    states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2})
+    assert outcomes == [7] * 3 and not notes
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(states[2].parts, states[0].parts, strict=True))
+
+
+def test_tensors_that_do_not_lie_in_one_piece_arrive_too(monkeypatch, parts):
     plain = State.__init__
 
     def transposed(state, value):
@@ -138,16 +176,16 @@ def test_tensors_that_do_not_lie_in_one_piece_arrive_too(monkeypatch):
     assert torch.equal(states[2].parts[1], states[0].parts[1])
 
 
-def test_what_arrives_corrupted_is_taken_from_another_member(monkeypatch):
+def test_what_arrives_corrupted_is_taken_from_another_member(monkeypatch, parts):
     states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2}, damage=lambda sender, number: sender == 0)
     assert [state.value for state in states] == [1.5] * 3 and outcomes == [7] * 3
     assert [(me, sender, following) for me, sender, parts, following in notes] == [(2, 0, 1)]
-    assert notes[0][2] == 2, "two tensors differ"
+    assert notes[0][2] == parts
 
 
-def test_the_only_member_sends_again(monkeypatch):
-    states, outcomes, notes = run(monkeypatch, [1.5, 0.0], {1}, damage=lambda sender, number: number < 6)
-    assert states[1].value == 1.5 and outcomes == [7, 7] and notes == [(1, 0, 2, 0)]
+def test_the_only_member_sends_again(monkeypatch, parts):
+    states, outcomes, notes = run(monkeypatch, [1.5, 0.0], {1}, damage=lambda sender, number: number < 4 + parts)
+    assert states[1].value == 1.5 and outcomes == [7, 7] and notes == [(1, 0, parts, 0)]
 
 
 def test_a_newcomer_that_never_gets_it_ends_and_no_member_is_harmed(monkeypatch):
