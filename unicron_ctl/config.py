@@ -80,7 +80,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     forming_settle_seconds: Seconds = 5.0
     """That a job waits for further nodes before it starts."""
     offer_delay: SecondsOrZero = 0.2
-    """Newcomers that come within it are taken in together."""
+    """Newcomers that come within it are taken in together, where more of the job are starting."""
     join_after_seconds: SecondsOrZero = 5.0
     """The same in restart mode, counted from the last newcomer."""
     fault_grace: SecondsOrZero = 0.15

@@ -66,11 +66,11 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
 
 
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
-    """Slots that can come in now, replica-major, of elements whose processes have been ready for `delay` seconds: those
-    of an element that is inside already, or has a standby, by themselves, else all of it together. Who is one too many
-    waits as a spare."""
+    """Slots that can come in now, replica-major, of elements whose processes have been ready for `delay` seconds, or
+    whom nobody can follow: those of an element that is inside already, or has a standby, by themselves, else all of it
+    together. Who is one too many waits as a spare."""
     state = job.state
-    found: dict[int, list[int]] = {}
+    found, late = dict[int, list[int]](), dict[int, list[int]]()
     for element in sorted(job.live.ready):
         agent = job.agents[element]
         if element in state.leaving or not may_work(view, job, element):
@@ -81,11 +81,24 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
             outside = [slot for slot in outside if able(job, agent, slot)]
         elif not _whole(job, agent) or len(outside) < len(agent.slots):
             continue
-        if outside and view.now - max(agent.came.get(slot, 0.0) for slot in outside) >= delay:
-            found[element] = outside
+        if outside:
+            waited = view.now - max(agent.came.get(slot, 0.0) for slot in outside)
+            (found if waited >= delay else late)[element] = outside
+    if late and not state.restart_mode and not _coming(view, job):
+        found = dict(sorted((found | late).items()))
     taken = spares.admitted(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
     return layout.arranged(layout.compose(chosen, job.replica)[0])
+
+
+def _coming(view: View, job: JobView) -> bool:
+    """An agent that is there has processes that are neither inside nor able to come in: they may be any moment."""
+    return any(
+        agent.alive
+        and may_work(view, job, element)
+        and any(slot not in job.state.members and not able(job, agent, slot) for slot in agent.slots)
+        for element, agent in job.agents.items()
+    )
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:

@@ -288,6 +288,36 @@ def offering() -> World:
     return world
 
 
+def test_a_newcomer_waits_for_the_others_that_are_starting_and_for_nobody_else() -> None:
+    world = started(nodes=4)
+    world.agents[2].die(2)
+    world.agents[3].die(3)
+    world.agents[3].ready()
+    world.run(world.config.offer_delay / 2)
+    assert world.job().phase == "running", "the process of slot 2 may be there at any moment"
+    world.agents[2].ready()
+    assert world.job().phase == "offering" and world.job().offer.joiners == [2, 3], "now all are there"
+
+
+def test_a_newcomer_does_not_wait_for_long_for_the_others_that_are_starting() -> None:
+    world = started(nodes=4)
+    world.agents[2].die(2)
+    world.agents[3].die(3)
+    world.agents[3].ready()
+    world.run(1.5 * world.config.offer_delay)
+    assert world.job().phase == "offering" and world.job().offer.joiners == [3]
+
+
+def test_a_newcomer_does_not_wait_for_the_processes_of_an_agent_that_is_gone() -> None:
+    world = started(nodes=4)
+    world.agents[2].silent = True
+    world.run(3)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 3]
+    world.agents[3].die(3)
+    world.agents[3].ready()
+    assert world.job().phase == "offering" and world.job().offer.joiners == [3]
+
+
 def breaks(world: World) -> int:
     return len(events(world, "break"))
 
