@@ -25,6 +25,7 @@ LOOK = 0.2  # seconds between two looks at the notes; all times are the notes' o
 CLOSE = 0.02  # seconds: so fresh is the note of a micro-batch upon which a failure strikes
 MORE = 5  # iterations after the job is whole again, for the loss curve
 SETTLED = 4.0  # seconds that are watched after the last repair, and within which a job that trains takes a step
+REFERENCE_LIMIT = 600.0  # seconds for the undisturbed run
 OPERATOR = 45.0  # seconds without a step, in the stream, after which an operator starts the job again
 
 
@@ -224,7 +225,9 @@ def reference(folder: Path, iterations: int) -> dict[int, float]:
             for world in of_a_world(NODES)
         ]
     try:
-        failed = any(rank.wait() for rank in ranks)
+        failed = any(rank.wait(REFERENCE_LIMIT) for rank in ranks)
+    except subprocess.TimeoutExpired:
+        failed = True
     finally:
         for rank in ranks:
             rank.kill()

@@ -45,6 +45,9 @@ def train(keeper: Keeper, monitor: Any = None) -> None:
         optimizer.step()
         notes.step(iteration, float(total), size, rank, mine)
         keeper.save(model, optimizer, iteration + 1, rank)
+    # torch 2.13: DDP holds the interpreter's lock where it is the last to let go of its group, and waits for gloo's
+    # thread, which may want that lock for the tensors of the last collective.
+    del ddp
     dist.destroy_process_group()
 
 
