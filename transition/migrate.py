@@ -325,20 +325,24 @@ def _wire(
 ) -> Iterator[torch.Tensor]:
     """Piece by piece what is to be broadcast, or received, of these tensors; the pieces are the same in all members.
     A member that holds them already gets them into memory that nobody needs."""
-    flat = _flat(part, device)
+    if receiving or am_source:
+        flat = _flat(part, device)
+    else:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in part)
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
     if spoil:
         flat = flat.clone()
         _spoil(flat)
-    elif not receiving and not am_source:
-        flat = torch.empty_like(flat)
     yield from flat.split(PIECE)
     if not receiving or flat.data_ptr() == part[0].data_ptr():
         return
     begin = 0
     for tensor in part:
         end = begin + tensor.numel() * tensor.element_size()
-        raw = flat[begin:end] if begin % tensor.element_size() == 0 else flat[begin:end].clone()
-        tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        if tensor.is_contiguous():  # bytes, since a copy of booleans makes each of them 0 or 1
+            tensor.detach().view(-1).view(torch.uint8).copy_(flat[begin:end])
+        else:
+            tensor.copy_(flat[begin:end].clone().view(tensor.dtype).view(tensor.shape))
         begin = end
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -165,6 +166,8 @@ def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) 
     return (within[-1].iteration - first) * micro_batches - dropped(within, micro_batches)
 
 
-def worlds(notes: Iterable[Note], since: float) -> set[int]:
-    """How many ranks took the steps after that time."""
-    return {note.world for note in notes if note.what == "step" and note.time > since}
+def steady(notes: Iterable[Note], begin: float, end: float, ranks: int, pause: float) -> bool:
+    """Between two times so many ranks took every step, and none was later than `pause` seconds after the one before."""
+    within = [note for note in steps(notes) if begin < note.time <= end]
+    times = [begin, *(note.time for note in within), end]
+    return {note.world for note in within} == {ranks} and max(b - a for a, b in pairwise(times)) <= pause

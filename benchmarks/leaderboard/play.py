@@ -172,16 +172,23 @@ class _Streamed:
         self.found = Stream()
 
     def quiet(self, seconds: float) -> None:
-        """A spell without failures. It tells the undisturbed rate where all ranks trained in it all the time."""
+        """A spell without failures. It tells the undisturbed rate where all ranks trained in it all the time; where the
+        job stood still, or was short of a rank, it is a part of the stream, and counts against the job."""
         began = time.time()
         _watch(self._system, seconds)
-        rate = notes.useful(self._system.notes, began, time.time(), MICRO_BATCHES) / (time.time() - began)
-        if notes.worlds(self._system.notes, began) == {NODES}:
-            self.found.undisturbed.append(rate)
+        ended = time.time()
+        self._system.read()
+        self._stepped = max([self._stepped, *(note.time for note in notes.steps(self._system.notes))])
+        useful = notes.useful(self._system.notes, began, ended, MICRO_BATCHES)
+        if notes.steady(self._system.notes, began, ended, NODES, SETTLED):
+            self.found.undisturbed.append(useful / (ended - began))
+        elif self.found.undisturbed:
+            self.found.micro_batches += useful
+            self.found.seconds += ended - began
 
     def disturbed(self, seconds: float, due: list[Due]) -> None:
         """These failures, each at its time, and their repairs."""
-        began = self._stepped = time.time()
+        began = time.time()
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
                 due.remove(each)
@@ -197,6 +204,9 @@ class _Streamed:
         for each in due:
             if each.repair:
                 each.repair()
+            else:
+                self.found.missed += 1  # the operator was at work all the time
+        self._system.read()
         self.found.micro_batches += notes.useful(self._system.notes, began, began + seconds, MICRO_BATCHES)
         self.found.seconds += seconds
 

@@ -156,11 +156,13 @@ def test_the_stream_comes_in_rounds_and_each_failure_in_one_of_them() -> None:
     assert [(begin, length, len(some)) for begin, length, some in short] == [(0.0, 300.0, 10), (300.0, 30.0, 1)]
 
 
-def test_a_spell_tells_the_usual_rate_only_where_all_ranks_trained() -> None:
+def test_a_spell_tells_the_usual_rate_only_where_all_ranks_trained_all_the_time() -> None:
+    run = trained(range(10), 0.0)  # one a second
     short = [Note("step", 10.0 + n, "a", 10 + n, world=3) for n in range(3)]
-    assert notes.worlds([*trained(range(10), 0.0), *short], 20.0) == set()
-    assert notes.worlds([*trained(range(10), 0.0), *short], 2.0) == {RANKS, 3}
-    assert notes.worlds(trained(range(10), 0.0), 2.0) == {RANKS}
+    assert notes.steady(run, 2.0, 9.5, RANKS, 2.0) and not notes.steady([*run, *short], 2.0, 12.0, RANKS, 2.0)
+    assert not notes.steady(run, 2.0, 20.0, RANKS, 2.0), "it stood still at the end"
+    assert not notes.steady(run, -5.0, 9.5, RANKS, 2.0), "it stood still at the beginning"
+    assert not notes.steady([], 2.0, 3.0, RANKS, 2.0)
     assert play.Stream(micro_batches=900, seconds=10.0, undisturbed=[100.0]).share(100.0) == pytest.approx(0.9)
 
 

@@ -155,11 +155,13 @@ def test_tensors_of_any_kind_arrive_together(monkeypatch):
             torch.empty(0),
             torch.tensor(value, dtype=torch.float64),
             (torch.arange(6.0).view(2, 3) + value).t(),
+            torch.tensor([0, 1, 2, 255 if value else 0], dtype=torch.uint8).view(torch.bool),
         ]
 
     monkeypatch.setattr(State, "__init__", mixed)
     states, outcomes, notes = run(monkeypatch, [1.5, 1.5, 0.0], {2})
     assert outcomes == [7] * 3 and not notes
+    assert states[2].parts[-1].view(torch.uint8).tolist() == [0, 1, 2, 255], "also what no comparison makes"
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(states[2].parts, states[0].parts, strict=True))
 
 

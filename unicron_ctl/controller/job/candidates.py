@@ -92,11 +92,14 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
 
 
 def _coming(view: View, job: JobView) -> bool:
-    """An agent that is there has processes that are neither inside nor able to come in: they may be any moment."""
+    """An agent that is there has processes that are neither inside nor able to come in, and may be any moment; or one
+    of the log's has not been heard yet, since the controller has just started."""
+    if any(not known.gone and element not in job.agents for element, known in job.state.agents.items()):
+        return True
     return any(
         agent.alive
-        and may_work(view, job, element)
         and any(slot not in job.state.members and not able(job, agent, slot) for slot in agent.slots)
+        and may_work(view, job, element)
         for element, agent in job.agents.items()
     )
 

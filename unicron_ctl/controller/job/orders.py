@@ -161,12 +161,13 @@ def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
 
 
 def _withdrawn(job: JobState, agent: AgentView) -> int:
-    """The generation that a newcomer of this agent waits to enter although it was withdrawn; 0 where none does."""
+    """The generation that a newcomer of this agent waits to enter although it was withdrawn, or was agreed on without
+    it by those who did not know of the offer; 0 where none does."""
     if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return 0
-    first = job.plan.generation + 1
+    first, inside = job.plan.generation, {*job.members, *job.plan.members}
     last = job.generation if job.offer is None else job.offer.generation - 1
-    waits = (s for slot, s in agent.ranks.items() if s.state == "entering" and slot not in job.members)
+    waits = (s for slot, s in agent.ranks.items() if s.state == "entering" and slot not in inside)
     return max((status.entering for status in waits if first <= status.entering <= last), default=0)
 
 

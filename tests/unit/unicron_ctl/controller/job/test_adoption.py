@@ -469,3 +469,40 @@ def test_a_number_is_used_up_once_one_member_of_its_plan_is_heard_and_not_in_it(
     world.run(10.0)
     assert "number_used" in world.kinds() and sorted(world.job().members)[:2] == [1, 2]
     world.check_replay()
+
+
+@pytest.mark.parametrize("later", [0.05, 0.25])
+def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_is_taken_in(later: float) -> None:
+    """`later`: seconds until the others come back to a controller that has started again, less and more than
+    offer_delay."""
+    world = World()
+    agents = world.start_job(nodes=5)
+    train(world, agents, range(2))
+    agents[4].die(4)
+    world.run(1.0)
+    for agent in agents:
+        agent.silent = agent.cut = True
+    world.restart()
+    agents[3].die(3)
+    for place, agent in enumerate(agents[:3]):
+        plan = wire.Plan(generation=3, members=[0, 1, 2], store="n1:9000", prefix="1.g3.0.1", iteration=2, reason="")
+        plan.assignment = {place: [place]}
+        lost = [wire.LostRank(3, agents[3].agent, 0)]
+        by = {"by": agents[0].agent, "chosen": True}
+        agent.agreed = wire.Agreed(generation=3, since=2, plan=plan, lost=lost, reason="agreed", **by)
+        agent.set(place, state="running", generation=3, broken=2)
+    agents[4].set(4, state="waiting")
+    for coming, then in ((agents[4:], later), (agents[:4], 5.0)):
+        for agent in coming:
+            agent.silent = agent.cut = False
+            agent.register()
+            agent.status()
+        world.run(then, heartbeats=False)
+    for _ in range(3):
+        for agent in agents:
+            agent.take_offer()
+        if agents[3].ranks[3].state == "starting":
+            agents[3].ready()
+        world.run(2.0)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2, 3, 4]
+    world.check_replay()
