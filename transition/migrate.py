@@ -304,12 +304,11 @@ def _parts(tensors: Iterable[torch.Tensor], made: Callable[[torch.Tensor], bool]
     """The tensors in their order, small ones together; the same in all members."""
     part, size = list[torch.Tensor](), 0
     for tensor in tensors:
-        count = tensor.numel() * tensor.element_size()
-        if part and (size + count > TOGETHER or made(tensor) != made(part[0])):
+        if part and (size + tensor.nbytes > TOGETHER or made(tensor) != made(part[0])):
             yield part
             part, size = [], 0
         part.append(tensor)
-        size += count
+        size += tensor.nbytes
     if part:
         yield part
 
@@ -328,8 +327,7 @@ def _wire(
     if receiving or am_source:
         flat = _flat(part, device)
     else:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in part)
-        flat = torch.empty(size, dtype=torch.uint8, device=device)
+        flat = torch.empty(sum(tensor.nbytes for tensor in part), dtype=torch.uint8, device=device)
     if spoil:
         flat = flat.clone()
         _spoil(flat)
@@ -338,7 +336,7 @@ def _wire(
         return
     begin = 0
     for tensor in part:
-        end = begin + tensor.numel() * tensor.element_size()
+        end = begin + tensor.nbytes
         if tensor.is_contiguous():  # bytes, since a copy of booleans makes each of them 0 or 1
             tensor.detach().view(-1).view(torch.uint8).copy_(flat[begin:end])
         else:

@@ -46,8 +46,8 @@ class Outcome(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """What a job made of a stream of failures. micro_batches: that were of use in so many seconds with failures.
-    undisturbed: micro-batches a second in each spell without failures in which all ranks trained, in their order; the
+    """What a job made of a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
+    spells in which not all ranks trained. undisturbed: micro-batches a second in each other spell, in their order; the
     first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
     those that did not."""
 
@@ -182,7 +182,7 @@ class _Streamed:
         useful = notes.useful(self._system.notes, began, ended, MICRO_BATCHES)
         if notes.steady(self._system.notes, began, ended, NODES, SETTLED):
             self.found.undisturbed.append(useful / (ended - began))
-        elif self.found.undisturbed:
+        else:
             self.found.micro_batches += useful
             self.found.seconds += ended - began
 
