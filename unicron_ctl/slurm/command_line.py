@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from unicron_ctl.errors import one_line
@@ -27,6 +27,7 @@ _STATE_SYMBOLS = {
     "!": "POWER_DOWN",
     "-": "PLANNED",
 }
+HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
 
@@ -141,13 +142,14 @@ class CommandLineClient:
         # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
         if self._dry_run is None and self._state(job, element) in UNDER_WAY:
             return
-        self._requeued[job, element] = time.time()
-        self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
+        with self._noted(job, element):
+            self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        refused = self._change(
-            ["scontrol", "requeuehold", self._id(job, element)], harmless=("Job is pending execution",)
-        )
+        with self._noted(job, element):
+            refused = self._change(
+                ["scontrol", "requeuehold", self._id(job, element)], harmless=("Job is pending execution",)
+            )
         if refused:
             self._change(["scontrol", "hold", self._id(job, element)])
         self._comment(job, element, comment)
@@ -168,9 +170,19 @@ class CommandLineClient:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"])
 
     def _soon(self, job: str, element: int) -> str:
-        """Now; but after the second in which the element was requeued. slurmd takes credentials of that second for
-        revoked ("Job credential revoked"), and Slurm 22.05 then ends the element as FAILED."""
-        return "now+1" if int(self._requeued.get((job, element), 0.0)) == int(time.time()) else "now"
+        """Now; but after the second in which slurmd heard that the element was requeued. It takes credentials of that
+        second for revoked ("Job credential revoked"), and Slurm 22.05 then ends the element as FAILED."""
+        heard = self._requeued.get((job, element), 0.0) + HEARD_SECONDS
+        wait = int(heard) + 1 - int(time.time())
+        return f"now+{wait}" if wait > 0 else "now"
+
+    @contextlib.contextmanager
+    def _noted(self, job: str, element: int) -> Iterator[None]:
+        """It is being requeued; when that was is known when Slurm has answered, or has not."""
+        try:
+            yield
+        finally:
+            self._requeued[job, element] = time.time()
 
     def cancel(self, job: str, element: int | None = None) -> None:
         self._change(["scancel", job if element is None else self._id(job, element)])

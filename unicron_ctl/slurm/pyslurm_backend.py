@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -77,14 +76,16 @@ class PyslurmClient(CommandLineClient):
     def requeue(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
             return super().requeue(job, element)
-        self._requeued[job, element] = time.time()
-        self._call(f"requeue {job}_{element}", record.requeue, harmless="pending execution")
+        with self._noted(job, element):
+            self._call(f"requeue {job}_{element}", record.requeue, harmless="pending execution")
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().requeue_hold(job, element, comment)
         what = f"requeuehold {job}_{element}"
-        if self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED:
+        with self._noted(job, element):
+            refused = self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED
+        if refused:
             self._call(what, record.hold)
         self._say(what, record, comment)
 

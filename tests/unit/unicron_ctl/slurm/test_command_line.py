@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.slurm import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.slurm import ElementInfo, NodeInfo, SlurmError, command_line
 from unicron_ctl.slurm.client import Reserved
 from unicron_ctl.slurm.command_line import (
     CommandLineClient,
@@ -155,6 +155,29 @@ def test_what_slurm_says_becomes_one_line(tmp_path: Path) -> None:
 def test_missing_programs_are_named_with_their_package(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match=r"scontrol not found; install with: apt-get install slurm-client"):
         CommandLineClient(env={"PATH": str(tmp_path)}).nodes()
+
+
+@pytest.mark.parametrize("order", ["requeue", "requeue_hold"])
+@pytest.mark.parametrize(
+    ("answered", "starts", "wanted"),
+    [(100.05, 100.2, "now+1"), (100.95, 101.1, "now+1"), (100.8, 100.9, "now+2"), (100.05, 101.0, "now")],
+)
+def test_what_was_requeued_does_not_start_in_that_second(
+    monkeypatch: pytest.MonkeyPatch, order: str, answered: float, starts: float, wanted: str
+) -> None:
+    """Defect: the second was that in which Slurm was asked. It answers later, and slurmd hears of it later still."""
+    now, ran = [answered - 0.1], []
+
+    def run(command: str) -> None:
+        ran.append(command)
+        now[0] = answered
+
+    monkeypatch.setattr(command_line.time, "time", lambda: now[0])
+    client = CommandLineClient(dry_run=run)
+    getattr(client, order)("7", 1, *(["why"] if order == "requeue_hold" else []))
+    now[0] = starts
+    client.start_now("7", 1)
+    assert ran[-1] == f"scontrol update JobId=7_1 StartTime={wanted}"
 
 
 def test_formats_that_people_set_for_themselves_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
