@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,7 @@ def test_a_port_in_use_is_avoided(small: LocalCluster) -> None:
         assert small.status()["state"] == "up"
 
 
+@pytest.mark.wide
 def test_a_port_taken_between_choice_and_start_leads_to_another(
     small: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,28 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
         f"element {again}",
         now=client.elements,
     )
+
+
+def test_a_port_that_others_take_for_a_moment_keeps_no_node_off(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = next(node.port for node in cluster.client().nodes() if node.name == "n3")
+    cluster.power_off("n3")
+    taken, launch, starts = socket.socket(), cluster._launch, []
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def disturbed(name: str, *more: Any) -> int:
+        starts.append(name)
+        if len(starts) == 1:
+            taken.bind(("", port))
+            taken.listen(1)
+        else:
+            taken.close()
+        return launch(name, *more)
+
+    monkeypatch.setattr(cluster, "_launch", disturbed)
+    cluster.power_on("n3")
+    assert starts == ["slurmd-n3"] * 2
 
 
 def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(

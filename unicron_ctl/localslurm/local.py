@@ -132,7 +132,9 @@ class LocalCluster:
                 busy = {process.node for process in running if process.kind == "stepd"}
                 # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
                 taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
-                self._start_nodes(programs, missing, rebooted=(taken - busy) & set(missing))
+                if rebooted := (taken - busy) & set(missing):
+                    _next_second()
+                self._start_nodes(programs, missing, rebooted)
                 return
             self._start_fresh(programs)
 
@@ -184,8 +186,19 @@ class LocalCluster:
                 raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
             if node not in _slurmds(running):
                 stones = [p for p in running if p.kind == "tombstone" and p.node == node]
+                _next_second()  # while its ports are held
                 processes.kill_all(lambda: [p for p in stones if processes.is_alive(p.pid)], _KILL_LIMIT)
-                self._start_nodes(self._programs(), [node], rebooted={node})
+                self._start_again(node)
+
+    def _start_again(self, node: str) -> None:
+        """Other clusters that look for free ports take each for a moment."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._start_nodes(self._programs(), [node], {node})
+            except UserError as error:
+                if attempt == _ATTEMPTS or "Address already in use" not in str(error):
+                    raise
+            _next_second()
 
     def start_slurmctld(self) -> None:
         """Starts slurmctld again where it has ended, and no node."""
@@ -358,9 +371,6 @@ class LocalCluster:
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
         """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
-        if rebooted:
-            # Slurm compares times in whole seconds and takes a reboot within one for no reboot.
-            time.sleep(1.0 - time.time() % 1.0)
         if self.spec.links:
             self.links.power(names, on=True)
         began = float(int(time.time()))  # Slurm tells start times in whole seconds
@@ -461,6 +471,11 @@ def _slurmds(running: Sequence[Process]) -> dict[str, int]:
         if process.kind == "slurmd" and process.node is not None:
             found.setdefault(process.node, process.pid)
     return found
+
+
+def _next_second() -> None:
+    """Slurm compares times in whole seconds and takes a reboot within one for no reboot."""
+    time.sleep(1.0 - time.time() % 1.0)
 
 
 def _serves(port: int) -> bool:
