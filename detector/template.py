@@ -188,6 +188,8 @@ class Files:
     def __init__(self) -> None:
         self._began = self._loaded = time.time_ns()
         self._stamps: dict[str, Stamp | None] = {}
+        self._looked = float("-inf")  # when the last look began
+        self._other: str | None = None  # and what it found
 
     def add(self, path: str) -> None:
         """One that is about to be read."""
@@ -201,12 +203,19 @@ class Files:
                 self.add(path)
         self._loaded = time.time_ns()
 
-    def changed(self) -> str | None:
-        """The first that is another by now, or was written while it was read."""
+    def changed(self, asked: float) -> str | None:
+        """The first that is another by now, or was written while it was read. asked: when a rank was, by the clock that
+        all processes of a machine share (monotonic). A look that began later is one for this rank, too: those that are
+        asked for together cost one or two, and whatever was edited before a rank was asked for is seen."""
+        if self._looked <= asked:
+            self._looked = time.monotonic()
+            self._other = next(self._others(), None)
+        return self._other
+
+    def _others(self) -> Iterator[str]:
         for path, known in self._stamps.items():
             if known is not None and (stamp(path) != known or self._began < known[0] <= self._loaded):
-                return path
-        return None
+                yield path
 
 
 # ---------------------------------------------------------------- the template
@@ -295,11 +304,11 @@ class Template:
             data, files, _, _ = socket.recv_fds(self._line, ANSWER_BYTES, 4)
             if not data:
                 sys.exit(0)
-            number = json.loads(data)["number"]
+            message = json.loads(data)
             with os.fdopen(files[0], "rb") as file:
                 file.seek(0)
                 request = json.load(file)
-            answer = self._refusal(request["environment"])
+            answer = self._refusal(request["environment"], message.get("asked", time.monotonic()))
             if answer is None:
                 pid = self._fork(request["environment"], files[1:])
                 if pid == 0:
@@ -307,10 +316,10 @@ class Template:
                 answer = {"pid": pid} if pid > 0 else {"cold": "the template could not fork it"}
             for descriptor in files[1:]:
                 os.close(descriptor)
-            self.tell(number=number, **answer)
+            self.tell(number=message["number"], **answer)
 
-    def _refusal(self, environment: Mapping[str, str]) -> dict[str, Any] | None:
-        if path := self._files.changed():
+    def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, Any] | None:
+        if path := self._files.changed(asked):
             return {"cold": f"{path} has changed since it was read", "stale": True}
         if name := different(Reads.seen, self._mine, environment):
             return {"cold": f"its imports depend on {name}, which this rank has otherwise"}

@@ -17,7 +17,7 @@ from detector import template as program
 from detector.supervise import Child
 
 LOAD_SECONDS = 120.0  # for the imports; then ranks that wait for them start cold
-ANSWER_SECONDS = 2.0  # for a fork, which takes 10 ms unless the machine is busy; then the rank starts cold
+ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms unless the machine is busy; then those asked for start cold
 HUNG_SECONDS = 10.0  # the same; then another template is started
 REST_SECONDS = 1.0  # before a template that died is started again, and twice as long each time
 STEADY_SECONDS = 600.0  # of life after which earlier deaths are forgotten
@@ -105,7 +105,8 @@ class Template:
 
     python: the interpreter with its options; words: the command after it; environment: the template's. preload: modules
     that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
-    answer: seconds for a fork, after which the rank starts cold; hung: after which another template is started.
+    answer: seconds without the next fork, after which the ranks start cold; hung: after which another template is
+    started.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Template:
         self.ready = False
         self._asked: dict[int, Coming] = {}  # those without an answer, oldest first
         self._number = self._tries = 0
+        self._answered = 0.0  # when it did so last
         self._began = 0.0
         self._again: float | None = None  # when the next one is to be started
         self.why = ""
@@ -150,21 +152,23 @@ class Template:
         self._number += 1
         self._asked[self._number] = coming = Coming.of(words or self._words, environment, stdout)
         if self.ready:
-            self._send(self._number, coming)
+            self._send(self._number, coming, time.monotonic())
         return coming
 
-    def _send(self, number: int, coming: Coming) -> None:
-        """Asks for one; a template that is gone is noticed by its end of the line."""
+    def _send(self, number: int, coming: Coming, now: float) -> None:
+        """Asks for one; a template that is gone is noticed by its end of the line. now: one for all that are asked for
+        together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
-        coming.asked = time.monotonic()
+        coming.asked = now
         request = json.dumps({"environment": dict(coming.environment), "words": coming.words}).encode()
+        message = json.dumps({"number": number, "asked": now}).encode()
         file = os.memfd_create("unicron-request")
         try:
             with open(file, "wb", closefd=False) as writing:
                 writing.write(request)
             with contextlib.suppress(OSError):
                 files = [file, coming.stdout, *coming.theirs]
-                socket.send_fds(self._line, [json.dumps({"number": number}).encode()], files)
+                socket.send_fds(self._line, [message], files)
         finally:
             os.close(file)
             coming.forget()
@@ -192,13 +196,15 @@ class Template:
         if "ready" in message:
             self.ready = True
             unsent, self._asked = self._asked, {}
+            now = time.monotonic()
             for number, coming in unsent.items():
                 if coming.settled:
                     coming.forget()
                 else:
                     self._asked[number] = coming
-                    self._send(number, coming)
+                    self._send(number, coming, now)
             return True
+        self._answered = time.monotonic()
         coming = self._asked.pop(message["number"])
         if coming.settled:
             return True  # too late
@@ -225,12 +231,13 @@ class Template:
         if self._again is not None and now >= self._again:
             self.begin()
         for coming in self._asked.values():
-            since, limit = (self._began, LOAD_SECONDS) if coming.asked is None else (coming.asked, self._answer)
-            if not coming.settled and now >= since + limit:
+            limit = LOAD_SECONDS if coming.asked is None else self._answer
+            if not coming.settled and now >= self._since(coming) + limit:
                 what = "imported everything" if coming.asked is None else "answered"
                 coming.late = True
                 self.why = coming.cold = f"the template has not {what} within {limit:g} s"
-        if any(coming.asked is not None and now >= coming.asked + self._hung for coming in self._asked.values()):
+        asked = [coming for coming in self._asked.values() if coming.asked is not None]
+        if any(now >= self._since(coming) + self._hung for coming in asked):
             assert self._child is not None
             self._child.signal(9)
 
@@ -239,10 +246,14 @@ class Template:
         due = [self._again] if self._again is not None else []
         for coming in self._asked.values():
             if coming.asked is not None:
-                due.append(coming.asked + (self._hung if coming.settled else self._answer))
+                due.append(self._since(coming) + (self._hung if coming.settled else self._answer))
             elif not coming.settled:
-                due.append(self._began + LOAD_SECONDS)
+                due.append(self._since(coming) + LOAD_SECONDS)
         return max(0.0, min(due) - now) if due else float("inf")
+
+    def _since(self, coming: Coming) -> float:
+        """From when on it is waited for. Forks are made one after the other: each has its time after the one before."""
+        return self._began if coming.asked is None else max(coming.asked, self._answered)
 
     # ------------------------------------------------------------ the process
     def begin(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,18 +95,44 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     files = Files()
     files.add(str(script))
     files.loaded()
-    assert files.changed() is None
+    assert files.changed(time.monotonic()) is None
     script.write_text("two")
     os.utime(script, (1, 1))
-    assert files.changed() is None or files.changed() == str(
+    assert files.changed(time.monotonic()) is None or files.changed(time.monotonic()) == str(
         script
     )  # size and times are the same: only the inode tells
     script.write_text("three")
-    assert files.changed() == str(script)
+    assert files.changed(time.monotonic()) == str(script)
     script.unlink()
-    assert files.changed() == str(script)
+    assert files.changed(time.monotonic()) == str(script)
     late = Files()
     (tmp_path / "late.py").write_text("x")
     late.add(str(tmp_path / "late.py"))
     late.loaded()
-    assert late.changed() == str(tmp_path / "late.py")
+    assert late.changed(time.monotonic()) == str(tmp_path / "late.py")
+
+
+def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_before_one_of_them_was_is_seen(
+    tmp_path, monkeypatch
+):
+    """Defect: each rank of a node had all files looked at again, which takes a second on a shared file system."""
+    script, looks, now = tmp_path / "script.py", [], [10.0]
+    script.write_text("one")
+    os.utime(script, (1, 1))
+    files = Files()
+    files.add(str(script))
+    files.loaded()
+    plain = template.stamp
+
+    def stamp(path):
+        looks.extend(now if path == str(script) else [])
+        return plain(path)
+
+    monkeypatch.setattr(template, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(template, "stamp", stamp)
+    assert [files.changed(asked) for asked in (9.0, 9.0, 9.5)] == [None] * 3 and looks == [10.0]
+    now[0] = 11.0
+    assert files.changed(9.9) is None and looks == [10.0], "it was asked for before that look began"
+    script.write_text("another")
+    assert files.changed(10.0) == str(script) and looks == [10.0, 11.0]
+    assert files.changed(10.5) == str(script) and looks == [10.0, 11.0]
