@@ -1,9 +1,10 @@
 """What it costs to keep the training state in memory, and what it brings.
 
-    python -m benchmarks.memory [--megabytes 800] [--pairs 40] [--deaths 3]
+    python -m benchmarks.memory [--megabytes 800] [--pairs 40] [--ring 12] [--shards 4] [--deaths 3] [--losses 3]
 
 Side by side in one run: copies against memcpy and against torch.save to a file; iterations with copies against those of
-the same ranks without, one by one; the death of all ranks, from the kill to the next step.
+the same ranks without, one by one, and with copies in another node, block by block, and those of a distributed
+optimizer; the death of all ranks, from the kill to the next step, and of a node of a job with a distributed optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import ctypes
 import json
 import os
-import random
 import signal
 import statistics
 import sys
@@ -23,8 +23,9 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.memory import iterations, losses
+from benchmarks.memory.figures import asked
 from tests.support.jobs import World, json_lines
-from tests.support.rank_harness import Ranks
 from transition.checkpoint import Checkpoints, Writer, load_image
 from transition.memory import contents, images
 from transition.memory.contents import Gatherer
@@ -32,22 +33,7 @@ from transition.memory.images import Image
 from transition.memory.keeper import Keeper
 from transition.migrate import TrainingState
 
-SHM = "/dev/shm"
 ROUNDS = 5
-MODEL = {
-    "TINY_HIDDEN": "256",
-    "TINY_LAYERS": "4",
-    "TINY_SEQUENCE": "128",
-    "TINY_SIZE": "4",
-    "TINY_MICRO_BATCHES": "32",
-}
-MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}  # as benchmarks.cost
-RANKS = 2
-
-
-def asked(what: str, value: float, unit: str, mark: str, good: bool) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    print(f"{what:<66}{value:>10.4f} {unit:<8}   asked: {mark}{'' if good else '   MISSED'}", flush=True)
 
 
 # ------------------------------------------------------------ copies
@@ -68,7 +54,7 @@ def copies(megabytes: int) -> dict[str, float]:
     state = state_of(megabytes)
     gathered, _ = contents.gathered(state)
     gigabytes, seconds = gathered.size / 1e9, lambda began: time.perf_counter() - began
-    with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as disk:
+    with tempfile.TemporaryDirectory(dir=iterations.SHM) as shared, tempfile.TemporaryDirectory() as disk:
         image = Image(Path(shared, "x.image"), 1 << 20, gathered.size)
         into, source = contents.raw(image.data[: gathered.size]), torch.ones(gathered.size, dtype=torch.uint8)
         contents.fill(gathered.tensors, gathered.offsets, into)
@@ -138,51 +124,16 @@ def loads(state: TrainingState, folder: Path, file: Path) -> dict[str, list[floa
     return took
 
 
-# ------------------------------------------------------------ iterations
-def medians(values: list[float], draws: int = 2000) -> tuple[float, float]:
-    """Between which the median lies in 95 of 100 cases, by drawing again from what was measured (bootstrap)."""
-    draw = random.Random(0)
-    found = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
-    return found[draws // 40], found[-draws // 40]
-
-
-def iterations(pairs: int) -> None:
-    os.environ.update(MEMORY)
-    with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as name:
-        out = Path(name, "times")
-        settings = MODEL | {"MEMORY_OUT": str(out), "MEMORY_BLOCKS": str(2 * pairs), "MEMORY_EACH": "1"}
-        settings |= {"UNICRON_MEMORY": shared, "TINY_SAVE": "0", "TINY_ITERATIONS": "1000000"}
-        script = str(Path(__file__).with_name("ranks.py"))
-        Ranks(Path(name), RANKS, [], fork=True, TINY_SCRIPT=script, **settings).drive()
-        told = json.loads(out.read_text())
-    blocks = told["blocks"]
-    ratios, busy = [], []
-    for one, other in zip(blocks[::2], blocks[1::2], strict=True):
-        assert one[0] != other[0]
-        kept, not_kept = (one, other) if one[0] else (other, one)
-        ratios.append(kept[1] / not_kept[1])
-        busy.append(kept[2] / not_kept[2])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    sure = medians(ratios)
-    usual = statistics.median(seconds for kept, seconds, _ in blocks if not kept)
-    print(
-        f"iterations of {usual:.2f} s, {told['size'] / 1e6:.0f} MB copied in each, {RANKS} ranks; ratios: quartiles "
-        f"{low:.4f}..{high:.4f}, 95 % of medians {sure[0]:.4f}..{sure[1]:.4f}"
-    )
-    print(f"  the processor's time of the rank that copies: {statistics.median(busy):.4f}")
-    asked("iteration with copies to memory / without", middle, "", "<= 1.01", middle <= 1.01)
-
-
 # ------------------------------------------------------------ deaths
 def deaths(count: int) -> dict[str, float]:
     """Seconds from the kill of all ranks to the next step, and the iterations lost by it."""
     times, lost = [], 0
     for _ in range(count):
-        with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM) as shared:
+        with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=iterations.SHM) as shared:
             folder = Path(name)
             settings = {"TINY_ITERATIONS": "1000000", "TINY_SLOW": "0.02", "UNICRON_MEMORY_DIR": shared}
-            with World(folder, nodes=RANKS, **settings) as job:
-                slots = list(range(RANKS))
+            with World(folder, nodes=iterations.RANKS, **settings) as job:
+                slots = list(range(iterations.RANKS))
                 job.wait(lambda job=job, slots=slots: job.trains(slots, 5), "6 iterations")
                 for slot in slots:
                     os.kill(job.rank(slot)["pid"], signal.SIGKILL)
@@ -197,7 +148,9 @@ def deaths(count: int) -> dict[str, float]:
                 times.append(again()[0]["time"] - killed)
                 lost = max(lost, before + 1 - again()[0]["iteration"])
     said = ", ".join(f"{each:.2f}" for each in times)
-    print(f"all {RANKS} ranks killed at once, agents alive; to the end of the next step, from memory: {said} s")
+    print(
+        f"all {iterations.RANKS} ranks killed at once, agents alive; to the end of the next step, from memory: {said} s"
+    )
     middle = statistics.median(times)
     asked("all ranks killed to the next step", middle, "s", "<= 3 s", middle <= 3)
     asked("iterations lost by it", lost, "", "<= 0", lost <= 0)
@@ -208,7 +161,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=800, help="of the state that is copied")
     parser.add_argument("--pairs", type=int, default=40, help="pairs of iterations")
+    parser.add_argument(
+        "--ring", type=int, default=12, help="pairs of blocks of iterations, with copies in another node"
+    )
+    parser.add_argument("--shards", type=int, default=4, help="pairs of runs with a distributed optimizer")
     parser.add_argument("--deaths", type=int, default=3, help="times that all ranks are killed")
+    parser.add_argument("--losses", type=int, default=3, help="runs in which nodes of DP2 x TP2 are lost")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of copies and deaths there")
     options = parser.parse_args()
     found = {}
@@ -217,9 +175,15 @@ def main() -> int:
     if options.megabytes:
         found["copies"] = copies(options.megabytes)
     if options.pairs:
-        iterations(options.pairs)
+        iterations.kept(options.pairs)
+    if options.ring:
+        iterations.with_a_ring(options.ring)
+    if options.shards:
+        iterations.of_shards(options.shards)
     if options.deaths:
         found["all_killed"] = deaths(options.deaths)
+    if options.losses:
+        found["nodes_lost"] = losses.nodes(options.losses)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -1,21 +1,18 @@
 """A whole node, and all ranks, of a DP2 x TP2 job with the distributed optimizer: from the kill to the next step.
 
-    python -m benchmarks.memory.losses [--runs 5]
-
 The job writes no checkpoint, so there is no file to go on from. The ranks are forks of a process that has imported
-everything, as an agent's template is. Prints for each case the median seconds from the last kill to the first step
-after it, the iterations that were lost, and the largest difference of a gradient to the undisturbed run's, relative to
-its largest element.
+everything, as an agent's template is. For each case the median seconds from the last kill to the first step after it,
+the iterations that were lost, and the largest difference of a gradient to the undisturbed run's, relative to its
+largest element.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.memory.figures import asked
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
@@ -50,26 +47,27 @@ def measured(out: Path, reference: Path, killed: list[int]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Print a table, and the same as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
-    options = parser.parse_args()
+def nodes(runs: int) -> dict[str, dict[str, float]]:
+    """By case: median seconds, and the largest of the rest. Prints them with their marks."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm") as folder:
         reference = Path(folder, "reference")
         train(reference, [])
         for number, (case, killed) in enumerate(CASES.items()):
-            runs = [measured(Path(folder, f"{number}.{run}"), reference, killed) for run in range(options.runs)]
+            each = [measured(Path(folder, f"{number}.{run}"), reference, killed) for run in range(runs)]
             found[case] = {
-                "seconds": statistics.median(run["seconds"] for run in runs),
-                "lost": max(run["lost"] for run in runs),
-                "difference": max(run["difference"] for run in runs),
+                "seconds": statistics.median(run["seconds"] for run in each),
+                "lost": max(run["lost"] for run in each),
+                "difference": max(run["difference"] for run in each),
             }
+    print("DP2 x TP2, a distributed optimizer, no file to go on from:")
     for case, row in found.items():
-        print(f"{case:>18}: {row['seconds']:.2f} s, {row['lost']} iterations lost, difference {row['difference']:.1e}")
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        print(f"  {case}: {row['seconds']:.2f} s to the next step, {row['lost']:.0f} iterations lost")
+        asked(
+            f"{case}: largest difference of a gradient, 1e-6",
+            1e6 * row["difference"],
+            "",
+            "<= 1",
+            row["difference"] <= 1e-6,
+        )
+    return found

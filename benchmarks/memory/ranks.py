@@ -1,5 +1,6 @@
 """What the ranks of ``benchmarks.memory`` run: a session that keeps its state in memory in every other block of
-iterations. Environment: tiny_gpt's; MEMORY_OUT a file for the first rank's times, MEMORY_BLOCKS, MEMORY_EACH."""
+iterations, cuts for other nodes, too. Environment: tiny_gpt's; MEMORY_OUT a file for the first rank's times,
+MEMORY_BLOCKS, MEMORY_EACH."""
 
 from __future__ import annotations
 
@@ -7,19 +8,21 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 
 import transition
 from tests.support import tiny_gpt
+from transition.memory import contents
 
 BLOCKS, EACH = int(os.environ["MEMORY_BLOCKS"]), int(os.environ["MEMORY_EACH"])
-WARM_UP, NEVER = 3, 1 << 30
+WARM_UP = 3
 
 
 def main() -> None:
-    transition.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
+    transition.init_process_group("gloo", transition.Layout(tensor=tiny_gpt.TENSOR))
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tiny_gpt.TENSOR)
     chunks, optimizer = tiny_gpt.build()
     session = transition.Session(
         model=chunks,
@@ -35,17 +38,27 @@ def main() -> None:
     )
     keeper = session._remembered._keeper  # type: ignore[union-attr]
     assert keeper is not None
-    told, began = [], (0.0, 0.0)
+    copy, keeps, told, began = keeper.copy, False, [], (0.0, 0.0)
+    cuts: set[int] = set()
+
+    def copied(gatherer: contents.Gatherer, iteration: int, *more: Any) -> None:
+        if keeps:
+            cuts.update({keeper.good} - {-1})
+            copy(gatherer, iteration, *more)
+
+    keeper.copy = copied  # type: ignore[method-assign]
     for count, _ in enumerate(session):
         now, done = (time.perf_counter(), time.process_time()), count - WARM_UP  # done: iterations that were measured
         if done > 0 and done % EACH == 0:
-            told.append([keeper.every == 1, (now[0] - began[0]) / EACH, (now[1] - began[1]) / EACH])
+            told.append([keeps, (now[0] - began[0]) / EACH, (now[1] - began[1]) / EACH])
         if done >= 0 and done % EACH == 0:
             block = done // EACH
-            keeper.every = 1 if (block + block // 2) % 2 else NEVER  # a b b a
+            keeps = bool((block + block // 2) % 2)  # a b b a
             began = time.perf_counter(), time.process_time()
     if os.environ["UNICRON_SLOT"] == "0":
-        Path(os.environ["MEMORY_OUT"]).write_text(json.dumps({"blocks": told, "size": keeper.size}))
+        Path(os.environ["MEMORY_OUT"]).write_text(
+            json.dumps({"blocks": told, "size": keeper.size, "copied": len(cuts)})
+        )
 
 
 if __name__ == "__main__":

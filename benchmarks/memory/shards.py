@@ -30,12 +30,18 @@ PARTS = ("export", "copy", "settle", "sums", "keep", "iteration")
 WARM_UP = 3
 
 
-def run(iterations: int, images: bool) -> dict[str, list[float]]:
-    """Milliseconds of each iteration, by part."""
+def run(iterations: int, images: bool, **more: str) -> dict[str, list[float]]:
+    """Milliseconds of each iteration, by part. more: of the ranks' environment."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm") as folder:
         memory = Path(folder, "memory")
         memory.mkdir()
-        settings = {**MODEL, "TINY_ITERATIONS": str(WARM_UP + iterations), "TINY_SAVE": "0", "TINY_SCRIPT": str(SCRIPT)}
+        settings = {
+            **MODEL,
+            "TINY_ITERATIONS": str(WARM_UP + iterations),
+            "TINY_SAVE": "0",
+            "TINY_SCRIPT": str(SCRIPT),
+            **more,
+        }
         settings["UNICRON_MEMORY"] = str(memory) if images else ""
         ranks = Ranks(Path(folder), RANKS, [], fork=True, **settings)
         ranks.drive()
