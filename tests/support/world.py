@@ -86,6 +86,7 @@ class FakeAgent:
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[wire.Image] = []  # in its node's memory
         self.moved = 0  # bytes of images
+        self.failing: dict[str, wire.Failing] = {}  # addresses from which it could not get any
         self.keeps = 0  # the number of the last cut that it was told
         self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
@@ -151,6 +152,7 @@ class FakeAgent:
                     images=self.images,
                     saved=self.user,
                     moved=self.moved,
+                    failing=self.failing,
                     ranks=dict(self.ranks),
                 ),
             )

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from transition.memory import contents
-from transition.memory.images import SAME, USER, BadImage, folder, inventory, look
+from transition.memory.images import FOLDER, SAME, USER, BadImage, folder, inventory, look
 from transition.migrate import PIECE
 from transition.saying import say
 
@@ -58,9 +58,9 @@ class Way(NamedTuple):
 
 
 class World(NamedTuple):
-    """Where this process is in the world that its agent has made."""
+    """Where this process is in the world that its agent has made. folder: None where its node has no memory."""
 
-    folder: Path
+    folder: Path | None
     rank: int
     size: int
     local: int
@@ -68,10 +68,15 @@ class World(NamedTuple):
 
     @classmethod
     def here(cls) -> World | None:
-        """None without an agent."""
-        if (memory := folder()) is None:
+        """None without an agent: then none of its world has one.
+
+        An agent that has no memory for its ranks says so by an empty name. They are a part of their world all the same:
+        other nodes may have some, and their ranks wait for all in what is collective.
+        """
+        if FOLDER not in os.environ:
             return None
-        if "UNICRON_AGENT" in os.environ:
+        memory = folder()
+        if memory is not None and "UNICRON_AGENT" in os.environ:
             raise RuntimeError("transition.Session keeps the training state by itself: take transition.memory out")
         numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
         return cls(memory, *numbers)
@@ -98,7 +103,7 @@ class World(NamedTuple):
         return [There(node, name, Choice(*choice), *rest) for its in told for node, name, choice, *rest in its]
 
     def _lists(self) -> Iterator[Any]:
-        if self.local == 0:
+        if self.local == 0 and self.folder is not None:
             yield from (each for each in inventory(self.folder) if each.key.kind == USER)
 
     def _all_tell(self, mine: bytes) -> list[bytes]:
@@ -123,6 +128,8 @@ class World(NamedTuple):
 
     def _read(self, name: str) -> Content | None:
         """An image of this node that is as it was written; it is said of another."""
+        if self.folder is None:
+            return None
         try:
             return contents.read(look(self.folder / name))
         except (BadImage, OSError) as error:

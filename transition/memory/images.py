@@ -2,8 +2,8 @@
 
 A file is a page that says what is in it, a head (MessagePack, for whoever reads the data), and the data, flat. It is
 marked torn before the first byte changes and whole after the last one, so a writer that is killed leaves nothing that
-looks sound; the checksums show what memory or a network did to it later. Room is allocated before it is written: a
-full /dev/shm is an OSError here, and no SIGBUS in the middle of a copy.
+looks sound; the checksums show what memory or a network did to it later. Room is allocated before it is written
+(`room.py`): a full /dev/shm is an OSError here, and no SIGBUS in the middle of a copy.
 
 Only the standard library and MessagePack: the agent, which owns the files, has no torch.
 """
@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgpack
+
+from transition.memory.room import allocate
 
 PAGE = 4096
 VERSION = 1
@@ -75,7 +77,7 @@ class Image:
         descriptor, new = -1, path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(descriptor, 0, self._offset + max(1, data_bytes))
+            allocate(new, descriptor, self._offset + max(1, data_bytes))
             self._map = mmap.mmap(descriptor, self._offset + max(1, data_bytes))
             os.replace(new, path)
         except OSError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -45,13 +46,13 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
     if not isinstance(iteration, int) or iteration < 0:
         raise TypeError(f"iteration={iteration!r}: give the number of the iteration that comes next, 0 or more")
     world = World.here()
-    if world is not None and (world.local == 0 or not replicated):
-        _keeper(world).save(state, iteration, replicated)
+    if world is not None and (world.local == 0 or not replicated) and (keeper := _keeper(world)) is not None:
+        keeper.save(state, iteration, replicated)
 
 
 def load() -> Saved | None:
     """The newest that the ranks of the present world have in common; None where there is none. All ranks call it, after
-    `torch.distributed.init_process_group`, and get the same iteration.
+    `torch.distributed.init_process_group`, and get the same iteration; also those whose node has no memory.
 
     What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank gets
     what the rank of its number has saved, from whichever node's memory has it, in a world of the same size. Raises
@@ -67,17 +68,18 @@ def load() -> Saved | None:
         images = [each for each in there if each.choice == choice]
         content = world.shared(images) if choice.replicated else world.own(images)
         if content is not None:
-            _keeper(world).keep = choice.iteration
+            if (keeper := _keeper(world)) is not None:
+                keeper.keep = choice.iteration
             return Saved(_unpacked(*content), choice.iteration)
     return None
 
 
 # ------------------------------------------------------------ writing
 class _Keeper:
-    """Of one process."""
+    """Of one process. folder: its node's memory."""
 
-    def __init__(self, world: World):
-        self._world = world
+    def __init__(self, world: World, folder: Path):
+        self._world, self._folder = world, folder
         self._turns, self._cuts = self._files(USER), self._files(f"{CUT_PREFIX}{USER}")
         self.keep = -1  # the iteration that it began with: not overwritten before another one is whole
         self._before = -1  # the iteration that was saved before the last one
@@ -85,7 +87,7 @@ class _Keeper:
         self._quiet = False
 
     def _files(self, what: str) -> Turns:
-        return Turns([self._world.folder / f"{what}-{self._world.rank}-{number}{SUFFIX}" for number in range(BUFFERS)])
+        return Turns([self._folder / f"{what}-{self._world.rank}-{number}{SUFFIX}" for number in range(BUFFERS)])
 
     def save(self, state: Any, iteration: int, replicated: bool) -> None:
         tensors: list[torch.Tensor] = []
@@ -114,7 +116,7 @@ class _Keeper:
 
     def _room(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
         """Of those that take turns; or of those for cuts, if this is one and there is room for it."""
-        wanted = noted(self._world.folder)
+        wanted = noted(self._folder)
         if 0 <= wanted.at <= iteration and self._newest_cut(base) < wanted.at:
             with contextlib.suppress(OSError):
                 return self._cuts, self._cuts.room(self._cuts.next(wanted.good), head_bytes, data_bytes)
@@ -122,7 +124,7 @@ class _Keeper:
 
     def _newest_cut(self, base: int) -> int:
         """The newest that this rank has kept for a cut, in this world: an earlier one may have been further."""
-        mine = (found.key for found in inventory(self._world.folder) if found.path in self._cuts.paths)
+        mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths)
         return max((key.iteration for key in mine if key.base == base), default=-1)
 
     def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int, data: torch.Tensor) -> None:
@@ -136,8 +138,8 @@ class _Keeper:
     def _sweep(self, iteration: int) -> None:
         """What ranks have left that ran in this node in an earlier world goes where it is older than what this world
         has, and so do their cuts where a newer one is in enough nodes."""
-        good, first = noted(self._world.folder).good, self._world.node
-        for found in inventory(self._world.folder):
+        good, first = noted(self._folder).good, self._world.node
+        for found in inventory(self._folder):
             here = first <= found.key.slot < first + self._world.per_node
             own, cut = found.path.name.startswith(f"{USER}-"), found.path.name.startswith(f"{CUT_PREFIX}{USER}-")
             if not here and ((own and found.key.iteration < iteration) or (cut and found.key.iteration < good)):
@@ -147,10 +149,13 @@ class _Keeper:
 _kept: _Keeper | None = None
 
 
-def _keeper(world: World) -> _Keeper:
+def _keeper(world: World) -> _Keeper | None:
+    """None where the node has no memory."""
     global _kept
+    if world.folder is None:
+        return None
     if _kept is None or _kept._world != world:
-        _kept = _Keeper(world)
+        _kept = _Keeper(world, world.folder)
     return _kept
 
 

@@ -2,8 +2,9 @@
 
 The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
 agent gives these to the agents that it was told, in a thread of its own and no faster than it may; what it is to get
-has another, since a job may wait for that. A cut that enough nodes have is good, and the one before it is removed.
-Nothing here decides, and nothing waits for a rank.
+has another, since a job may wait for that. From whom one could not be got is told the controller, and the others that
+wait for the same agent are let go. A cut that enough nodes have is good, and the one before it is removed. Nothing here
+decides, and nothing waits for a rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,31 +27,37 @@ from unicron_ctl.agent import transfer
 from unicron_ctl.agent.interfaces import collectives_address
 from unicron_ctl.agent.place import Place, memory_every, memory_rate
 from unicron_ctl.mailbox import Mailbox
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import ranges, wire
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
+FAILING_SECONDS = 300.0  # for which the controller is told of an agent from which an image could not be got
 LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
+WHY = 120  # characters of the reason
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class _Task:
-    """image: to be given to `holder`; to be got from it where `found` is None."""
+    """image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be got
+    from it before that."""
 
     key: Key
     holder: wire.Holder
     found: Found | None = None
+    failures: int = 0
 
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more."""
+    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more. blames: who was to send it
+    is asked last from now on."""
 
     task: _Task
     problem: str = ""
     dropped: bool = False
+    blames: bool = False
     rate: float = 0.0
 
 
@@ -89,7 +97,7 @@ class Copies:
     ):
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = memory_rate(environment)
-        self.results: Mailbox[_Done | str] = Mailbox()  # or news of the server's
+        self.results: Mailbox[_Done | transfer.News] = Mailbox()
         self._meter = transfer.Meter()
         self._server: transfer.Server | None = None
         self.address = self.token = ""
@@ -98,6 +106,8 @@ class Copies:
             self._server = transfer.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
         self.failed = 0  # transfers that came to nothing
+        self._failing: dict[str, tuple[wire.Failing, float]] = {}  # address -> what is told of it, until when
+        self._failures: Counter[str] = Counter()  # address -> images that could not be got; the thread counts
         self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
         self.cut = wire.Cut(iteration=-1)
         self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
@@ -133,7 +143,9 @@ class Copies:
         if transfer.find(folder, key) is not None:
             self._tell(order)
             return
-        self._submit(_Task(key, order.holder), now)
+        if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from another one, who was nearer then
+            return
+        self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address]), now)
 
     # ------------------------------------------------------------ the agent's loop
     def wait(self, now: float) -> float:
@@ -157,9 +169,9 @@ class Copies:
         """Take in what the threads have done; True when the controller is to know of it."""
         news = False
         for done in self.results.take():
-            if isinstance(done, str):
+            if isinstance(done, transfer.News):
                 news = True
-                self._say_once(done)
+                self._say_once(*done)
                 continue
             mark = _mark(done.task)
             self._under_way.discard(mark)
@@ -169,14 +181,24 @@ class Copies:
                 self.failed += 1
                 self._not_before[mark] = now + AGAIN_SECONDS
                 self._complain(done)
+                if done.blames:
+                    news = True
+                    self._fails(done, now)
             elif done.dropped:
                 pass
-            elif done.task.found is not None:
-                self._sent.add((done.task.key, done.task.holder.element))
             else:
-                news = True
-                self._tell(wire.Fetch(image=wire.Image(**asdict(done.task.key)), holder=done.task.holder))
+                self._failing.pop(done.task.holder.address, None)
+                if done.task.found is not None:
+                    self._sent.add((done.task.key, done.task.holder.element))
+                else:
+                    news = True
+                    self._tell(wire.Fetch(image=wire.Image(**asdict(done.task.key)), holder=done.task.holder))
         return news
+
+    def failing(self, now: float) -> dict[str, wire.Failing]:
+        """By their addresses, the agents from which images could not be got of late."""
+        self._failing = {address: one for address, one in self._failing.items() if now < one[1]}
+        return {address: what for address, (what, _) in self._failing.items()}
 
     def rows(self, trains: bool) -> list[wire.Image]:
         """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
@@ -243,6 +265,16 @@ class Copies:
             path.rename(away)
             self._freeing.put(away)
 
+    def _fails(self, done: _Done, now: float) -> None:
+        """An image could not be got from there; the controller is told, for others may have it."""
+        address = done.task.holder.address
+        before = self.failing(now).get(address)
+        self._failing.pop(address, None)  # the last one comes last
+        what = wire.Failing(times=1 + (before.times if before else 0), why=done.problem[:WHY])
+        self._failing[address] = what, now + FAILING_SECONDS
+        while len(self._failing) > ranges.MOST_FAILING:
+            del self._failing[next(iter(self._failing))]
+
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
         text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
@@ -255,17 +287,26 @@ class Copies:
 
     # ------------------------------------------------------------ the threads
     def _do(self, task: _Task) -> None:
-        if task.found is not None and not _needed(self.cut, task.key.iteration):
+        if not self._wanted(task):
             self.results.put(_Done(task, dropped=True))
             return
         began = time.monotonic()
         try:
             size = self._transfer(task)
         except Exception as error:  # what a peer sends must not end the thread
-            self.results.put(_Done(task, str(error) or type(error).__name__))
+            blames = task.found is None and not isinstance(error, transfer.NoRoom)
+            self._failures[task.holder.address] += blames
+            self.results.put(_Done(task, str(error) or type(error).__name__, blames=blames))
             return
         rate = size / max(1e-6, time.monotonic() - began) if size >= LEAST_MEASURED else 0.0
         self.results.put(_Done(task, rate=rate))
+
+    def _wanted(self, task: _Task) -> bool:
+        """Still. What another image could not be got from is not tried for all that wait behind that: the controller
+        names somebody else, or the same one again."""
+        if task.found is not None:
+            return _needed(self.cut, task.key.iteration)
+        return task.failures == self._failures[task.holder.address]
 
     def _transfer(self, task: _Task) -> int:
         """Bytes."""

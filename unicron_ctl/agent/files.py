@@ -36,6 +36,7 @@ class Files:
         self._memory, self._mine, self._rate, self._say = memory, mine, rate, say
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
+        self._stumbled: set[str] = set()  # over what looks came to nothing
         self._ends, self._last_look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
         self._thread.start()
@@ -59,10 +60,20 @@ class Files:
         last = False
         while not last:
             last = self._last_look.wait(FILE_LOOK_SECONDS)
-            if self._all:
-                self._all = False
-                self._memory.persist(self._mine)
-            self._look(self._memory.folder)
+            try:
+                self._turn()
+            except Exception as error:  # without this thread ranks would set nothing aside any more
+                text = _words(error)
+                if text not in self._stumbled:
+                    self._say(f"couldn't look for what is to be saved: {text}: the training goes on; it is tried again")
+                self._stumbled.add(text)
+
+    def _turn(self) -> None:
+        """One look."""
+        if self._all:
+            self._all = False
+            self._memory.persist(self._mine)
+        self._look(self._memory.folder)
 
     def _look(self, memory: Path | None) -> None:
         where = files.destination(memory) if memory is not None else None
@@ -82,9 +93,10 @@ class Files:
             self.results.put(found.key.iteration)
         except _Ended:
             return  # it stays for the next agent
-        except (OSError, BadImage) as error:
+        except Exception as error:  # whatever it is: as long as the image stays its rank sets no other one aside
             again = "the training goes on; it is tried again with the next one"
-            self._said(f"couldn't save the training state of iteration {found.key.iteration}: {error}: {again}", True)
+            what = f"couldn't save the training state of iteration {found.key.iteration}"
+            self._said(f"{what}: {_words(error)}: {again}", True)
         with contextlib.suppress(OSError, BadImage):
             if look(found.path) == found:  # else a rank has set aside another one meanwhile
                 files.let_go(found.path)
@@ -111,3 +123,8 @@ class Files:
                 raise _Ended("the agent ends")
 
         return wrote
+
+
+def _words(error: Exception) -> str:
+    """What those that are expected say is for people."""
+    return str(error) if isinstance(error, (OSError, BadImage)) else f"{type(error).__name__}: {error}"

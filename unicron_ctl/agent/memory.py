@@ -4,7 +4,7 @@
 The agent makes the folder and says where it is; the ranks write images there (:mod:`transition.memory.images`). It is
 held by a lock as long as an agent of the job lives on the node. What nobody holds was left by an agent that was killed
 or told to end: it stays for an element that comes back, and is removed when it has been forgotten for long enough, by
-the next agent of its user or by an epilog.
+the next agent of another job of its user or by an epilog.
 
 A job id does not name a training: clusters count from 1, and a log may be lost. So the controller gives each training a
 name of its own (`run`), and without one there is no memory.
@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
 TOUCH_SECONDS = 10.0
+BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
 BOTH = 2  # buffers in which a rank's state takes turns
 TRIES = 5  # to open a folder that others remove at the same time
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
@@ -54,15 +56,25 @@ class Memory:
         if not (self._wanted and run):
             return
         self._wanted = False
-        sweep(self._base, self._place.node, time.time())
         folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
         try:
-            self._descriptor = _hold(folder)
+            self._descriptor = _remove_unfinished(folder, _hold(folder))
             self.folder = folder
-            _remove_unfinished(folder, self._descriptor)
         except OSError as error:
             why = f"{error.strerror or error}: see {BASE}, or set UNICRON_MEMORY_EVERY=0"
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
+        self._free()
+
+    def _free(self) -> None:
+        """What jobs have left long ago goes. This one's own is held by now, so it stays, however long ago that was.
+
+        To give back much memory takes many seconds, and an agent that is silent for so long is taken for lost: so a
+        thread does it. Ranks may want that room before it is free. Mostly they do not, since their imports take
+        seconds, too. Else they wait a little while (transition.memory.room), and those that copy after each step try
+        again later. Where the agent ends meanwhile, the next one removes the rest.
+        """
+        arguments = self._base, self._place.node, time.time()
+        threading.Thread(target=sweep, args=arguments, name="unicron-sweep", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -106,8 +118,9 @@ class Memory:
             try:
                 path = files.persist(found, where.folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
-            except (OSError, BadImage) as error:
-                self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {error}")
+            except Exception as error:  # whatever it is: the others are saved
+                why = str(error) or type(error).__name__
+                self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
 
     def close(self, over: bool) -> None:
         """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
@@ -135,7 +148,12 @@ def _fit_for_files(found: Found) -> bool:
 def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:
     """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
     clock."""
-    return [path for path in _leftovers(base, node, os.getuid() if uid is None else uid, now) if _remove(path)]
+    found = list(_leftovers(base, node, os.getuid() if uid is None else uid, now))
+    gone = [path for path in found if _remove(path, now)]
+    if len(gone) < len(found):  # somebody may have looked just then whether they are held (transition.memory.room)
+        time.sleep(BUSY_SECONDS)
+        gone += [path for path in found if path not in gone and _remove(path, now)]
+    return gone
 
 
 def _leftovers(base: Path, node: str, uid: int, now: float) -> Iterator[Path]:
@@ -145,37 +163,52 @@ def _leftovers(base: Path, node: str, uid: int, now: float) -> Iterator[Path]:
             if match is None or match[1] != node or match[2] != str(uid):
                 continue
             with contextlib.suppress(OSError):
-                if now - path.lstat().st_mtime > FORGOTTEN_SECONDS:
+                if _is_forgotten(path.lstat(), now):
                     yield path
 
 
-def _remove(path: Path) -> bool:
+def _is_forgotten(status: os.stat_result, now: float) -> bool:
+    return now - status.st_mtime > FORGOTTEN_SECONDS
+
+
+def _remove(path: Path, now: float) -> bool:
     try:
         descriptor = _open(path)
     except OSError:
         return False
     try:
-        return _remove_if_unheld(path, descriptor)
+        return _remove_if_unheld(path, descriptor, now)
     finally:
         os.close(descriptor)
 
 
-def _remove_if_unheld(path: Path, descriptor: int) -> bool:
+def _remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> bool:
+    """now: of the wall clock, for what is to go only if it is still forgotten: who has come back to it may be between
+    two locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if now is not None and not _is_forgotten(os.fstat(descriptor), now):
+            return False
     except OSError:
         return False
     shutil.rmtree(path, ignore_errors=True)
     return True
 
 
-def _remove_unfinished(folder: Path, descriptor: int) -> None:
-    """What processes were making that ended; nobody makes anything while this agent alone is there, without ranks."""
+def _remove_unfinished(folder: Path, descriptor: int) -> int:
+    """What processes were making that ended; nobody makes anything while this agent alone is there, without ranks.
+    Returns the descriptor that holds the folder from now on. Raises OSError.
+
+    A lock that becomes another one is given up for a moment (flock(2)), in which somebody may take it who has found the
+    folder forgotten. So it is shown first that it is in use; and where it was taken all the same, the folder is held
+    anew, without a wait for who has it.
+    """
     with contextlib.suppress(OSError):
+        os.utime(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in folder.glob("*.new"):
             path.unlink(missing_ok=True)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor if _share(folder, descriptor) else _hold(folder)
 
 
 def _hold(folder: Path) -> int:
@@ -187,18 +220,26 @@ def _hold(folder: Path) -> int:
             descriptor = _open(folder)
         except FileNotFoundError:
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), folder.lstat()):
-                return descriptor
-        except (BlockingIOError, FileNotFoundError):
-            pass  # somebody is removing it
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        if _share(folder, descriptor):
+            return descriptor
         time.sleep(0.01)
     raise OSError("others keep removing it")
+
+
+def _share(folder: Path, descriptor: int) -> bool:
+    """A shared lock on the folder; where somebody is removing it there is none, and the descriptor is closed. Raises
+    OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+            return True
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return False
 
 
 def _open(folder: Path) -> int:

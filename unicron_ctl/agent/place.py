@@ -16,6 +16,8 @@ from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import ranges
 from unicron_ctl.protocol.wire import Settings
 
+LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (transfer.LEAST_RATE)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -93,7 +95,14 @@ def memory_every(environment: Mapping[str, str]) -> int:
 
 def memory_rate(environment: Mapping[str, str]) -> float:
     """Most bytes a second that go to copies in other nodes; 0: as many as can. Raises UserError."""
-    return number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0) * 1e6
+    rate = number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0)
+    if 0.0 < rate < LEAST_MEMORY_RATE:
+        raise UserError(
+            f"UNICRON_MEMORY_RATE={rate:g} must be at least {LEAST_MEMORY_RATE:g}, for slower copies are given up, or "
+            "0 for no limit: unset it or give a value like 1000",
+            WRONG_USE,
+        )
+    return rate * 1e6
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Reports:
                 moved=self._copies.moved,
                 unmoved=self._copies.failed,
                 rates=dict(self._copies.rates),
+                failing=self._copies.failing(now),
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                 saved=self._copies.saved(),
                 ranks=statuses,

@@ -1,10 +1,11 @@
 """Images on their way between the agents of a job: plain TCP, for the data are large (docs/design/memory.md).
 
 A connection begins with a proof: the server sends a number that it uses once, the client answers with its HMAC under
-the server's token, which only the controller and the job's other agents know. What follows is as open as the
-collectives' own traffic. Every image carries its checksums: the receiver works them out as it comes, and says so when
-they do not match; then the sender looks at what it has, and removes what is damaged. Each wait has a limit, and so has
-the whole.
+the server's token, which only the controller and the job's other agents know. Strangers take no place of those who have
+proved themselves, and of too many the one that came first goes. What follows is as open as the collectives' own
+traffic. Every image carries its checksums: the receiver works them out as it comes, and says so when they do not match;
+then the sender looks at what it has, and removes what is damaged. Each wait has a limit, and so has the whole; while a
+receiver makes room for a large image before it takes a byte, it is given the time for that.
 
     server                       client
     16 bytes                 ->
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -31,18 +33,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from transition.memory.cuts import COPY_PREFIX as PREFIX
 from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
+from transition.memory.room import allocate
 from unicron_ctl.agent.sums import Sums, sound
 
 SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # the same, of a kernel
 LEAST_RATE = 1e5  # bytes a second in all; what is slower is given up, too
-PROOF_SECONDS = 2.0  # for each part of the proof
-AT_ONCE = 8  # connections that are served
+ROOM_RATE = 2.5e8  # bytes a second for which a receiver makes room, at least
+PROOF_SECONDS = 5.0  # for the whole proof
+PAUSE_SECONDS = 0.5  # after a connection that could not be taken
+STRANGERS = 32  # connections that have proved nothing yet
+AT_ONCE = 8  # others that are served
 PIECE = 1 << 22  # bytes between two looks at the clock
 MOST_REQUEST = 4096  # bytes
 NONCE, PROOF = 16, hashlib.sha256().digest_size
@@ -55,8 +62,19 @@ class TransferError(OSError):
     """An image did not get through; one line says why."""
 
 
+class NoRoom(TransferError):
+    """Whoever wanted it cannot take it; who has it is not to blame."""
+
+
 class Damaged(TransferError):
     """What has come does not match its checksum."""
+
+
+class News(NamedTuple):
+    """Of a server. problem: said once; more: what changes from one time to the next, said with it."""
+
+    problem: str = ""
+    more: str = ""
 
 
 class Meter:
@@ -78,17 +96,43 @@ def copy_name(key: Key) -> str:
 
 
 # ------------------------------------------------------------ the server
+class _Strangers:
+    """Connections that have proved nothing yet, the one that came first in front. One too many and that one is shut:
+    whoever has the token proves it at once, and strangers who only wait keep nobody out."""
+
+    def __init__(self) -> None:
+        self._there: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()  # nobody shuts what is closed, for its descriptor may be another file's
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._there[connection] = None
+            if len(self._there) > STRANGERS:
+                first = next(iter(self._there))
+                del self._there[first]
+                with contextlib.suppress(OSError):
+                    first.shutdown(socket.SHUT_RDWR)
+
+    def leave(self, connection: socket.socket) -> bool:
+        """It is none any more, or is to be closed; False where it was shut."""
+        with self._lock:
+            if connection not in self._there:
+                return False
+            del self._there[connection]
+            return True
+
+
 class Server:
     """Takes images into a folder and gives those that are there, to whoever has the token. In threads of its own.
 
-    folder(): None while there is none. news(problem): one has come, or there is one less, or could not be taken, and
+    folder(): None while there is none. news(news): one has come, or there is one less, or could not be taken, and
     why. address: host:port, empty where nothing could be bound.
     """
 
-    def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[str], None], meter: Meter):
+    def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[News], None], meter: Meter):
         self._where, self._news, self._meter = folder, news, meter
         self.token = secrets.token_hex(16)
-        self._slots = threading.BoundedSemaphore(AT_ONCE)
+        self._strangers, self._slots = _Strangers(), threading.BoundedSemaphore(AT_ONCE)
         self._closing = False
         self._socket, self.address = _listen(host)
         if self._socket is not None:
@@ -106,33 +150,55 @@ class Server:
         assert self._socket is not None
         while not self._closing:
             try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
+                self._begin(self._socket.accept()[0])
+            except (OSError, RuntimeError) as error:  # a lost connection, no descriptor or no thread left: that passes
+                if not self._closing:
+                    why = getattr(error, "strerror", "") or str(error)
+                    what = "a connection for copies of the training state could not be taken"
+                    self._news(News(f"{what}: {why}; it goes on"))
+                    time.sleep(PAUSE_SECONDS)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """It is served in a thread of its own. Raises RuntimeError where there is none to be had."""
+        self._strangers.add(connection)
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="unicron-image", daemon=True).start()
+        except RuntimeError:
+            self._strangers.leave(connection)
+            connection.close()
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(PROOF_SECONDS)
-                nonce = secrets.token_bytes(NONCE)
-                connection.sendall(nonce)
-                proof = _receive(connection, PROOF)
-                length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
-                if length > MOST_REQUEST:
+                try:
+                    request = self._proven(connection)
+                finally:
+                    stays = self._strangers.leave(connection)
+                if not stays or not self._slots.acquire(blocking=False):
                     return
-                request = _receive(connection, length)
-                if not hmac.compare_digest(proof, _proof(self.token, nonce, request)):
-                    return
-                connection.settimeout(SILENT_SECONDS)
-                self._answer(connection, msgpack.unpackb(request))
+                try:
+                    connection.settimeout(SILENT_SECONDS)
+                    _watch(connection)
+                    self._answer(connection, msgpack.unpackb(request))
+                finally:
+                    self._slots.release()
         except (OSError, ValueError, TypeError, KeyError, OverflowError, BadImage, msgpack.UnpackException):
             pass  # the other side sees that nothing came, and says so
-        finally:
-            self._slots.release()
+
+    def _proven(self, connection: socket.socket) -> bytes:
+        """The request of somebody who has the token. Raises OSError."""
+        until, nonce = time.monotonic() + PROOF_SECONDS, secrets.token_bytes(NONCE)
+        connection.settimeout(PROOF_SECONDS)
+        connection.sendall(nonce)
+        proof = _receive(connection, PROOF, until)
+        length = _LENGTH.unpack(_receive(connection, _LENGTH.size, until))[0]
+        if length > MOST_REQUEST:
+            raise TransferError("no request is as long")
+        request = _receive(connection, length, until)
+        if not hmac.compare_digest(proof, _proof(self.token, nonce, request)):
+            raise TransferError("the proof is wrong")
+        return request
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         folder = self._where()
@@ -142,9 +208,9 @@ class Server:
             found = find(folder, Key(**request["key"]))
             if found is not None:
                 connection.sendall(_LENGTH.pack(found.used))
-                _send_image(connection, found, 0.0, self._meter)
+                _send_image(connection, found, 0.0, self._meter, _room_seconds(found.used))
                 if _receive(connection, len(KEPT)) == HARM and (problem := examine(found)):
-                    self._news(problem)
+                    self._news(News(problem))
         elif request["what"] == "put":
             self._take(connection, folder, int(request["bytes"]))
 
@@ -152,9 +218,9 @@ class Server:
         try:
             draft = _Draft(folder, length)
         except (OSError, OverflowError) as error:
-            why = f"there is no room for {length / 1e6:.1f} MB in {folder}: {getattr(error, 'strerror', '') or error}"
-            self._news(f"a copy of another node's training state is not kept: {why}")
-            said = why.encode()[:MOST_REASON]
+            what, why = _no_room(folder, length, error)
+            self._news(News(f"a copy of another node's training state is not kept: {what}", why))
+            said = (what + why).encode()[:MOST_REASON]
             connection.sendall(NO + _LENGTH.pack(len(said)) + said)
             return
         try:
@@ -165,7 +231,7 @@ class Server:
         except Damaged:
             connection.sendall(HARM)
             raise
-        self._news("")
+        self._news(News())
         connection.sendall(KEPT)
 
 
@@ -183,7 +249,7 @@ def examine(found: Found) -> str:
 def _listen(host: str) -> tuple[socket.socket | None, str]:
     for interface in (host, ""):  # the name of a node need not be one of its interfaces'
         with contextlib.suppress(OSError):
-            listening = socket.create_server((interface, 0), backlog=AT_ONCE)
+            listening = socket.create_server((interface, 0), backlog=STRANGERS)
             return listening, f"{host}:{listening.getsockname()[1]}"
     return None, ""
 
@@ -199,7 +265,7 @@ class _Draft:
         self._path = folder / f"{PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
         self._file = self._path.open("wb")
         try:
-            os.posix_fallocate(self._file.fileno(), 0, self._length)  # a full memory is an error now, not half way
+            allocate(self._path, self._file.fileno(), self._length)
         except (OSError, OverflowError):
             self.__exit__()
             raise
@@ -258,7 +324,10 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0)
     Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone.
     """
     with _connected(address, token, {"what": "put", "bytes": found.used}) as connection:
-        if _receive(connection, len(GO)) != GO:
+        connection.settimeout(_room_seconds(found.used))
+        said = _receive(connection, len(GO))
+        connection.settimeout(SILENT_SECONDS)
+        if said != GO:
             length = min(MOST_REASON, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
             raise TransferError(_receive(connection, length).decode(errors="replace"))
         _send_image(connection, found, rate, meter)
@@ -270,10 +339,11 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0)
 
 
 def get(key: Key, folder: Path, address: str, token: str, meter: Meter) -> Found:
-    """Get an image from the agent at `address` into `folder`. Raises OSError, BadImage."""
+    """Get an image from the agent at `address` into `folder`. Raises OSError, NoRoom where this side cannot take it,
+    BadImage."""
     with _connected(address, token, {"what": "get", "key": asdict(key)}) as connection:
         try:
-            with _Draft(folder, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]) as draft:
+            with _drafted(folder, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]) as draft:
                 draft.receive(connection, meter)
                 found = draft.keep()
         except Damaged:
@@ -286,6 +356,18 @@ def get(key: Key, folder: Path, address: str, token: str, meter: Meter) -> Found
     return found
 
 
+def _drafted(folder: Path, length: int) -> _Draft:
+    try:
+        return _Draft(folder, length)
+    except (OSError, OverflowError) as error:
+        raise NoRoom("".join(_no_room(folder, length, error))) from error
+
+
+def _no_room(folder: Path, length: int, error: Exception) -> tuple[str, str]:
+    """For people: for what there is none, and why, with figures that change from one time to the next."""
+    return f"there is no room for {length / 1e6:.1f} MB in {folder}", f": {getattr(error, 'strerror', '') or error}"
+
+
 def find(folder: Path, key: Key) -> Found | None:
     """The image in the folder, if it is there and whole."""
     return next((found for found in inventory(folder) if found.key == key), None)
@@ -296,12 +378,21 @@ def _connected(address: str, token: str, request: dict[str, Any]):
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), SILENT_SECONDS) as connection:
         connection.settimeout(SILENT_SECONDS)
+        _watch(connection)
         nonce, data = _receive(connection, NONCE), msgpack.packb(request)
         connection.sendall(_proof(token, nonce, data) + _LENGTH.pack(len(data)) + data)
         yield connection
 
 
 # ------------------------------------------------------------ both
+def _watch(connection: socket.socket) -> None:
+    """Who makes room for a large image says nothing for long, but his kernel answers; where it does not the connection
+    ends."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def _proof(token: str, nonce: bytes, request: bytes) -> bytes:
     return hmac.digest(token.encode(), nonce + request, "sha256")
 
@@ -309,6 +400,11 @@ def _proof(token: str, nonce: bytes, request: bytes) -> bytes:
 def _latest(length: int) -> float:
     """When it is to be over, however slow."""
     return time.monotonic() + SILENT_SECONDS + length / LEAST_RATE
+
+
+def _room_seconds(length: int) -> float:
+    """For the other side to make room for so many bytes, before it answers or takes the first."""
+    return SILENT_SECONDS + length / ROOM_RATE
 
 
 def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
@@ -320,10 +416,11 @@ def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
         piece = piece[count:]
 
 
-def _send_image(connection: socket.socket, found: Found, rate: float, meter: Meter) -> None:
-    """Its bytes, and at the end that they were those of one image."""
+def _send_image(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float = 0.0) -> None:
+    """Its bytes, and at the end that they were those of one image. room: seconds in which the other side may still make
+    room for them, and takes none: what is sent first lies in the sockets until then."""
     try:
-        _send_bytes(connection, found, rate, meter)
+        _send_bytes(connection, found, rate, meter, room)
     except ConnectionError:
         _compare(found)  # whoever sees it torn takes no more of it
         raise
@@ -336,11 +433,12 @@ def _compare(found: Found) -> None:
         raise BadImage(f"{found.path}: overwritten while it was sent")
 
 
-def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter) -> None:
+def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float) -> None:
     began, sent, until = time.monotonic(), 0, _latest(found.used)
     with found.path.open("rb") as file:
         while sent < found.used:
             count = min(PIECE, found.used - sent)
+            connection.settimeout(max(SILENT_SECONDS, began + room - time.monotonic()))
             if connection.sendfile(file, sent, count) != count:
                 raise TransferError(f"{found.path}: cut off")
             sent += count
@@ -352,9 +450,14 @@ def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Met
                 time.sleep(min(ahead, SILENT_SECONDS / 2))
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, until: float = math.inf) -> bytes:
+    """So many bytes. until: when all of them are to be there; else each wait has the connection's own limit."""
     data = bytearray()
     while len(data) < count:
+        if until < math.inf:
+            if (left := until - time.monotonic()) <= 0:
+                raise TransferError("the other side is too slow")
+            connection.settimeout(left)
         piece = connection.recv(count - len(data))
         if not piece:
             raise TransferError("the other side ended the connection")

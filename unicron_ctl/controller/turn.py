@@ -191,6 +191,7 @@ class Turns:
         orders = [each for kind in kinds for each in kind.cut(self._view, view, desk.cuts, desk.waiting.ready)]
         for agent, order in orders:
             self._order(agent, f"cut {order.iteration}", order)
+        self._take(copies.say(view, desk.cuts))
         if view.live.touched:
             self._send_orders(job)
 

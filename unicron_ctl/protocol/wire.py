@@ -222,6 +222,13 @@ class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
     bytes: ranges.Count = 0
 
 
+class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An agent from which images could not be got: how often, one after the other, and why the last time."""
+
+    times: ranges.Count
+    why: ranges.Kind
+
+
 class Status(Message, tag="status"):
     """The whole state of an agent; also its heartbeat."""
 
@@ -240,6 +247,8 @@ class Status(Message, tag="status"):
     moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
     unmoved: ranges.Count = 0  # images that came to nothing on their way; they are tried again
     rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
+    # address -> an agent from which images could not be got of late; they are tried again
+    failing: Annotated[dict[ranges.Name, Failing], Meta(max_length=ranges.MOST_FAILING)] = {}
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node

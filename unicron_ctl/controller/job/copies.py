@@ -18,10 +18,11 @@ from transition.memory.images import STATE
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
 from unicron_ctl.controller.job.rings import Ring
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Fetching
+from unicron_ctl.controller.model.live import Fetching, Told
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import RankStatus
@@ -57,8 +58,9 @@ class Pace:
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, its number, and when; the newest from which
     it can go on; and, of those who were there at the last look, in how many more nodes which places are to be, and who
-    gives what he has to whom. moved: bytes of images that all agents together had moved, and when that rose last. none:
-    nobody is to keep any."""
+    gives what he has to whom. unkept: place -> the nodes, all without a memory, on whose account no copies are made;
+    said: which of these nodes are on record. moved: bytes of images that all agents together had moved, and when that
+    rose last. none: nobody is to keep any."""
 
     asked: int = -1
     number: int = 0
@@ -73,6 +75,8 @@ class Cuts:
     none: bool = False
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
+    unkept: dict[int, list[str]] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
     pace: Pace = field(default_factory=lambda: Pace())
 
 
@@ -85,16 +89,32 @@ def holders(job: JobView) -> dict[int, set[int]]:
     return found
 
 
+def with_memory(job: JobView) -> list[AgentView]:
+    """Living agents that keep training state in memory, in order of their elements. One that could make no folder for
+    it does not, and says so in the job's log."""
+    return [agent for agent in job.alive() if agent.images_at]
+
+
 def wanting(job: JobView) -> dict[int, int]:
-    """place -> in how many more nodes its state is to be than train it; nothing where all have enough, or copies cannot
-    be made."""
-    agents = [agent for agent in job.alive() if agent.images_at]
-    nodes, wanted = {agent.node for agent in agents}, 1 + job.state.settings.copies
-    if not job.live.remembers or len(agents) < len(job.alive()):
-        return {}
-    most = min(wanted, len(nodes))
+    """place -> in how many more nodes' memory its state is to be than train it; nothing where all places are trained by
+    enough nodes, or nobody else has a memory. Where copies are made of one place they are of all, so a node that trains
+    without a memory does not count then."""
+    nodes, wanted = {agent.node for agent in with_memory(job)}, 1 + job.state.settings.copies
     trained = {place: {job.agents[e].node for e in found if e in job.agents} for place, found in holders(job).items()}
-    return {place: most - len(found) for place, found in sorted(trained.items()) if len(found) < most}
+    if not job.live.remembers or not any(len(found) < wanted and nodes - found for found in trained.values()):
+        return {}
+    most, have = min(wanted, len(nodes)), {place: len(nodes & found) for place, found in trained.items()}
+    return {place: most - count for place, count in sorted(have.items()) if count < most}
+
+
+def unkept(job: JobView) -> dict[int, list[str]]:
+    """place -> the nodes that train it, where none of them has a memory: no state of memory is whole."""
+    agents, able = job.agents, {agent.element for agent in with_memory(job)}
+    return {
+        place: sorted({agents[element].node for element in found if element in agents})
+        for place, found in sorted(holders(job).items())
+        if able.isdisjoint(found)
+    }
 
 
 def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]]:
@@ -110,7 +130,7 @@ def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple
 def newest_good(job: JobView, enough: bool = True) -> int:
     """The newest iteration of which every place's state lies in enough nodes' memory, or, if that is not asked, in any;
     -1 where there is none."""
-    agents, size = job.alive(), job.replica
+    agents, size = with_memory(job), job.replica
     most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
     whole = [
         iteration
@@ -141,7 +161,9 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if view.now >= cuts.look_at or changed(job, cuts):
         cuts.look_at = view.now + LOOK_SECONDS
         if note_change(job, cuts, waiting):
-            cuts.wanting = wanting(job)
+            missing = wanting(job)
+            cuts.unkept = unkept(job) if missing else {}
+            cuts.wanting = missing if not cuts.unkept else {}
             cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waiting)
         if cuts.wanting:
             ask(view, job, cuts)
@@ -245,10 +267,24 @@ def end(view: View, job: JobView, cuts: Cuts) -> None:
     memory then."""
     agents = job.alive()
     left = any(agent.images for agent in agents)
-    able = (job.live.remembers or job.live.sharded) and all(agent.images_at for agent in agents)
+    able = (job.live.remembers or job.live.sharded) and not cuts.unkept
     if not cuts.none and left and able and reached(job) > cuts.since + AHEAD:
         cuts.none, cuts.good = True, -1
         name(view, job, cuts, -1)
+
+
+def say(job: JobView, cuts: Cuts) -> Outcome:
+    """Puts on record, once, on whose account there are no copies."""
+    nodes, places, out = sorted({each for found in cuts.unkept.values() for each in found}), [*cuts.unkept], Outcome()
+    if nodes and nodes != cuts.said:
+        cuts.said = nodes
+        some = ", ".join(nodes[:NAMED]) + (f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else "")
+        reason = (
+            f"no copies of the training state are made in other nodes: nothing is kept in the memory of {some}, and "
+            f"what is trained there alone (places {places[:NAMED]}) cannot be copied; the job's log says why"
+        )
+        out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
+    return out
 
 
 def targets(
@@ -259,16 +295,17 @@ def targets(
     place."""
     if not missing:
         return {}
-    trained, room = holders(job), Receivers(job, domains, waiting)
+    agents, room = {agent.element: agent for agent in with_memory(job)}, Receivers(job, domains, waiting)
+    trained = holders(job)
     chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
     for place, left in missing.items():
-        giver = min(trained[place])
-        has = {job.agents[element].node for element in trained[place] if element in job.agents}
-        for _ in range(left):
-            if (one := room.next(place, giver, has)) is None:
+        givers = sorted(trained[place] & agents.keys())
+        has = {agents[element].node for element in givers}
+        for _ in range(left if givers else 0):
+            if (one := room.next(place, givers[0], has)) is None:
                 break
             has.add(one.node)
-            chosen[giver][one.element] = holder(one)
+            chosen[givers[0]][one.element] = holder(one)
     return {giver: list(each.values()) for giver, each in chosen.items()}
 
 
@@ -278,7 +315,7 @@ class Receivers:
     elements after the giver's."""
 
     def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
-        able = [one for one in job.alive() if one.images_at]
+        able = with_memory(job)
         self._ring, self._domains = Ring(able, domains), domains
         self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
         for one in able:
@@ -312,13 +349,6 @@ class Wanted:
     state: State
     ways: list[nearest.Way]
 
-    @property
-    def words(self) -> str:
-        """Where the pieces come from, for people."""
-        said = [f"place {way.image.place}: {way.words}" for way in self.ways[:NAMED]]
-        more = f" and {len(self.ways) - NAMED} more" if len(self.ways) > NAMED else ""
-        return f"{'; '.join(said)}{more}; the other places have a rank with it" if said else ""
-
 
 def waits(view: View, job: JobView, more: Wanted | None) -> Outcome | None:
     """The job is not formed yet: its ranks get a newer state first. None where there is none, or it does not come."""
@@ -329,12 +359,11 @@ def waits(view: View, job: JobView, more: Wanted | None) -> Outcome | None:
     moved = sum(agent.moved for agent in job.alive())
     if fetching.began is None or fetching.state != more.state:
         longest = max((way.seconds for way in more.ways), default=0.0)
-        job.live.fetching = fetching = Fetching(
-            more.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest, words=more.words
-        )
+        job.live.fetching = fetching = Fetching(more.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
     elif moved != fetching.moved or len(more.ways) != fetching.left:
         fetching.moved, fetching.moved_at = moved, view.now
     fetching.left = len(more.ways)
+    _note(job, fetching, more.ways)
     assert fetching.began is not None
     if view.now - fetching.moved_at >= FETCH_SECONDS or view.now - fetching.began >= fetching.most:
         return None
@@ -346,27 +375,50 @@ def waits(view: View, job: JobView, more: Wanted | None) -> Outcome | None:
     return out
 
 
+def _note(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) -> None:
+    """From where the images come, for people: that of the first order stays, for figures change with every look, unless
+    its source has failed the receiver."""
+    for way in ways:
+        image = (way.image.kind, way.image.place, way.image.shard)
+        known = fetching.words.get(image)
+        receiver = job.agents.get(known.receiver) if known is not None else None
+        if known is None or receiver is None or known.source in receiver.failing:
+            fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
+
+
+def _words(fetching: Fetching) -> str:
+    """Where the images come from, for people."""
+    said = [f"place {place}: {told.words}" for (_, place, _), told in fetching.words.items()]
+    more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
+    return f"{'; '.join(said[:NAMED])}{more}; the other places have a rank with it"
+
+
 def fetched(job: JobView, iteration: int) -> str:
-    """For the plan's reason: where the state came from, if some of it had to be got; what is remembered of that is
-    over then."""
+    """For the plan's reason: where the state came from, if some of it had to be got, or that a newer one did not come;
+    what is remembered of that is over then."""
     fetching, job.live.fetching = job.live.fetching, Fetching()
-    return f" ({fetching.words})" if fetching.words and fetching.state[0] == iteration else ""
+    if not fetching.words or fetching.state[0] < iteration:
+        return ""
+    late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""
+    return f" ({late}{_words(fetching)})"
 
 
 def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
     """The newest state of which every place is with a rank that could begin with it, or in a living node's memory; None
     where the ranks have nothing newer to get."""
     size = job.replica
-    there = images(agent for agent in job.alive() if agent.images_at)
+    agents = with_memory(job)
+    there, able = images(agents), {agent.element for agent in agents}
     ranks: dict[State, set[int]] = defaultdict(set)
     for slot, status in reports.items():
         for one in states(status):
             ranks[one].add(slot % size)
+    receivers = {slot: status for slot, status in reports.items() if job.state.element(slot) in able}
     for one in sorted(there, reverse=True):
         if found is not None and one[0] <= found.iteration:
             return None
         missing = [place for place in range(size) if place not in ranks[one]]
-        ways = nearest.ways(job, reports, missing, there[one], view.slurm.domains)
+        ways = nearest.ways(job, receivers, missing, there[one], view.slurm.domains)
         if ways or not missing:
             return Wanted(one, ways) if ways else None
     return None

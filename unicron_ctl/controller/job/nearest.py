@@ -3,7 +3,8 @@
 
 A rank that has it needs nothing, and what lies in a node's memory is only pointed out to its ranks. Else another node
 gives it: the one from which it would be there first, by its size, by how fast images went between the two of late, and
-by what either has to send and to receive already. What no memory has is read from files, by the ranks.
+by what either has to send and to receive already. From whom it could not get images of late, by what its agent reports,
+it gets this one last, whatever was measured before. What no memory has is read from files, by the ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from unicron_ctl.protocol.wire import Image, RankStatus
 USUAL_RATE = 1e8  # bytes a second, until one was measured: a gigabit network's
 LEAST_RATE = 1.0
 RECEIVERS = 4  # ranks of a place that are weighed; more would not have it sooner
+NAMED = 3  # failing sources in a text
 
 
 @dataclass(frozen=True)
@@ -82,27 +84,36 @@ def nearest(
     usual_rate: float,
     domains: Mapping[str, str],
 ) -> Way | None:
-    """The one of these by which the image is there first; what it takes is added to the load. None where nobody has it,
-    or nobody can take it."""
+    """The one of these by which the image is there first; what it takes is added to the load. From whom a receiver
+    could not get images of late it is to get this one last. None where nobody has it, or nobody can take it."""
     for agent in receivers:
         if agent.node in there:
             source, image = there[agent.node]
             return Way(agent, source, image, 0.0, f"from the memory of its own node {agent.node}")
-    best: tuple[tuple[float, bool, int, int], Way] | None = None
+    best: tuple[tuple[int, float, bool, int, int], Way] | None = None
     for receiver in receivers[:RECEIVERS]:
         for source, image in there.values():
-            known = measured(receiver, source)
+            known, failing = measured(receiver, source), receiver.failing.get(source.images_at)
             busy = max(load.sends[source.element], load.receives[receiver.element])
             seconds = busy + image.bytes / (known or usual_rate)
             far = domains.get(source.node, "") != domains.get(receiver.node, "")
-            rank = seconds, far, source.element, receiver.element
+            rank = failing.times if failing else 0, seconds, far, source.element, receiver.element
             if best is None or rank < best[0]:
                 how = f"{(known or usual_rate) / 1e6:,.0f} MB/s {'measured' if known else 'supposed'}"
                 size = f"{image.bytes / 1e6:,.1f} MB, {seconds:.1f} s at {how}"
-                best = rank, Way(receiver, source, image, seconds, f"{receiver.node} from {source.node} ({size})")
+                words = f"{receiver.node} from {source.node} ({size}{_tried(receiver, source, there)})"
+                best = rank, Way(receiver, source, image, seconds, words)
     if best is None:
         return None
     way = best[1]
     # Where sizes are not known each image counts a little: sources take turns then, too.
     load.sends[way.source.element] = load.receives[way.receiver.element] = way.seconds + 1e-6
     return way
+
+
+def _tried(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
+    """From whom the receiver could not get images, and so takes this source, for people; empty where there is none."""
+    failing = {one.node: found for one, _ in there.values() if (found := receiver.failing.get(one.images_at))}
+    again = failing.pop(source.node, None)
+    said = [f"; tries that failed: {again.times}, the last: {again.why}"] if again else []
+    return "".join([*said, *(f"; not from {node}: {found.why}" for node, found in list(failing.items())[:NAMED])])

@@ -17,7 +17,17 @@ from transition.memory.images import SHARD, UNTRAINED
 from transition.sharding import MARK_BITS, heirs, named
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed
-from unicron_ctl.controller.job.copies import LOOK_SECONDS, Cuts, Wanted, ask, changed, end, note_change, order
+from unicron_ctl.controller.job.copies import (
+    LOOK_SECONDS,
+    Cuts,
+    Wanted,
+    ask,
+    changed,
+    end,
+    note_change,
+    order,
+    with_memory,
+)
 from unicron_ctl.controller.job.user_copies import targets
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -41,19 +51,30 @@ class State(NamedTuple):
 # ---------------------------------------------------------------- who has what
 def lacking(job: JobView) -> list[Part]:
     """Shards that fewer nodes hold than are wanted and could, as the ranks of this generation keep them."""
-    agents, plan = [agent for agent in job.alive() if agent.images_at], job.state.plan
-    if plan is None or not job.live.sharded or len(agents) < len(job.alive()):
+    plan, able = job.state.plan, {agent.node for agent in with_memory(job)}
+    if plan is None or not job.live.sharded:
         return []
-    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents}))
     found = []
     for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
         elements = [str(job.state.element(slot)) for slot in slots]  # as the ranks choose their heirs
         nodes = [agent.node if (agent := job.agent(slot)) is not None else "" for slot in slots]
         shifts = heirs(elements, job.state.settings.copies)
         for shard, node in enumerate(nodes):
-            if len({node, *(nodes[(shard + shift) % len(nodes)] for shift in shifts)}) < most:
+            holding = {node, *(nodes[(shard + shift) % len(nodes)] for shift in shifts)}
+            if len(holding) <= job.state.settings.copies and able - holding:
                 found.append((place, shard))
     return found
+
+
+def unkept(job: JobView) -> dict[int, list[str]]:
+    """place -> nodes without a memory that train it: each rank alone keeps its shard of a cut, so no cut is whole."""
+    able = {agent.element for agent in with_memory(job)}
+    found: dict[int, set[str]] = defaultdict(set)
+    for slot in job.state.members:
+        agent = job.agent(slot)
+        if agent is not None and agent.element not in able:
+            found[slot % job.replica].add(agent.node)
+    return {place: sorted(nodes) for place, nodes in sorted(found.items())}
 
 
 def images(agents: Iterable[AgentView]) -> dict[State, dict[Part, Where]]:
@@ -97,7 +118,7 @@ def _number(mark: str) -> int | None:
 def newest_good(job: JobView, enough: bool = True) -> int:
     """The newest version of which every shard, and what goes with it, lies in enough nodes' memory, or, if that is not
     asked, in any; -1 where there is none."""
-    agents, size = [agent for agent in job.alive() if agent.images_at], job.replica
+    agents, size = with_memory(job), job.replica
     most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
     whole = [-1]
     for state, parts in images(agents).items():
@@ -117,7 +138,9 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if view.now >= cuts.look_at or changed(job, cuts):
         cuts.look_at = view.now + LOOK_SECONDS
         if note_change(job, cuts, waiting):  # a spare may have come
-            cuts.targets = targets(job, view.slurm.domains) if lacking(job) else {}
+            missing = lacking(job)
+            cuts.unkept = unkept(job) if missing else {}
+            cuts.targets = targets(job, view.slurm.domains) if missing and not cuts.unkept else {}
         if cuts.targets:
             ask(view, job, cuts, newest_good)
         else:
@@ -130,7 +153,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
 def wanted(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
     """The newest state of which every shard is with a rank that can enter, or in a living node's memory; None where the
     ranks have nothing newer to get."""
-    there = images(agent for agent in job.alive() if agent.images_at)
+    there = images(with_memory(job))
     for state in sorted(there, reverse=True):
         if found is not None and state.version <= found.iteration:
             return None
@@ -145,13 +168,13 @@ def _ways(
 ) -> list[nearest.Way] | None:
     """How the ranks get all shards of this state that they lack; None where that cannot be. What goes with the shards
     comes first: a rank that has them begins."""
-    sources = [agent for agent in job.alive() if agent.images_at]
+    sources = with_memory(job)
     besides, without = untrained(sources, state.version), incomplete(sources, state.version)
     load, ways = nearest.Load(), []
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]
         have = {shard for slot in able for shard in _held(reports[slot], state)}
-        agents = [agent for slot in able if (agent := job.agent(slot)) is not None]
+        agents = [agent for slot in able if (agent := job.agent(slot)) is not None and agent.images_at]
         for shard in (shard for shard in range(state.ways) if shard not in have):
             where = there.get((place, shard), {})
             if not where or not agents or place in without:

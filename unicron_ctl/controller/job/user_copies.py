@@ -27,6 +27,7 @@ from unicron_ctl.controller.job.copies import (
     note_change,
     order,
     patient,
+    with_memory,
 )
 from unicron_ctl.controller.job.rings import Ring
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -110,7 +111,7 @@ def targets(
     have the same and are enough. domains: node -> with what it fails. spares: False where a world without them could
     not get what they have, so that they come after all of the world."""
     inside = sorted(job.state.elements(job.state.members))
-    able = {agent.element: agent for agent in job.alive() if agent.images_at}
+    able = {agent.element: agent for agent in with_memory(job)}
     more = job.state.settings.copies
     if replicated and len({able[element].node for element in inside if element in able}) > more:
         return {}
@@ -145,7 +146,7 @@ def _next(
 def newest_good(job: JobView, enough: bool = True) -> int:
     """The newest iteration of which every rank's part lies in enough nodes' memory, or, if that is not asked, in any;
     of what all ranks have alike any part is one. -1 where there is none."""
-    agents, size = [agent for agent in job.alive() if agent.images_at], len(job.state.members)
+    agents, size = with_memory(job), len(job.state.members)
     most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
     nodes: dict[tuple[int, str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for agent in agents:

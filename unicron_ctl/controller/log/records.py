@@ -493,6 +493,14 @@ class Spares(Record, frozen=True, tag="spares"):
     starting: list[int] = []
 
 
+class NoCopies(Record, frozen=True, tag="no_copies"):
+    """The training state is to be copied to other nodes, and cannot be: these keep nothing in memory, and nobody else
+    trains these places, or some shards of them."""
+
+    nodes: list[str]
+    places: list[int]
+
+
 class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):
     elements: list[int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron_ctl.protocol.wire import Agreed, Image, RankStatus, Status
+from unicron_ctl.protocol.wire import Agreed, Failing, Image, RankStatus, Status
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]
@@ -92,6 +92,8 @@ class AgentView:
     """Images that came to nothing on their way."""
     rates: dict[int, float] = field(default_factory=dict)
     """element -> bytes a second of the last image that went between it and this one."""
+    failing: dict[str, Failing] = field(default_factory=dict)
+    """address -> an agent (its `images_at`) from which it could not get images of late."""
     cold: dict[int, str] = field(default_factory=dict)
     """slot -> why its process was started cold; others that have a process were started warm."""
 
@@ -118,6 +120,7 @@ class AgentView:
         self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
         self.cut, self.images, self.saved = status.cut, status.images, status.saved
         self.moved, self.unmoved, self.rates = status.moved, status.unmoved, status.rates
+        self.failing = status.failing
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

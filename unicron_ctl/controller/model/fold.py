@@ -172,6 +172,7 @@ _DECISIONS = frozenset(
         records.LedgerViolation,
         records.Observed,
         records.NewcomersWait,
+        records.NoCopies,
         records.Spares,
     }
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.survey import Survey
@@ -34,11 +35,19 @@ class Stepped:
             self.iteration, self.at, self.before = iteration, now, self.at
 
 
+class Told(NamedTuple):
+    """How an image comes to a rank: to which element, from which address, and the same for people."""
+
+    receiver: int
+    source: str
+    words: str
+
+
 @dataclass
 class Fetching:
     """Images of a state on their way to ranks that lack them. moved: bytes that all agents had moved, and when that
-    rose, or an image came, last. most: seconds that are waited in all. left: how many lack. words: where they come
-    from."""
+    rose, or an image came, last. most: seconds that are waited in all. left: how many lack. words: (kind, place, shard)
+    of each -> where it comes from."""
 
     state: tuple[int, str] = (-1, "")
     began: float | None = None
@@ -47,7 +56,7 @@ class Fetching:
     most: float = 0.0
     again_at: float = 0.0
     left: int = 0
-    words: str = ""
+    words: dict[tuple[str, int, int], Told] = field(default_factory=dict)
 
 
 @dataclass

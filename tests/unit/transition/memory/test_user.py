@@ -95,6 +95,15 @@ def test_without_an_agent_nothing_is_kept(monkeypatch):
     assert transition.memory.load() is None
 
 
+def test_where_the_agent_has_no_memory_nothing_is_kept_and_all_ranks_take_part(memory, monkeypatch):
+    monkeypatch.setenv("UNICRON_MEMORY", "")
+    transition.memory.save({"x": 1}, 1)
+    assert transition.memory.load() is None and user._kept is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        transition.memory.load()
+
+
 def test_what_cannot_be_kept_is_one_line(memory):
     with pytest.raises(TypeError, match=r"keeps ordinary tensors, .* and no set"):
         transition.memory.save({"x": {1, 2}}, 1)

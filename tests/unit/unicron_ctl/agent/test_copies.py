@@ -3,15 +3,19 @@ and lets go of what is not wanted any more."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from detector.memory_limit import Left
 from tests.support.processes import wait_for
+from transition.memory import room
 from transition.memory.images import SUFFIX, Image, Key, inventory
-from unicron_ctl.agent.copies import Copies
+from unicron_ctl.agent import transfer
+from unicron_ctl.agent.copies import FAILING_SECONDS, Copies
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.protocol import wire
@@ -180,3 +184,82 @@ def test_what_a_job_has_left_behind_when_it_went_back_goes_but_for_what_is_good(
         one.image(key, name="copy")
     one.copies.obey(wire.Cut(iteration=103, good=90, number=2))
     assert one.names() == ["copy-2-0.image", "cut-2-0.image"]
+
+
+def order(holder: wire.Holder, slot: int = 0) -> wire.Fetch:
+    """Of the image that `Side.image` makes for this slot."""
+    return wire.Fetch(image=wire.Image("state", slot, 70, slot, 2, 0, 1, 1, "aa"), holder=holder)
+
+
+@pytest.fixture
+def gone() -> wire.Holder:
+    """Nobody listens there any more."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return wire.Holder(element=2, address=f"127.0.0.1:{listening.getsockname()[1]}", token="token")
+
+
+def test_of_whom_an_image_could_not_be_got_the_controller_is_told_and_what_waits_for_him_is_let_go(
+    sides: tuple[Side, Side], gone: wire.Holder
+) -> None:
+    one, other = sides
+    other.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"), name="copy")
+    waiting: list = []
+    one.copies._getting.put = waiting.append
+    for each in (order(gone), order(gone, slot=1)):
+        one.copies.fetch(each, 0.0)
+    for task in waiting:
+        one.copies._do(task)
+    assert one.copies.finish(1.0), "it tells at once"
+    (told,) = one.copies.failing(1.0).values()
+    assert one.copies.failed == told.times == 1 and "refused" in told.why, "the second one was not tried"
+    assert list(one.copies.failing(1.0)) == [gone.address]
+    one.copies.fetch(order(other.holder(1), slot=1), 1.0)
+    one.copies._do(waiting.pop())
+    assert one.copies.finish(1.0) and one.names() == ["copy-1-0-70.image"]
+    one.copies.fetch(order(gone), 10.0)
+    one.copies._do(waiting.pop())
+    one.copies.finish(10.0)
+    assert one.copies.failing(10.0)[gone.address].times == 2, "an order that was given since is carried out"
+    assert one.copies.failing(10.0 + FAILING_SECONDS) == {}, "it may be sound again"
+
+
+def test_who_gives_an_image_or_takes_one_is_not_failing_any_more(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.copies.fetch(order(other.holder(1)), one.now)  # it is not there yet
+    one.until(lambda: list(one.copies.failing(one.now)) == [other.copies.address])
+    other.image(name="copy")
+    one.now += 60.0
+    one.copies.fetch(order(other.holder(1)), one.now)
+    one.until(lambda: one.copies.failing(one.now) == {})
+    assert one.names() == ["copy-0-0-70.image"]
+
+
+def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+    """The nearest one may change while it is being sent."""
+    one, other = sides
+    waiting: list = []
+    one.copies._getting.put = waiting.append
+    one.copies.fetch(order(other.holder(1)), 0.0)
+    one.copies.fetch(order(gone), 0.0)
+    assert [task.holder.element for task in waiting] == [1]
+
+
+def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = sides
+    other.image(name="copy")
+    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(room, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    one.copies.fetch(order(other.holder(1)), one.now)
+    one.until(lambda: one.copies.failed == 1)
+    assert one.copies.failing(one.now) == {} and "there is no room" in one.said[0]
+    monkeypatch.undo()
+    one.copies.fetch(order(other.holder(1)), one.now + 60.0)
+    one.until(lambda: one.names() == ["copy-0-0-70.image"])
+
+
+def test_that_there_is_no_room_for_copies_is_said_once_however_much_is_left(sides: tuple[Side, Side]) -> None:
+    one, _ = sides
+    for left in ("5 MB", "4 MB"):
+        one.copies.results.put(transfer.News("a copy is not kept: there is no room for 10 MB", f": {left} are left"))
+    assert one.copies.finish(0.0)
+    assert one.said == ["a copy is not kept: there is no room for 10 MB: 5 MB are left"]

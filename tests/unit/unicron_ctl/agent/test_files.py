@@ -132,3 +132,46 @@ def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tm
     wait_for(lambda: iterations(tmp_path / "saves") == [2], "the file")
     writer.close()
     assert "the training state of iteration 2 was saved in" in capfd.readouterr().out
+
+
+def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_thread(
+    memory: Memory, tmp_path: Path, monkeypatch
+) -> None:
+    """Defect: a folder that vanished between two calls of `glob` ended it, and nothing was written any more."""
+    gone, other = FileNotFoundError(2, "No such file or directory", str(memory.folder)), ValueError("what is this?")
+    plain, looks, said = files.asides, iter([gone, gone, other, gone]), []
+
+    def asides(folder, tell):
+        if (error := next(looks, None)) is not None:
+            raise error
+        return plain(folder, tell)
+
+    monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(files, "asides", asides)
+    name = aside(memory, 2)
+    writer = Files(memory, lambda key: True, 0.0, said.append)
+    wait_for(lambda: not name.exists(), "the file")
+    writer.close(20.0)
+    assert iterations(tmp_path / "saves") == [2]
+    assert len(said) == 2 and f"No such file or directory: '{memory.folder}'" in said[0]
+    assert "ValueError: what is this?: the training goes on" in said[1]
+
+
+def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_can_be_set_aside(
+    memory: Memory, tmp_path: Path, monkeypatch
+) -> None:
+    plain, said = files.persist, []
+
+    def persist(found, folder, pace):
+        if found.key.iteration == 2:
+            raise ValueError("what is this?")
+        return plain(found, folder, pace)
+
+    monkeypatch.setattr(files, "persist", persist)
+    name = aside(memory, 2)
+    writer = Files(memory, lambda key: True, 0.0, said.append)
+    wait_for(lambda: not name.exists(), "it is given up")
+    aside(memory, 4)
+    writer.close(20.0)
+    assert iterations(tmp_path / "saves") == [4]
+    assert len(said) == 2 and "couldn't save the training state of iteration 2: ValueError: what is this?" in said[0]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import wait_for
+from transition.memory import files
+from transition.memory.images import Found, Image, Key
+from unicron_ctl.agent import memory as agent_memory
 from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, Memory, sweep
 from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.sums import sums
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 
@@ -33,7 +41,15 @@ def make(tmp_path: Path, said: list[str]):
     return memory
 
 
+def swept() -> None:
+    """The agents' threads are through."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "unicron-sweep"]
+    wait_for(lambda: not any(thread.is_alive() for thread in threads), "nothing is being removed")
+
+
 def age(path: Path, seconds: float) -> None:
+    """What was left so long ago, for the agents that come from now on."""
+    swept()  # an earlier one's thread may be about to look
     os.utime(path, (time.time() - seconds,) * 2)
 
 
@@ -86,10 +102,146 @@ def test_an_agent_removes_what_others_left_long_ago_and_nothing_that_is_held(mak
         (path / "slot-0.0.image").touch()
         age(path, 0 if path == paths[2] else FORGOTTEN_SECONDS + 5)
     assert make(job="9").folder is not None
+    wait_for(lambda: not paths[1].exists(), "what was left is gone")
+    swept()
     assert [path.exists() for path in paths] == [True, False, True, True, True]
     keeper.close(over=False)
     age(paths[0], FORGOTTEN_SECONDS + 5)
     assert sweep(tmp_path, "n1", time.time()) == [paths[0]]
+
+
+def test_who_only_looks_whether_it_is_held_keeps_nobody_from_removing_it(tmp_path: Path, monkeypatch) -> None:
+    left = tmp_path / f"unicron.2.b2.n1.{os.getuid()}"
+    left.mkdir(mode=0o700)
+    age(left, FORGOTTEN_SECONDS + 5)
+    look = os.open(left, os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))
+    assert sweep(tmp_path, "n1", time.time()) == [left] and not left.exists()
+    os.close(look)
+
+
+def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
+    make, tmp_path: Path, said: list[str], monkeypatch
+) -> None:
+    memory, data = make(), b"12345678"
+    files.note_destination(memory.folder, files.Destination(tmp_path / "saves", 2))
+    for iteration in (7, 8):
+        made = Image(memory.folder / f"state-0-{iteration}.image", 100, 8)
+        made.begin()
+        made.data[:8] = data
+        key = Key("state", slot=0, iteration=iteration, size=1, base=1, mark="aa")
+        made.finish(key, b"head", len(data), sums(memoryview(data)))
+    persist = files.persist
+
+    def stumbles(found: Found, folder: Path) -> Path:
+        if found.key.iteration == 8:
+            raise RuntimeError("whatever")
+        return persist(found, folder)
+
+    monkeypatch.setattr(files, "persist", stumbles)
+    memory.persist(lambda key: True)
+    assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
+
+
+def test_the_agent_does_not_wait_while_much_is_removed(make, tmp_path: Path, monkeypatch) -> None:
+    left = tmp_path / f"unicron.2.b2.n1.{os.getuid()}"
+    left.mkdir(mode=0o700)
+    age(left, FORGOTTEN_SECONDS + 5)
+    began, go, remove, ended = threading.Event(), threading.Event(), shutil.rmtree, []
+
+    def slowly(path: Path, ignore_errors: bool) -> None:
+        began.set()
+        ended.append(go.wait(20.0))
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    memory = make()
+    assert began.wait(20.0) and not ended, "it is being removed"
+    assert memory.folder is not None and left.exists()
+    go.set()
+    wait_for(lambda: not left.exists(), "it is gone")
+
+
+def test_an_element_that_comes_back_late_finds_what_it_has_left(make) -> None:
+    memory = make()
+    (memory.folder / "slot-0.0.image").write_bytes(b"state")
+    folder = memory.folder
+    memory.close(over=False)
+    age(folder, FORGOTTEN_SECONDS + 5)
+    memory = make()
+    swept()
+    assert (memory.folder / "slot-0.0.image").read_bytes() == b"state"
+
+
+class Epilog:
+    """Somebody who has found a folder forgotten, and gets its lock in the moment in which the agent's changes."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.came = folder, False
+        self._flock = fcntl.flock
+        monkeypatch.setattr(agent_memory.fcntl, "flock", self)
+
+    def __call__(self, descriptor: int, operation: int) -> None:
+        assert operation != fcntl.LOCK_SH, "a wait without a limit"
+        if operation & fcntl.LOCK_EX and not self.came and threading.current_thread() is threading.main_thread():
+            self.came = True
+            self._flock(descriptor, fcntl.LOCK_UN)
+            self.visit()
+        self._flock(descriptor, operation)
+
+    def visit(self) -> None:
+        """It removes what is forgotten, and nothing else."""
+        sweep(self.folder.parent, "n1", time.time())
+
+
+@pytest.fixture
+def left_late(make) -> Path:
+    """What an element has left that comes back so late that it looks forgotten."""
+    memory = make()
+    folder: Path = memory.folder
+    (folder / "slot-0.0.image").write_bytes(b"state")
+    memory.close(over=False)
+    age(folder, FORGOTTEN_SECONDS + 5)
+    return folder
+
+
+def test_what_is_in_use_again_does_not_look_forgotten_while_its_lock_changes(
+    make, left_late: Path, monkeypatch
+) -> None:
+    epilog = Epilog(left_late, monkeypatch)
+    memory = make()
+    assert epilog.came and memory.folder == left_late and (left_late / "slot-0.0.image").exists()
+
+
+def test_what_was_removed_while_its_lock_changed_is_made_anew_and_held(make, left_late: Path, monkeypatch) -> None:
+    epilog = Epilog(left_late, monkeypatch)
+    epilog.visit = lambda: shutil.rmtree(left_late)  # it had looked before
+    memory = make()
+    assert epilog.came and memory.folder.is_dir() and not list(memory.folder.iterdir())
+    age(memory.folder, FORGOTTEN_SECONDS + 5)
+    assert not sweep(memory.folder.parent, "n1", time.time()), "it is held"
+
+
+def test_who_has_the_lock_meanwhile_is_not_waited_for(make, left_late: Path, monkeypatch, said: list[str]) -> None:
+    epilog, held = Epilog(left_late, monkeypatch), os.open(left_late, os.O_RDONLY)
+    epilog.visit = lambda: epilog._flock(held, fcntl.LOCK_EX)
+    memory = make()
+    assert epilog.came and memory.folder is None and memory.environment == {"UNICRON_MEMORY": ""}
+    assert len(said) == 1 and "others keep removing it" in said[0]
+    os.close(held)
+
+
+def test_what_was_found_forgotten_and_is_in_use_by_now_stays(make, left_late: Path, monkeypatch) -> None:
+    seen = agent_memory._leftovers
+
+    def late(*arguments):
+        found = list(seen(*arguments))
+        os.utime(left_late)  # its element is back
+        return found
+
+    monkeypatch.setattr(agent_memory, "_leftovers", late)
+    assert not sweep(left_late.parent, "n1", time.time()) and left_late.exists()
 
 
 def test_it_shows_that_it_is_in_use(make) -> None:

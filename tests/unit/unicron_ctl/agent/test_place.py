@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent import transfer
+from unicron_ctl.agent.place import memory_rate, read_place
 from unicron_ctl.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
@@ -35,3 +36,14 @@ def test_too_many_spares_are_a_warning_of_one_element():
     place = read_place(ARRAY | said, "tcp://127.0.0.1:7451")
     assert place.settings.spares == 3 and "2 will wait; ask for 2 or a larger --array" in place.warning
     assert read_place(ARRAY | said | {"SLURM_ARRAY_TASK_ID": "1"}, "tcp://127.0.0.1:7451").warning == ""
+
+
+@pytest.mark.parametrize(("said", "rate"), [("0", 0.0), ("0.1", transfer.LEAST_RATE), ("", 1e9)])
+def test_a_rate_of_copies_that_the_other_side_would_wait_for_is_read(said, rate):
+    assert memory_rate({"UNICRON_MEMORY_RATE": said}) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("said", ["0.05", "1e-9", "-1", "nan", "fast"])
+def test_a_rate_at_which_no_copy_arrives_is_refused_in_one_line(said):
+    with pytest.raises(UserError, match=r"^UNICRON_MEMORY_RATE=[^\n]*unset it or give a value like 1000$"):
+        read_place(ARRAY | {"UNICRON_MEMORY_RATE": said}, "tcp://127.0.0.1:7451")

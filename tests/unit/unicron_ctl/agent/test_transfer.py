@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from detector.memory_limit import Left
+from tests.support.processes import wait_for
+from transition.memory import room
 from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, inventory, look
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.sums import sums
-from unicron_ctl.agent.transfer import Meter, Server, TransferError, copy_name, find, get, put
+from unicron_ctl.agent.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()
@@ -126,7 +130,42 @@ def test_what_does_not_fit_is_an_error_of_the_sender_and_leaves_nothing(
     monkeypatch.setattr(transfer.os, "posix_fallocate", full)
     with pytest.raises(TransferError, match=r"no room for 10\.2 MB .*No space left"):
         put(found, server.address, server.token, METER)
-    assert not list(folder.iterdir()) and came.wait(5.0) and "is not kept: there is no room" in came.news[0]
+    assert not list(folder.iterdir()) and came.wait(5.0) and "is not kept: there is no room" in came.news[0].problem
+
+
+def test_nor_does_what_the_memory_limit_of_the_job_leaves_no_room_for(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit the kernel would end a rank, or the agent."""
+    folder, server, came = there
+    _, found = image(here, KEY)
+    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(room, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    with pytest.raises(TransferError, match=r"no room for 10\.2 MB .* 5 MB are left of the job's memory limit"):
+        put(found, server.address, server.token, METER)
+    assert not list(folder.iterdir()) and came.wait(5.0)
+    assert came.news[0].problem.endswith(str(folder)) and "5 MB" in came.news[0].more, "figures change from try to try"
+
+
+def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, server, _ = there
+    image(folder, KEY)
+    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(room, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    with pytest.raises(NoRoom, match=r"no room for 10\.2 MB .* 5 MB are left"):
+        get(KEY, here, server.address, server.token, METER)
+    assert not list(here.iterdir())
+
+
+def test_a_peer_whose_kernel_is_silent_is_given_up_while_he_makes_room(there) -> None:
+    """Not before the time that is given to any silence."""
+    _, server, _ = there
+    with transfer._connected(server.address, server.token, {"what": "nothing"}) as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, again, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in transfer.KEEPALIVE)
+    assert idle + again * times == transfer.SILENT_SECONDS
 
 
 def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None:
@@ -135,7 +174,7 @@ def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None
     made.data[70_000] ^= 1
     with pytest.raises(OSError):
         get(KEY, here, server.address, server.token, METER)
-    assert came.wait(5.0) and "do not match their checksum" in came.news[0]
+    assert came.wait(5.0) and "do not match their checksum" in came.news[0].problem
     assert not found.path.exists() and not list(here.iterdir())
 
 
@@ -192,3 +231,106 @@ def test_bytes_on_their_way_are_counted_on_both_sides(here: Path, there) -> None
     before, mine = METER.moved, Meter()
     put(found, server.address, server.token, mine)
     assert mine.moved == found.used == METER.moved - before
+
+
+# ------------------------------------------------------------ what the server lives through
+def reached(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), 30.0)
+
+
+def test_an_error_of_accept_does_not_end_the_server_and_is_said(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells errors of the network, and of descriptors, there."""
+    folder, server, came = there
+    image(folder, KEY)
+    accept, errors = socket.socket.accept, [OSError(24, "Too many open files"), OSError(101, "Network is unreachable")]
+
+    def failing(listening: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise errors.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    for _ in range(2):  # the first one is taken by the accept that has waited since before
+        get(KEY, here, server.address, server.token, METER).path.unlink()
+    said = [news.problem for news in came.news]
+    assert ["Network is unreachable" in said[0], "Too many open files" in said[1]] == [True, True]
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection_and_no_place(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, server, came = there
+    image(folder, KEY)
+    start = threading.Thread.start
+
+    def failing(thread: threading.Thread) -> None:
+        if thread.name == "unicron-image":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", failing)
+        for _ in range(transfer.AT_ONCE + 1):
+            with pytest.raises(OSError):
+                get(KEY, here, server.address, server.token, METER)
+    assert came.wait(5.0) and "can't start new thread" in came.news[0].problem
+    assert get(KEY, here, server.address, server.token, METER).key == KEY
+
+
+def test_strangers_who_prove_nothing_keep_nobody_out(here: Path, there) -> None:
+    folder, server, _ = there
+    image(folder, KEY)
+    strangers = [reached(server.address) for _ in range(2 * transfer.STRANGERS)]
+    try:
+        assert get(KEY, here, server.address, server.token, METER).key == KEY
+        assert len(server._strangers._there) <= transfer.STRANGERS
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_the_whole_proof_has_a_limit_however_it_trickles_in(there, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server, _ = there
+    monkeypatch.setattr(transfer, "PROOF_SECONDS", 0.5)
+    with reached(server.address) as stranger:
+        stranger.recv(transfer.NONCE)
+        stranger.sendall(bytes(transfer.PROOF) + transfer._LENGTH.pack(transfer.MOST_REQUEST))
+
+        def ended() -> bool:
+            try:
+                stranger.sendall(b".")
+            except OSError:
+                return True
+            return False
+
+        wait_for(ended, "the server has ended the connection")  # long before it has the request
+
+
+@pytest.mark.parametrize("gives", [True, False], ids=["put", "get"])
+def test_who_makes_room_for_a_large_image_is_waited_for(
+    here: Path, there, monkeypatch: pytest.MonkeyPatch, gives: bool
+) -> None:
+    """The silence is limited by the image's length, for which a receiver makes room before its first byte."""
+    folder, server, _ = there
+    large = DATA * 4  # more than sockets hold
+    _, found = image(here if gives else folder, KEY, large)
+    fallocate = transfer.os.posix_fallocate
+
+    def slowly(*given: int) -> None:
+        time.sleep(2.5)
+        monkeypatch.setattr(transfer, "SILENT_SECONDS", 30.0)  # that is over
+        fallocate(*given)
+
+    monkeypatch.setattr(transfer.os, "posix_fallocate", slowly)
+    monkeypatch.setattr(transfer, "ROOM_RATE", found.used / 60)
+    monkeypatch.setattr(transfer, "SILENT_SECONDS", 1.5)
+    if gives:
+        put(found, server.address, server.token, METER)
+        assert [copy.key for copy in inventory(folder)] == [KEY]
+    else:
+        assert get(KEY, here, server.address, server.token, METER).used == found.used

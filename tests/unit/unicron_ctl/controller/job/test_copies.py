@@ -12,15 +12,18 @@ from unicron_ctl.protocol import wire
 class Node(FakeAgent):
     """An agent whose node has a memory; its ranks say with what they could go on."""
 
+    memory = True
+
     def __init__(self, world: World, element: int, node: str = "", ranks: int = 1, **settings):
         super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
 
     def register(self) -> None:
-        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
+        told = {"images": f"{self.node}:70", "token": f"token-{self.node}"} if self.memory else {}
+        self.world.to_core(self, self.registration(**told))
 
     def ready(self, *kept: tuple[int, str]) -> None:
         for slot in self.slots:
-            self.set(slot, state="waiting", remembers=True, kept=list(kept or [(0, "")]))
+            self.set(slot, state="waiting", remembers=self.memory, kept=list(kept or [(0, "")]))
 
     def has(self, iteration: int, *slots: int, mark: str = "m") -> None:
         """Images of the state of an iteration, of these slots' places."""
@@ -32,6 +35,12 @@ class Node(FakeAgent):
 
     def orders(self, kind: type) -> list:
         return [message for message in self.heard if isinstance(message, kind)]
+
+
+class Bare(Node):
+    """An agent that could make no folder in its node's memory."""
+
+    memory = False
 
 
 def come(agents: list[Node]) -> None:
@@ -49,6 +58,18 @@ def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1) -> tuple[
         agent.register()
         agent.ready()
     world.run(0.3)
+    assert world.job().phase == "running"
+    return world, agents
+
+
+def mixed(kinds: list[type[Node]], copies: int = 1, **settings) -> tuple[World, list[Node]]:
+    """Nodes with a memory, and nodes without."""
+    world = World()
+    agents = [kind(world, e, nodes=len(kinds), **settings) for e, kind in enumerate(kinds)]
+    for agent in agents:
+        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies)
+    come(agents)
+    world.run(2.0)
     assert world.job().phase == "running"
     return world, agents
 
@@ -145,6 +166,51 @@ def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
     assert not any(isinstance(message, wire.Cut) for _, message in world.sent)
 
 
+# ---------------------------------------------------------------- nodes without a memory
+def test_a_hot_spare_without_a_memory_does_not_keep_the_others_from_copies():
+    """Defect: one node without a memory, whatever it did, turned copies off for the whole job."""
+    world, agents = mixed([Node, Node, Bare], copies=2, replica=2, spares=1)
+    assert sorted(world.job().members) == [0, 1]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0], []]
+    cut = agents[0].orders(wire.Cut)[-1].iteration
+    for agent in agents[:2]:
+        agent.has(cut, 0, 1)
+    world.run(7.0)
+    assert agents[0].orders(wire.Cut)[-1].good == cut, "it is where it can be"
+    assert "no_copies" not in world.kinds()
+
+
+@pytest.mark.parametrize(("kinds", "given"), [([Node, Bare, Node], [[2], [], []]), ([Bare, Node, Node], [[], [2], []])])
+def test_what_others_train_too_is_copied_from_those_that_have_a_memory(kinds, given):
+    world, agents = mixed(kinds, copies=2, spares=1)
+    assert sorted(world.job().members) == [0, 1]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == given
+    assert "no_copies" not in world.kinds()
+
+
+def test_what_is_trained_without_a_memory_alone_keeps_all_from_copies_which_is_said_once():
+    world, agents = mixed([Node, Bare], replica=2)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
+    (said,) = [event.record for event in world.log if event.kind == "no_copies"]
+    assert (said.nodes, said.places) == (["n2"], [1])
+    assert "the memory of n2, and what is trained there alone (places [1])" in said.reason
+    agents[1].memory = True
+    agents[1].register()
+    world.run(2.0)
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
+    assert world.kinds().count("no_copies") == 1
+    world.check_replay()
+
+
+@pytest.mark.parametrize("kinds", [[Bare, Bare], [Node, Node, Node, Bare]])
+def test_where_no_copies_are_wanted_or_nobody_keeps_anything_there_is_nothing_to_say(kinds):
+    world, agents = mixed(kinds, replica=2)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents) and "no_copies" not in world.kinds()
+
+
+# ---------------------------------------------------------------- one cut after another
 def test_a_cut_is_named_ahead_and_the_next_one_when_enough_nodes_have_it():
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0]
@@ -243,13 +309,13 @@ def test_images_of_two_trainings_are_no_whole_together():
 
 
 # ---------------------------------------------------------------- getting one back
-def lost(world: World, agents: list[Node], kept: list[tuple[int, str]]) -> Node:
+def lost(world: World, agents: list[Node], kept: list[tuple[int, str]], kind: type[Node] = Node) -> Node:
     """Node 2 of a replica that lies across two is gone, with its memory; its element comes back elsewhere."""
     agents[1].silent = True
     world.dead_nodes.add("n2")
     world.agents.remove(agents[1])
     agents[0].set(0, state="stopped", kept=kept, broken=world.job().generation)
-    other = Node(world, 1, node="n7", nodes=2, replica=2)
+    other = kind(world, 1, node="n7", nodes=2, replica=2)
     other.register()
     other.ready()
     world.run(3.0)
@@ -275,6 +341,33 @@ def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
     world.check_replay()
 
 
+def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has_it():
+    """Its agent lives, but nothing goes between the two."""
+    world = World()
+    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
+    come(agents)
+    world.run(2.0)
+    for agent in (agents[0], agents[2]):
+        agent.has(40, 0, 1)
+    agents[1].silent = True
+    world.dead_nodes.add("n2")
+    world.agents.remove(agents[1])
+    agents[0].set(0, state="stopped", kept=[(50, "l"), (40, "m")], broken=world.job().generation)
+    other = Node(world, 1, node="n7", nodes=3, replica=2, spares=1)
+    other.register()
+    other.ready()
+    world.run(3.0)
+    assert other.orders(wire.Fetch)[-1].holder.address == "n1:70"
+    other.failing = {"n1:70": wire.Failing(1, "timed out")}
+    other.status()
+    world.run(2.0)
+    assert other.orders(wire.Fetch)[-1].holder.address == "n3:70"
+    other.ready((40, "m"), (0, ""))
+    world.run(1.0)
+    plan = world.job().plan
+    assert plan.iteration == 40 and "place 1: n7 from n3 (" in plan.reason and "not from n1: timed out" in plan.reason
+
+
 def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
     world, agents = started(nodes=2, replica=2)
     for agent in agents:
@@ -286,7 +379,17 @@ def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
     plan = world.job().plan
     assert world.job().phase == "running" and plan.iteration == 0
     assert "iteration 40 is left behind" in plan.reason
+    assert "(iteration 40 did not come: place 1: n7 from n1 (" in plan.reason
     assert len(other.orders(wire.Fetch)) > 10
+
+
+def test_a_newcomer_without_a_memory_is_not_waited_for_to_get_an_image():
+    world, agents = started(nodes=2, replica=2)
+    for agent in agents:
+        agent.has(40, 0, 1)
+    other = lost(world, agents, [(0, ""), (40, "m")], Bare)
+    world.run(1.0)
+    assert not other.orders(wire.Fetch) and world.job().phase == "running" and world.job().plan.iteration == 0
 
 
 def test_images_that_get_on_are_waited_for_but_not_without_end():
@@ -373,7 +476,8 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
     assert copies.wanted(world.core.view, job, reports, None) is None
 
 
-def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
+@pytest.mark.parametrize("fourth", [Node, Bare])
+def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies(fourth: type[Node]):
     world = World()
     agents = [Node(world, e, nodes=4, replica=2) for e in range(2)]
     come(agents)
@@ -383,7 +487,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies():
     cut = last.number
     for agent in agents:
         agent.has(last.iteration, 0, 1)
-    more = [Node(world, e, nodes=4, replica=2) for e in (2, 3)]
+    more = [kind(world, e, nodes=4, replica=2) for e, kind in ((2, Node), (3, fourth))]
     come(more)
     world.run(10.0)
     for agent in [*agents, *more]:

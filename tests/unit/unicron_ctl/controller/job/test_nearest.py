@@ -74,3 +74,42 @@ def test_what_one_place_lacks_nobody_is_asked_for():
     found = job({}, {}, {})
     assert nearest.ways(found, reports(0, 1), [0, 1], {0: there(found, 2)}, {}) == []
     assert nearest.ways(found, reports(0), [0, 1], {0: there(found, 2), 1: there(found, 2)}, {}) == []
+
+
+def failing(**times: int) -> dict[str, wire.Failing]:
+    """By the names of their nodes, as the agent tells it of their addresses."""
+    return {f"{node}:70": wire.Failing(count, "timed out") for node, count in times.items()}
+
+
+def reachable(found: SimpleNamespace) -> SimpleNamespace:
+    for agent in found.alive():
+        agent.images_at = f"{agent.node}:70"
+    return found
+
+
+def test_whoever_has_failed_the_receiver_is_asked_last_whatever_was_measured_before():
+    found = reachable(job({1: 5e8}, {}, {}, {}))
+    found.alive()[0].failing = failing(n1=1)
+    (way,) = nearest.ways(found, reports(0), [0], {0: there(found, 1, 2)}, {})
+    assert way.source.element == 2
+    assert way.words == "n0 from n2 (1,000.0 MB, 2.0 s at 500 MB/s supposed; not from n1: timed out)"
+    (other,) = nearest.ways(found, reports(2), [0], {0: there(found, 1, 3)}, {})
+    assert other.source.element == 1, "it has failed nobody else"
+    (only,) = nearest.ways(found, reports(0), [0], {0: there(found, 1)}, {})
+    assert only.source.element == 1, "where nobody else has it"
+    assert only.words.endswith("at 500 MB/s measured; tries that failed: 1, the last: timed out)")
+
+
+def test_those_who_have_all_failed_take_turns():
+    found = reachable(job({1: 5e8}, {}, {}, {}))
+    for times, source in (({"n1": 1, "n2": 1}, 1), ({"n1": 2, "n2": 1}, 2), ({"n1": 2, "n2": 2}, 1)):
+        found.alive()[0].failing = failing(**times)
+        (way,) = nearest.ways(found, reports(0), [0], {0: there(found, 1, 2)}, {})
+        assert way.source.element == source
+
+
+def test_another_rank_of_the_place_gets_it_where_one_cannot():
+    found = reachable(job({}, {}, {}))
+    found.alive()[0].failing = failing(n1=1)
+    (way,) = nearest.ways(found, reports(0, 2), [0], {0: there(found, 1)}, {})
+    assert (way.receiver.element, way.source.element) == (2, 1)

@@ -16,11 +16,14 @@ NAME = named(BASE, int(MARK, 16))
 class Node(FakeAgent):
     """An agent whose node has a memory; its ranks have a distributed optimizer."""
 
+    memory = True
+
     def __init__(self, world: World, element: int, ranks: int, node: str = "", **settings):
         super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
 
     def register(self) -> None:
-        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
+        told = {"images": f"{self.node}:70", "token": f"token-{self.node}"} if self.memory else {}
+        self.world.to_core(self, self.registration(**told))
 
     def ready(self) -> None:
         for slot in self.slots:
@@ -40,11 +43,15 @@ class Node(FakeAgent):
         return [message for message in self.heard if isinstance(message, kind)]
 
 
-def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1, **settings) -> tuple[World, list[Node]]:
+def started(
+    nodes: int, replica: int, ranks: int = 1, copies: int = 1, bare: int = -1, **settings
+) -> tuple[World, list[Node]]:
+    """bare: the element of a node without a memory."""
     world = World()
     agents = [Node(world, e, ranks, nodes=nodes, replica=replica) for e in range(nodes)]
     for agent in agents:
         agent.settings = replace(agent.settings, copies=copies, **settings)
+        agent.memory = agent.element != bare
         agent.register()
         agent.ready()
     world.run(0.3)
@@ -98,6 +105,24 @@ def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
     assert not any(agent.orders(wire.Cut) for agent in agents)
 
 
+def test_a_spare_without_a_memory_does_not_keep_the_others_from_copies():
+    """Defect: one node without a memory, whatever it did, turned copies off for the whole job."""
+    world, agents = started(nodes=3, replica=2, bare=2, spares=1)
+    assert sorted(world.job().members) == [0, 1] and told(agents) == [[1], [0], []]
+    assert "no_copies" not in world.kinds()
+
+
+def test_a_member_without_a_memory_keeps_all_from_copies_for_nobody_has_its_shard_of_a_cut():
+    world, agents = started(nodes=2, replica=2, bare=1)
+    world.run(10.0)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
+    (said,) = [event.record for event in world.log if event.kind == "no_copies"]
+    assert (said.nodes, said.places) == (["n2"], [1])
+    world, agents = started(nodes=2, replica=1, ranks=2, bare=1)
+    world.run(10.0)
+    assert "no_copies" not in world.kinds(), "heirs in other nodes are enough"
+
+
 def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes():
     world, agents = started(nodes=2, replica=2)
     cut = agents[0].orders(wire.Cut)[0].iteration
@@ -114,21 +139,22 @@ def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes
     assert last.iteration > cut and last.good == cut
 
 
-def lost(untrained: bool = False) -> tuple[World, list[Node], Node]:
+def lost(untrained: bool = False, memory: bool = True) -> tuple[World, list[Node], Node]:
     """Each of two nodes has one half of the model; the second one is gone, and another one is there instead."""
     world, agents = started(nodes=2, replica=2)
     agents[0].has(20, (0, 0), (1, 0), untrained=untrained)
     agents[1].has(20, (0, 0), (1, 0), untrained=untrained)
     world.run(1.0)
-    return world, agents, lose_the_second(world, agents)
+    return world, agents, lose_the_second(world, agents, memory)
 
 
-def lose_the_second(world: World, agents: list[Node]) -> Node:
+def lose_the_second(world: World, agents: list[Node], memory: bool = True) -> Node:
     """Returns the one that is there instead."""
     agents[1].silent = True
     world.dead_nodes.add("n2")
     agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[wire.Shards(NAME, 23, 1, [0])])
     new = Node(world, 1, 1, "n5", nodes=2, replica=2)
+    new.memory = memory
     world.run(60.0)
     new.register()
     new.ready()
@@ -148,6 +174,11 @@ def test_after_a_loss_each_shard_comes_to_a_rank_of_its_place_and_the_job_goes_b
     world.run(2.0)
     plan = [event.record.plan for event in world.log if event.kind == "plan"][-1]
     assert plan.state == (NAME, 20) and plan.members == [0, 1] and world.job().phase != "forming"
+
+
+def test_a_newcomer_without_a_memory_is_not_waited_for_to_get_a_shard():
+    _, agents, new = lost(memory=False)
+    assert not new.orders(wire.Fetch) and not agents[0].orders(wire.Fetch)
 
 
 def test_what_goes_with_the_shards_comes_before_them():
