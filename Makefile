@@ -18,12 +18,11 @@ LEADERBOARD_ARGS ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST  := $(BIN)/python -m pytest --dist loadfile
-UNIT  := $(TEST) -n 2 tests/unit
 # tests/conftest.py has the order of their files.
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system system-test plugin demo test test-long test-unit lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-slurm test-wide test-long test-unit lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -51,23 +50,31 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-test test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+test test-slurm test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; not what is marked `long`
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; under eight minutes
 ifeq ($(PYTEST_ARGS),)
-	$(UNIT)
-	$(WAITS) -n 3 -m "not long" tests/process
-	$(WAITS) -n 2 -m "not long and not alone" tests/slurm
-	$(BIN)/python -m pytest -m alone tests/slurm
+	@echo "The pure tests and those on Slurm, side by side: what they print comes when each is through."
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-unit test-slurm
+	$(WAITS) -n 3 -m "not wide and not long" tests/process
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
+test-wide: system-test venv plugin   ## further shapes of what `make test` proves, and the demo; `.ci/run` runs both
+	$(WAITS) -n 3 -m "wide and not long" tests/process
+	$(WAITS) -n 2 -m "wide and not long and not alone" tests/slurm
+	$(BIN)/python -m pytest -m alone tests/slurm
+
 test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
+# Those on Slurm wait for half of their time, in which the pure ones compute.
+test-slurm:      # of `make test`
+	$(WAITS) -n 2 -m "not wide and not long" tests/slurm
+
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
-	$(UNIT) $(UNIT_ARGS)
+	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
 
 lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .

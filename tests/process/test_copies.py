@@ -68,6 +68,7 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
         assert incarnations == [0, 0], "the survivor went back without a new process"
 
 
+@pytest.mark.wide
 def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(tmp_path: Path) -> None:
     """Only the spare has a copy of that half, and nobody has to send it anything. Whoever comes last of the two nodes
     whose ranks could train the first half is the spare."""
@@ -93,6 +94,31 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
         assert job.job()["ledger_violations"] == 0
 
 
+@pytest.mark.wide
+def test_two_copies_bear_the_loss_of_both_nodes_that_train_a_half(tmp_path: Path) -> None:
+    """Two replicas: the halves of both nodes are gone, each with the memory in which it lay."""
+    with Halves(tmp_path, nodes=4, UNICRON_STATE_COPIES="2", **SETTINGS) as job:
+        job.wait(lambda: job.trains([0, 1, 2, 3], 1), "training")
+        first = job.wait(
+            lambda: [one for n in ("n1", "n3") for s in (0, 2) for one in job.copies(n, s)], "a third copy"
+        )
+        cut = first[0].key.iteration
+        job.wait(lambda: job.trains([0, 1, 2, 3], cut + 3), "some iterations more")
+        before = job.array.losses(1)
+        for element in (0, 2):
+            job.power_failure(element, f"n{element}")
+        for element in (0, 2):
+            job.array.start(element, SLURMD_NODENAME=f"n{5 + element}")
+        plan = job.on_again()
+        assert cut <= plan["iteration"] <= before[-1]["iteration"] + 1 and len(plan["members"]) == 4
+        assert f"from iteration {plan['iteration']} (place 0: " in plan["reason"], "from a copy, and from no file"
+        again, first_time = losses(job.array.losses(1)[len(before) :]), losses(before)
+        both = again.keys() & first_time.keys()
+        assert {i: again[i] for i in both} == pytest.approx({i: first_time[i] for i in both}, rel=1e-6)
+        assert job.job()["ledger_violations"] == 0
+
+
+@pytest.mark.wide
 def test_a_controller_that_is_started_again_goes_on_with_cuts_while_all_ranks_train(tmp_path: Path) -> None:
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:
         job.both_copied()

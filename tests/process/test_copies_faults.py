@@ -40,7 +40,11 @@ def test_where_all_who_had_a_part_of_the_state_are_lost_the_job_goes_on_from_the
         assert job.job()["ledger_violations"] == 0
 
 
-@pytest.mark.parametrize("element", [pytest.param(0, marks=pytest.mark.long), 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize(
+    "element",
+    [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.wide)],
+    ids=["sender", "receiver"],
+)
 def test_an_agent_is_killed_in_the_middle_of_a_transfer(tmp_path: Path, element: int) -> None:
     """Slot 0's half is on its way to n1. What has not come whole is gone, and the job goes on from what its nodes have
     in memory; then copies are made again."""
@@ -58,6 +62,7 @@ def test_an_agent_is_killed_in_the_middle_of_a_transfer(tmp_path: Path, element:
         assert not any(path.exists() for path in half)
 
 
+@pytest.mark.wide
 def test_a_node_without_room_for_copies_says_so_once_and_the_job_trains_on(tmp_path: Path) -> None:
     """The limit is the kernel's own, on what the receiving agent may write; its rank's memory has room."""
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:

@@ -38,8 +38,8 @@ def strike(job: World, fault: str, **more) -> dict:
     [
         ("rank-kill", "killed_from_outside", "process exit"),
         ("exception:cuda", "illegal_memory_access", "exception"),
-        ("oom", "host_out_of_memory", "exception"),
-        ("full-disk", "disk_full", "exception"),
+        pytest.param("oom", "host_out_of_memory", "exception", marks=pytest.mark.wide),
+        pytest.param("full-disk", "disk_full", "exception", marks=pytest.mark.wide),
         ("hang-gil", "task_hang", "statistics"),
     ],
 )
@@ -66,7 +66,9 @@ def test_garbage_from_an_agent_is_dropped(job):
     assert len(job.failures()) == before
 
 
-@pytest.mark.parametrize("fault", [pytest.param("lost-network", marks=pytest.mark.long), "black-hole"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("lost-network", marks=pytest.mark.long), pytest.param("black-hole", marks=pytest.mark.wide)]
+)
 def test_who_is_silent_and_reached_by_nobody_is_lost_and_comes_back(job, fault):
     """Whether its ranks' connections break or, as with lost packets, do not: its peers are not blamed."""
     before = max(event["id"] for event in job.events())

@@ -75,6 +75,7 @@ def test_a_job_goes_on_in_another_layout(tmp_path, undisturbed, one, other):
     proof.close(found, undisturbed(*one), LOSSES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -91,6 +92,7 @@ def test_experts_with_their_biases_and_further_tokens_go_on_too(tmp_path, undist
     proof.close(found, undisturbed(*one, **settings), LOSSES_ROUNDED)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -2,7 +2,8 @@
 distributed optimizer.
 
 Real ranks, ZeroMQ and gloo; Megatron-core training on CPU. Each run is compared, place by place, with one of the same
-layout in which nothing fails. `MATRIX` is layout x kind x moment; a spread of it runs always, all of it is `long`.
+layout in which nothing fails. `MATRIX` is layout x kind x moment; a spread of it runs always, some more
+of it is `wide`, the rest `long`.
 """
 
 from __future__ import annotations
@@ -33,20 +34,29 @@ MATRIX = [
 ]
 SPREAD = {
     ("dp", "sharded-overlap", "after"),
-    ("dp", "sharded-overlap", "twice"),
     ("dp", "no-copies", "proof"),
-    ("tp", "dropout", "both"),
     ("tp", "sharded-no-copies", "step"),
     ("tp", "sharded", "after"),
-    ("pp", "tokens", "backward"),
     ("pp", "plain", "resume"),
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
     ("pp", "bf16", "error"),
+}
+WIDER = {
+    ("dp", "sharded-overlap", "twice"),
+    ("tp", "dropout", "both"),
+    ("pp", "tokens", "backward"),
     ("pp", "fp16", "norm"),
     ("dp", "experts-bias", "twice"),
     ("pp", "sharded-mtp", "after"),
 }
+
+
+def tier(case: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
+    """What a case of :data:`MATRIX` is marked with."""
+    if case in SPREAD:
+        return ()
+    return (pytest.mark.wide if case in WIDER else pytest.mark.long,)
 
 
 SILENT_SPREAD = {
@@ -99,10 +109,7 @@ def run(references, tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "moment"),
-    [
-        pytest.param(*case, id=" ".join(case), marks=() if case in SPREAD else pytest.mark.long)
-        for case in sorted(MATRIX)
-    ],
+    [pytest.param(*case, id=" ".join(case), marks=tier(case)) for case in sorted(MATRIX)],
 )
 def test_any_layout_at_any_moment(run, layout, kind, moment):
     size = size_of(LAYOUTS[layout][0])
@@ -140,7 +147,11 @@ def test_a_rank_that_starts_again_completes_its_replica_with_those_that_stood_by
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [("tp", "sharded"), ("pp", "plain"), pytest.param("tp-pp", "plain", marks=pytest.mark.long)],
+    [
+        ("tp", "sharded"),
+        pytest.param("pp", "plain", marks=pytest.mark.wide),
+        pytest.param("tp-pp", "plain", marks=pytest.mark.long),
+    ],
 )
 def test_the_ranks_of_a_lone_replica_leave_their_schedule_together(tmp_path, layout, kind):
     """Defect: its schedule went over the world's connections, which a Break without losses cuts."""

@@ -51,7 +51,7 @@ def written(rank: subprocess.Popen) -> int:
     return int(Path(f"/proc/{rank.pid}/io").read_text().split()[3])
 
 
-@pytest.mark.parametrize("survivor", ["sender", "receiver"])
+@pytest.mark.parametrize("survivor", ["sender", pytest.param("receiver", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("how", [pytest.param("gloo", marks=pytest.mark.long), "given up"])
 def test_a_peer_dies_while_its_message_is_on_its_way(how, survivor):
     """gloo's own wait goes on until its time-out; when this fails, `transition.waiting` is not needed any more."""

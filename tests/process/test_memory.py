@@ -107,7 +107,14 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
     assert trained(tmp_path, losses) == kept[0] - 1
 
 
-@pytest.mark.parametrize("at", ["half", "copied", *(pytest.param(at, marks=pytest.mark.long) for at in REST)])
+@pytest.mark.parametrize(
+    "at",
+    [
+        "half",
+        pytest.param("copied", marks=pytest.mark.wide),
+        *(pytest.param(at, marks=pytest.mark.long) for at in REST),
+    ],
+)
 def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tmp_path, at, losses):
     """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it."""
     faults = json.dumps([fault(1, 5, at)])
@@ -119,6 +126,7 @@ def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tm
     assert trained(tmp_path, with_one) == (5 if at == "copied" else 4)
 
 
+@pytest.mark.wide
 def test_a_plain_module_with_its_buffers_and_schedule(tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -197,7 +205,7 @@ def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_
     ("roomless", "kind"),
     [
         pytest.param(None, {}, marks=pytest.mark.long),
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.wide),
         *(pytest.param(slot, FROZEN, marks=pytest.mark.long) for slot in (None, 0, 1)),
     ],
 )
@@ -239,7 +247,7 @@ def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
         ({"TINY_LAYOUT": "2 1 1"}, True),
         pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
         pytest.param({"TINY_DISTOPT": "1"}, True, marks=pytest.mark.long),
-        ({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True),
+        pytest.param({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True, marks=pytest.mark.wide),
     ],
     ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
@@ -299,7 +307,7 @@ def ended_and_on_again(tmp_path: Path, kind: dict[str, str], next_one: dict[str,
     ("kind", "next_one"),
     [
         pytest.param({}, {}, marks=pytest.mark.long, id="all is trained"),
-        pytest.param({"TINY_EXPERTS": "bias"}, {}, id="biases"),
+        pytest.param({"TINY_EXPERTS": "bias"}, {}, marks=pytest.mark.wide, id="biases"),
         pytest.param(FROZEN, BUILT, marks=pytest.mark.long, id="frozen"),
         pytest.param(FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT, marks=pytest.mark.long, id="frozen TP"),
     ],
@@ -313,7 +321,7 @@ def test_what_slurm_ends_goes_to_files_with_a_distributed_optimizer_too_bit_for_
 @pytest.mark.parametrize(
     ("kind", "next_one", "apart"),
     [
-        (FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT | {"TINY_LAYOUT": "1 1 1"}, 1e-5),
+        pytest.param(FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT | {"TINY_LAYOUT": "1 1 1"}, 1e-5, marks=pytest.mark.wide),
         # A token between two experts may go to the other one.
         pytest.param({"TINY_EXPERTS": "bias"}, {"TINY_LAYOUT": "1 2 1"}, 1e-3, marks=pytest.mark.long),
     ],
@@ -324,6 +332,7 @@ def test_what_slurm_ends_goes_to_files_that_ranks_of_another_layout_read(tmp_pat
     assert again == pytest.approx(wanted, rel=apart)
 
 
+@pytest.mark.wide
 def test_by_the_clock_both_halves_of_a_replica_write_the_same_iterations(tmp_path):
     saves = tmp_path / "saves"
     settings = {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}

@@ -25,12 +25,15 @@ ALL = [0, 1, 2, 3]
 
 
 def world(folder: Path, nodes: list[str], per_node: int, *saves: tuple[int, list[int], bool]) -> list:
-    """What each rank of a world on these nodes finds; then it saves (iteration, ranks, replicated) in turn."""
+    """What each rank of a world on these nodes finds; then it saves (iteration, ranks, replicated) in turn. A node
+    without a name has no memory."""
     processes = []
     for rank, environment in enumerate(of_a_world(len(nodes) * per_node)):
-        memory = folder / nodes[rank // per_node]
-        memory.mkdir(exist_ok=True)
-        local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "UNICRON_MEMORY": str(memory)}
+        memory = ""
+        if node := nodes[rank // per_node]:
+            memory = str(folder / node)
+            Path(memory).mkdir(exist_ok=True)
+        local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "UNICRON_MEMORY": memory}
         said = {"REMEMBERS_OUT": str(folder), "REMEMBERS_SAVES": json.dumps(saves), "OMP_NUM_THREADS": "1"}
         processes.append(Script(HERE / "remembers.py", environment=environment | local | said))
     ended = [process.wait(LIMIT) for process in processes]
@@ -42,6 +45,7 @@ def own(iteration: int, ranks: list[int] = ALL) -> list:
     return [[iteration, [100.0 * rank + iteration] * 2] for rank in ranks]
 
 
+@pytest.mark.wide
 def test_each_rank_gets_its_own_of_the_newest_iteration_that_all_have(tmp_path):
     nodes = ["a", "b"]
     assert world(tmp_path, nodes, 2, (1, ALL, False), (2, ALL, False), (3, [0, 1, 2], False)) == [None] * 4
@@ -58,6 +62,13 @@ def test_what_all_have_alike_is_enough_if_one_rank_has_it(tmp_path):
     shutil.rmtree(tmp_path / "a")
     assert world(tmp_path, ["b"], 1, (3, [0], True)) == [[2, [2.0, 2.0]]], "the node that was first is gone"
     assert world(tmp_path, ["b", "c"], 1) == [[3, [3.0, 3.0]]] * 2
+
+
+def test_ranks_whose_node_has_no_memory_take_part_and_get_what_the_others_have(tmp_path):
+    assert world(tmp_path, ["a", ""], 1, (1, [0, 1], True)) == [None] * 2
+    assert world(tmp_path, ["", "a"], 1) == [[1, [1.0, 1.0]]] * 2
+    assert world(tmp_path, ["b", ""], 1, (2, [0, 1], False)) == [None] * 2
+    assert world(tmp_path, ["b", ""], 1) == [None] * 2, "nobody has what was rank 1's"
 
 
 def test_each_rank_gets_its_own_from_whichever_node_has_it(tmp_path):
@@ -171,6 +182,7 @@ def test_a_node_is_lost_and_its_ranks_go_on_from_the_copies_in_the_next_one(tmp_
         job.end()
 
 
+@pytest.mark.wide
 def test_another_element_takes_over_rank_numbers_move_and_a_damaged_copy_is_not_used(tmp_path):
     """The first node is lost: the second one's ranks are the first now, and their states go to the new one's."""
     settings = {"SAVES_OWN": "1", "SLURM_ARRAY_TASK_COUNT": "3", "UNICRON_MIN_NODES": "2"}

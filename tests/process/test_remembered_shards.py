@@ -74,7 +74,7 @@ def begun(ranks: Ranks) -> tuple[int, int] | None:
     return plan.state
 
 
-@pytest.mark.parametrize("shape", ["dp", "tp"])
+@pytest.mark.parametrize("shape", [pytest.param("dp", marks=pytest.mark.wide), "tp"])
 def test_all_ranks_are_killed_and_go_on_from_memory_with_no_iteration_lost(tmp_path, memory, undisturbed, shape):
     late = all_at(shape, "fetch", kind="late", delay=0.1)
     ranks = train(tmp_path, shape, late, UNICRON_MEMORY=str(memory))
@@ -89,7 +89,7 @@ def test_all_ranks_are_killed_and_go_on_from_memory_with_no_iteration_lost(tmp_p
     [
         pytest.param("dp", "export", {}, marks=pytest.mark.long),
         ("dp", "filled", {}),
-        ("tp", "copies", {}),
+        pytest.param("tp", "copies", {}, marks=pytest.mark.wide),
         pytest.param("dp", "confirm", {}, marks=pytest.mark.long),
         pytest.param("tp", "confirm", {"kind": "late", "delay": 0.002}, marks=pytest.mark.long),
     ],
@@ -127,6 +127,7 @@ def test_survivors_go_back_with_the_others_to_the_newest_state_that_is_whole(tmp
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+@pytest.mark.wide
 def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
     """A parameter that has its value from the first processes alone."""
     train(tmp_path / "reference", "tp", [], TINY_FROZEN="1")
@@ -209,6 +210,7 @@ def test_both_holders_of_a_shard_are_lost_and_the_job_goes_on_from_the_file_and_
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+@pytest.mark.wide
 def test_where_what_is_not_trained_is_nowhere_the_shards_are_passed_over_and_the_file_is_taken(tmp_path, memory, capfd):
     """Nobody goes on with trained parameters and with what the script has made of the others."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_FROZEN": "1"}

@@ -85,6 +85,7 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost(tmp_path: Path, frozen:
         assert incarnations == [0, 0], "the survivor went back without a new process"
 
 
+@pytest.mark.wide
 def test_the_one_node_with_all_replicas_is_lost_and_the_spare_has_their_shards(tmp_path: Path) -> None:
     """Slurm starts its element on another node; whichever of the two goes on has them, or gets them."""
     ranks = {"UNICRON_RANKS_PER_NODE": "2", "UNICRON_SPARES": "1", "TINY_LAYOUT": "1 1 1"}

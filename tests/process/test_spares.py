@@ -71,6 +71,7 @@ def test_the_lost_element_comes_back_as_the_spare_and_nobody_stops_for_it(world)
     assert world.job()["generation"] == generation
 
 
+@pytest.mark.wide
 def test_a_rank_whose_new_process_takes_long_is_replaced_and_becomes_the_spare(world):
     (spare,) = spares(world)
     victim = world.job()["members"][1]
@@ -122,6 +123,7 @@ def test_two_lost_at_once_take_both_spares_of_a_job_with_two_ranks_a_node_and_te
         assert world.job()["ledger_violations"] == 0
 
 
+@pytest.mark.wide
 def test_a_plain_program_is_started_again_in_a_world_with_the_spare(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

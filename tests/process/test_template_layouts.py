@@ -90,6 +90,7 @@ FURTHER = "--mtp-num-layers 2 --untie-embeddings-and-output-weights "
 FP16 = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 "  # too large for two iterations or more
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("ranks", "layout", "model"),
     [
@@ -158,6 +159,7 @@ def test_dropout_is_the_same_whoever_computes_a_micro_batch(dataset, reference):
     assert one["losses"] != pytest.approx(reference["losses"], rel=1e-3), "there is dropout"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(1, ""), *(pytest.param(ranks, more, marks=pytest.mark.long) for ranks, more in ((4, TP + PP), (2, INTERLEAVED)))],
@@ -226,7 +228,7 @@ def test_a_checkpoint_of_any_layout_is_gone_on_with_in_any_other(dataset, refere
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, SHARDED + "--bf16"),
+        pytest.param(2, SHARDED + "--bf16", marks=pytest.mark.wide),
         pytest.param(
             2,
             PP + "--untie-embeddings-and-output-weights --attention-dropout 0.1 --hidden-dropout 0.1",

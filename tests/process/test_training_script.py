@@ -71,7 +71,11 @@ LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [pytest.param(2, [], marks=pytest.mark.long), (3, ["--overlap-grad-reduce"]), (4, LAYOUT)],
+    [
+        pytest.param(2, [], marks=pytest.mark.long),
+        pytest.param(3, ["--overlap-grad-reduce"], marks=pytest.mark.wide),
+        pytest.param(4, LAYOUT, marks=pytest.mark.wide),
+    ],
 )
 def test_any_number_of_ranks_gives_the_same_losses(dataset, reference, tmp_path, ranks, more):
     log = train(ranks, "--data-path", dataset, "--metrics", tmp_path / "metrics", *SMALL, *more)
@@ -125,6 +129,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(dataset, tmp_path):
         assert result.stderr.splitlines()[-1].startswith("train_gpt: ")
 
 
+@pytest.mark.wide
 def test_bf16_trains_and_a_run_can_be_repeated_bit_for_bit(dataset, tmp_path):
     runs = []
     for name in ("one", "two"):
@@ -161,6 +166,7 @@ def test_the_adapter_refuses_another_release_of_megatron(monkeypatch):
         cpu_adapter._check_release()
 
 
+@pytest.mark.wide
 def test_what_the_dataset_builder_writes_is_what_megatron_reads(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from detector.supervise import Child, reap_orphans
+from detector.supervise import Child, adopt_orphans, reap_orphans
 from tests.support.processes import is_alive, state_of, wait_for
 from tests.support.warm import Warm
 from unicron_ctl.agent.template import TRIES, Template
@@ -248,6 +248,7 @@ def test_what_a_site_relies_on_is_there(script, begin, tmp_path):
     assert run_warm(warm, tmp_path) == (0, "here True\n", "")
 
 
+@pytest.mark.wide
 def test_random_numbers_are_each_processes_own_unless_an_import_chose_them(script, begin, tmp_path):
     draws = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
     warm = begin(script(draws))
@@ -291,6 +292,7 @@ def test_a_template_that_dies_in_the_middle_of_a_fork(script, begin, tmp_path):
     assert coming.child() is None and "ended with -9" in coming.cold
 
 
+@pytest.mark.wide
 def test_a_template_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
     warm = begin(script(SLEEPS))
     template = warm.template
@@ -352,6 +354,42 @@ def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, 
     gate.touch()
     warm.serve(lambda: warm.template.ready)
     assert run_warm(warm, tmp_path) == (0, "here\n", "")
+
+
+def test_eight_that_are_asked_for_at_once_are_all_warm_however_slow_the_look_at_the_files(
+    script, begin, tmp_path, monkeypatch
+):
+    """Defect: each had a look of its own, and all of them together the time of one."""
+    monkeypatch.setattr(Warm, "patience", (8.0, 60.0))
+    looks = tmp_path / "looks"
+    module = f"""
+        import os, time
+
+        plain, mine = os.stat, __file__
+
+        def slow(path, **settings):
+            if path == mine:
+                with open({str(looks)!r}, "a") as file:
+                    file.write("x")
+                time.sleep(1.5)
+            return plain(path, **settings)
+
+        os.stat = slow
+    """
+    script(module, "slow.py")
+    warm = begin(script("import slow\nprint('here')\n"))
+    adopt_orphans()
+    try:
+        comings = [warm.template.ask(warm.environment) for _ in range(8)]
+        warm.serve(lambda: all(coming.settled for coming in comings))
+    finally:
+        adopt_orphans(False)
+    assert [coming.cold for coming in comings] == [""] * 8
+    assert looks.read_text() == "xx", "when all was imported, and for the eight"
+    children = [coming.child() for coming in comings]
+    assert [child.reap(60.0) for child in children] == [0] * 8
+    for child in children:
+        child.close()
 
 
 def test_behind_a_wrapper_that_stays_in_front_ranks_start_cold(begin, script, tmp_path):

@@ -102,6 +102,7 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its template")
 
 
+@pytest.mark.wide
 def test_the_store_is_a_fork_too_and_a_process_of_its_own_when_that_has_ended(fake, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"import torch\n{WAITS}")
@@ -124,6 +125,7 @@ def test_the_store_is_a_fork_too_and_a_process_of_its_own_when_that_has_ended(fa
         job.close()
 
 
+@pytest.mark.wide
 def test_a_store_that_cannot_be_forked_starts_cold(fake, tmp_path):
     """The script's imports change what it needs; what the fork says of it is heard."""
     (tmp_path / "spoils.py").write_text("import os\nos.nice = lambda by: 1 / 0\n")
@@ -188,6 +190,7 @@ def test_a_value_that_says_neither_is_one_clear_line(fake, tmp_path):
     assert job.agents[0].log == "unicron-agent: UNICRON_WARM='yes': write 0 to start every rank cold, or unset it\n"
 
 
+@pytest.mark.wide
 def test_fifty_restarts_in_a_row_leak_nothing(fake, tmp_path):
     """Neither descriptors nor processes nor memory, of the agent and of the template."""
     script = tmp_path / "train.py"
@@ -245,6 +248,7 @@ def test_programs_of_restart_mode_are_forked_too(tmp_path):
         controller.close()
 
 
+@pytest.mark.wide
 def test_a_socket_folder_that_a_cleaner_has_removed_is_made_again(fake, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, time, transition\ntransition.init_process_group('gloo')\ntime.sleep(600)\n")

@@ -49,6 +49,7 @@ def seconds(text: str) -> float:
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
+@pytest.mark.wide
 def test_a_lost_node_and_a_killed_job_in_the_history_of_slurmdbd(accounted: LocalCluster, tmp_path: Path):
     """A job of two nodes loses one and is requeued; another is killed and submitted again; a third ends by itself."""
 

@@ -33,6 +33,7 @@ def submit(cluster: LocalCluster, controller: Controller, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
 def test_a_pipeline_over_nodes_that_loses_one(cluster: LocalCluster, controller: Controller, tmp_path: Path) -> None:
     submit(cluster, controller, tmp_path)
 

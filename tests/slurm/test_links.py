@@ -211,7 +211,7 @@ def test_two_nodes_cut_apart_reach_all_others(cluster: LocalCluster) -> None:
     assert_reaches(cluster, "n3", "n1")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.wide), 0.3])
 def test_a_share_of_packets_is_lost(cluster: LocalCluster, share: float) -> None:
     cluster.links.loss(["n2"], share)
     with start(cluster, "n2", COUNT, "9002") as counter:
@@ -262,7 +262,7 @@ def test_two_clusters_with_links_live_side_by_side(cluster: LocalCluster, tmp_pa
     assert_reaches(cluster, "n1", "head")
 
 
-@pytest.mark.parametrize("calls", [2, 3, 5, 7, 9, 11])
+@pytest.mark.parametrize("calls", [2, *(pytest.param(calls, marks=pytest.mark.wide) for calls in (3, 5, 7, 9, 11))])
 def test_a_crash_half_way_up_is_cleared_by_down_and_mended_by_up(tmp_path: Path, calls: int) -> None:
     cluster = LocalCluster(tmp_path / "state", nodes=2, links=True)
     try:

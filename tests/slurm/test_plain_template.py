@@ -38,6 +38,7 @@ def environment(cluster: LocalCluster, controller: Controller) -> dict[str, str]
     return outside | cluster.env() | said
 
 
+@pytest.mark.wide
 def test_a_rank_is_killed_and_the_losses_are_those_of_one_undisturbed_process(
     cluster: LocalCluster, controller: Controller, tmp_path: Path
 ) -> None:
