@@ -49,7 +49,8 @@ def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory
     said: list[str] = []
     writer = Files(memory, lambda key: True, 0.0, said.append)
     wait_for(lambda: not any(name.exists() for name in names), "the files")
-    assert iterations(tmp_path / "saves") == [6, 4] and writer.results.take() == [2, 4, 6] and not said
+    wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
+    assert writer.results.take() == [2, 4, 6] and not said
     writer.ask(rests=False)
     aside(memory, 7)
     writer.close(20.0)
