@@ -22,7 +22,7 @@ TEST  := $(BIN)/python -m pytest --dist loadfile
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-.PHONY: help venv system system-test plugin demo test test-slurm test-wide test-long test-unit lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-others test-wide test-long test-unit lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -50,13 +50,12 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-test test-slurm test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+test test-others test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; under eight minutes
 ifeq ($(PYTEST_ARGS),)
-	@echo "The pure tests and those on Slurm, side by side: what they print comes when each is through."
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-unit test-slurm
-	$(WAITS) -n 3 -m "not wide and not long" tests/process
+	@echo "The pure tests, and beside them those on Slurm and then those of several processes: each tier prints when it is through."
+	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
@@ -69,9 +68,10 @@ test-wide: system-test venv plugin   ## further shapes of what `make test` prove
 test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
-# Those on Slurm wait for half of their time, in which the pure ones compute.
-test-slurm:      # of `make test`
+# They wait for half of their time, in which the pure ones compute.
+test-others:     # of `make test`
 	$(WAITS) -n 2 -m "not wide and not long" tests/slurm
+	$(WAITS) -n 3 -m "not wide and not long" tests/process
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
 	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
