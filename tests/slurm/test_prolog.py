@@ -125,6 +125,19 @@ def test_prolog_removes_what_other_users_jobs_have_left_and_nobody_holds(prolog:
     assert f"{names[0]} removed: another user's job has the node" in prolog.said()
 
 
+def test_a_folders_name_makes_the_prolog_remove_and_say_nothing_else(prolog: Hook, monkeypatch) -> None:
+    """Whoever may write to shared memory chooses its names; the prolog is root, wherever it runs."""
+    (prolog.folder / "unicron.77.n1.1000\nother\n1\tjob 1: $(exit)").mkdir()
+    (prolog.folder / "other").mkdir()
+    (prolog.folder / "1").mkdir()
+    monkeypatch.chdir(prolog.folder)
+    prolog.settings["UNICRON_SHM_STRANGERS"] = "100"
+    assert prolog(**JOB, SLURM_JOB_UID=str(os.getuid() + 1)) == 0
+    assert {path.name for path in prolog.folder.iterdir() if path.is_dir()} == {"other", "1"}
+    (line,) = prolog.said().splitlines()
+    assert "/unicron.77.n1.1000?other?1?job?1????exit? removed" in line
+
+
 def test_prolog_concludes_nothing_from_odd_gpu_names(prolog: Hook) -> None:
     prolog.settings["UNICRON_CHECK_GPU"] = "on"
     assert prolog(**JOB, SLURM_JOB_GPUS="0,$(exit 100)") == 0 and "check gpu can't tell" in prolog.said()
