@@ -6,8 +6,8 @@
   `[start, end]`.
 - CSV with a header that names a node, a start and a stop.
 
-Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. A node is away from
-its first open fault until the last one has ended.
+Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
+seconds. A node is away from its first open fault until the last one has ended.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _plain(field: str) -> str:
 
 def read_csv(text: str) -> list[tuple[int, list[str]]]:
     """(number of the line, fields) of each line that is not empty. Raises csv.Error."""
-    return [(number, row) for number, row in enumerate(csv.reader(text.splitlines()), 1) if any(map(str.strip, row))]
+    return [(number, row) for number, row in enumerate(csv.reader(text.split("\n")), 1) if any(map(str.strip, row))]
 
 
 # ------------------------------------------------------------ both
@@ -210,14 +210,22 @@ def _moment(path: str | Path, number: int, value: object, open_end: bool = False
     text = str(value).strip() if value is not None else ""
     if open_end and text.lower() in ("", "none", "null", "unknown", "nan", "inf"):
         return math.inf, False
-    with_zone = re.sub(r"[zZ]$", "+00:00", text)
-    try:
-        moment = datetime.datetime.fromisoformat(with_zone)
-    except ValueError:
+    moment = _date(text)
+    if moment is None:
         return _number(path, number, value), False
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=datetime.UTC)
     return moment.timestamp(), True
+
+
+def _date(text: str) -> datetime.datetime | None:
+    """None: it is none. Eight digits are seconds, which fromisoformat takes for a date."""
+    if re.fullmatch(r"[\d.]+", text):
+        return None
+    try:
+        return datetime.datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
+    except ValueError:
+        return None
 
 
 def _number(path: str | Path, number: int, value: object) -> float:

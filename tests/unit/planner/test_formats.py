@@ -91,6 +91,40 @@ def test_start_and_stop_in_seconds(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", ["csv", "json"])
+@pytest.mark.parametrize(
+    "start, stop", [("11011231", "11011240"), ("20150630", "20160101.25"), ("20150630.5", "20160101")]
+)
+def test_eight_digits_are_seconds_and_no_date(tmp_path, kind, start, stop):
+    path = tmp_path / f"t.{kind}"
+    if kind == "csv":
+        path.write_text(f"node,start,stop\na,{start},{stop}\nb,5,99999999\n")
+    else:
+        path.write_text(f'{{"a": [[{start}, {stop}]], "b": [[5, 99999999]]}}')
+    assert [(seconds, what, node) for seconds, what, node, _ in rows(path)] == [
+        (5, "fail", "b"),
+        (float(start), "fail", "a"),
+        (float(stop), "join", "a"),
+        (99999999, "join", "b"),
+    ]
+
+
+def test_a_date_without_dashes_is_one_by_its_time(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("node,start,stop\na,20260101T000000,20260101T010000Z\n")
+    assert [seconds for seconds, *_ in rows(path)] == [0, 3600]
+
+
+def test_only_a_line_break_ends_a_line(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("node,cause,start,stop\r\na,ecc \u2028 error\x0b,5,10\r\nb,disk\x85,6,\r\n", encoding="utf-8")
+    assert rows(path) == [
+        (5, "fail", "a", "ecc_error"),
+        (6, "fail", "b", "local_disk_error"),
+        (10, "join", "a", ""),
+    ]
+
+
 @pytest.mark.parametrize(
     "text,why",
     [
