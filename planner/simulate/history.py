@@ -10,7 +10,6 @@ as the wait was. Hangs, and jobs that ran slowly, are not in such a history.
 from __future__ import annotations
 
 import bisect
-import csv
 import datetime
 import math
 from collections import Counter, defaultdict
@@ -107,22 +106,30 @@ def load(path: str | Path) -> list[Run]:
     """The runs in a file that COMMAND has made, by start; those that never started are left out. Raises PlanError, one
     line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path(path).read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise PlanError(f"can't read {path}: {error.strerror or error}") from None
-    rows = [row for row in csv.reader(lines, delimiter="|", quoting=csv.QUOTE_NONE) if any(map(str.strip, row))]
-    header = [field.strip().lower() for field in rows[0]] if rows else []
+    rows = [(number, line.split("|")) for number, line in enumerate(text.split("\n"), 1) if line.strip("| \t\r")]
+    header = [field.strip().lower() for field in rows[0][1]] if rows else []
     missing = [name for name in COLUMNS if name not in header]
     if missing:
         raise PlanError(f"{path} has no column {', '.join(missing)}: make it with {COMMAND} > FILE")
     runs = []
-    for number, row in enumerate(rows[1:], 2):
-        if len(row) < len(header):
-            raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
-        run = _run(path, number, dict(zip(header, map(str.strip, row), strict=False)))
+    for number, row in rows[1:]:
+        run = _run(path, number, dict(zip(header, _fields(path, number, row, header), strict=True)))
         if run is not None:
             runs.append(run)
     return sorted(runs, key=lambda run: (run.start, run.job))
+
+
+def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[str]) -> list[str]:
+    """As many as the header has. A job's name may hold the separator, and sacct does not mark it."""
+    more, name = len(row) - len(header), header.index("jobname")
+    if more < 0:
+        why = "is the file cut off? Where a job's name has a line break, leave its lines out"
+        raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}: {why}")
+    joined = [*row[:name], "|".join(row[name : name + more + 1]), *row[name + more + 1 :]]
+    return [field.strip() for field in joined]
 
 
 def _run(path: str | Path, number: int, row: Mapping[str, str]) -> Run | None:
@@ -147,7 +154,7 @@ def _moment(path: str | Path, number: int, text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:
-        why = f"{text!r} is no time as sacct prints it (unset SLURM_TIME_FORMAT)"
+        why = f"{text!r} is no time as sacct prints it: unset SLURM_TIME_FORMAT, and make it with {COMMAND} > FILE"
         raise PlanError(f"{path}, line {number}: {why}") from None
 
 
