@@ -93,7 +93,7 @@ def draw_history(history: History, path: str | Path, title: str = "") -> None:
         axes.step(times, sums, where="post", color=colour, linewidth=1.4, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"{name} since the first failure", fontsize=8, color=MUTED)
-    axes.set_ylabel("node-hours lost", fontsize=8, color=MUTED)
+    axes.set_ylabel("node-hours lost, waiting included", fontsize=8, color=MUTED)
     axes.grid(axis="y", color=GRID, linewidth=0.6)
     axes.tick_params(labelsize=8, colors=MUTED)
     axes.spines[["top", "right"]].set_visible(False)

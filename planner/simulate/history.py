@@ -4,7 +4,10 @@ The history is what `sacct` prints (see COMMAND). Of each run of a job that a fa
 three things were lost on all of its nodes: the wait until it ran again, which the history tells; the start; and the
 work since the last checkpoint, on average half of the time between two. With Unicron the others go on: all of them wait
 for detection and transition, and compute at most half an iteration again; the place of a lost node is empty for as long
-as the wait was. Hangs, and jobs that ran slowly, are not in such a history.
+as the wait was. Waiting is told apart, too: it delays the job, but others may use its nodes meanwhile.
+
+Hangs, and jobs that ran slowly, are not in such a history. Nor is why a run waited: that its user had to mend a bug
+first counts as any other wait. Runs of the same user, name and size may be independent of each other.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import bisect
 import datetime
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +50,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Failure:
-    """run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds."""
+    """run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds, of which
+    waiting and waiting_with_unicron were spent without the nodes."""
 
     run: Run
     cause: Cause
     waited: float
     lost: float
     with_unicron: float
+    waiting_with_unicron: float
+
+    @property
+    def waiting(self) -> float:
+        return self.run.nodes * self.waited
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,8 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl simulate --from-sacct`."""
+        waiting = math.fsum(failure.waiting for failure in self.failures)
+        waiting_with_unicron = math.fsum(failure.waiting_with_unicron for failure in self.failures)
         return {
             "runs": self.runs,
             "node_hours": self.worked / HOUR,
@@ -97,6 +108,9 @@ class History:
             "lost_node_hours": self.lost / HOUR,
             "lost_node_hours_with_unicron": self.with_unicron / HOUR,
             "saved_node_hours": (self.lost - self.with_unicron) / HOUR,
+            "waiting_node_hours": waiting / HOUR,
+            "waiting_node_hours_with_unicron": waiting_with_unicron / HOUR,
+            "saved_waiting_node_hours": (waiting - waiting_with_unicron) / HOUR,
             "not_counted": {"script's own": self.early, "nobody went on": self.left},
         }
 
@@ -178,20 +192,23 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     counted = [run for run in runs if run.nodes >= costs.least_nodes]
     by_job, alike = defaultdict(list), defaultdict(list)
     for run in counted:
+        if run.job not in by_job:  # its later runs go on with nothing but itself
+            alike[run.user, run.name, run.nodes].append(run)
         by_job[run.job].append(run)
-        alike[run.user, run.name, run.nodes].append(run)
-    failures, early, left = [], 0, 0
-    for run in counted:
+    failures, early, left, taken = [], 0, 0, set[Run]()
+    for run in sorted(counted, key=lambda run: run.end):
         cause = cause_of(run)
         if cause is None or not math.isfinite(run.end):
             continue
         if cause.name == "exited_abnormally" and run.end - run.start < EARLY_SECONDS:
             early += 1
             continue
-        again = [_next(run, by_job[run.job], -math.inf), _next(run, alike[run.user, run.name, run.nodes], run.start)]
-        waited = min(again) - run.end
-        if math.isfinite(waited):
-            failures.append(_failure(run, cause, waited, costs))
+        again = _next(run, by_job[run.job], -math.inf, taken)
+        again += _next(run, alike[run.user, run.name, run.nodes], run.start, taken)
+        if again:
+            following = min(again, key=lambda other: other.start)
+            taken.add(following)
+            failures.append(_failure(run, cause, following.start - run.end, costs))
         else:
             left += 1
     last = max((run.start if math.isinf(run.end) else run.end for run in counted), default=0.0)
@@ -199,13 +216,14 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     return History(len(counted), worked, tuple(failures), early, left)
 
 
-def _next(run: Run, others: Sequence[Run], submitted: float) -> float:
-    """When one of the others, which is submitted after that and not too late, goes on with what `run` was at."""
+def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[Run]) -> list[Run]:
+    """Which of the others, submitted after that and not too late, goes on with what `run` was at, if one does. Those
+    that are taken go on with something else."""
     place = bisect.bisect_left(others, run.end, key=lambda other: other.start)
     for other in others[place:]:
-        if other is not run and submitted <= other.submit <= run.end + AGAIN_SECONDS:
-            return other.start
-    return math.inf
+        if other is not run and other not in taken and submitted <= other.submit <= run.end + AGAIN_SECONDS:
+            return [other]
+    return []
 
 
 def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
@@ -215,4 +233,4 @@ def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
     stands = detection_seconds(policy, cause) + policy.redo * ITERATION
     stands += costs.transition if transition is None else transition
     empty = waited if cause.severity == 1 else 0.0
-    return Failure(run, cause, waited, lost, min(lost, run.nodes * stands + empty))
+    return Failure(run, cause, waited, lost, min(lost, run.nodes * stands + empty), empty)

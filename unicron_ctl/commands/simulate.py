@@ -162,11 +162,15 @@ def _told(found, costs) -> Iterator[str]:
     yield f"{len(found.failures)} failures after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
         ("lost as it was", "lost_node_hours"),
+        ("  of it waiting", "waiting_node_hours"),
         ("lost with Unicron", "lost_node_hours_with_unicron"),
+        ("  of it waiting", "waiting_node_hours_with_unicron"),
         ("saved", "saved_node_hours"),
+        ("  of it waiting", "saved_waiting_node_hours"),
     )
     for what, name in rows:
         yield f"  {what:<18}{told[name]:>12.1f} node-hours {100 * told[name] / hours:>8.2f} %"
+    yield "waiting delays the jobs, on all of their nodes; others may have used these meanwhile"
     yield (
         f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
         "which nobody went on; hangs are not in such a history"
@@ -174,6 +178,10 @@ def _told(found, costs) -> Iterator[str]:
     yield (
         f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "
         f"Unicron {costs.transition:g} s for a transition; waits are the history's own"
+    )
+    yield (
+        "not known: whether a user had to mend a bug first, which counts as a wait; whether runs of the same user, "
+        "name and size go on with each other"
     )
 
 

@@ -40,6 +40,9 @@ def test_a_requeued_job_by_hand(tmp_path):
     assert failure.lost == 8 * (3600 + 840 + 900)
     assert failure.with_unicron == pytest.approx(8 * (5.6 + 60 + 15) + 3600)
     assert found.worked == 8 * 19 * 3600
+    told = found.to_dict()
+    assert (told["waiting_node_hours"], told["waiting_node_hours_with_unicron"]) == (8, 1)
+    assert told["saved_waiting_node_hours"] == 7 and told["lost_node_hours"] == found.lost / 3600
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,22 @@ def test_what_nobody_goes_on_with_is_not_counted(tmp_path):
     ]
     found = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), *others)
     assert (found.failures, found.left) == ((), 1)
+
+
+def test_no_run_goes_on_from_two_failures(tmp_path):
+    failed = [row("7", "NODE_FAIL", 0, 10), row("8", "NODE_FAIL", 1, 9)]
+    found = judged(tmp_path, *failed, row("9", "COMPLETED", 12, 13, submit=11))
+    assert [(failure.run.job, failure.waited) for failure in found.failures] == [("8", 3 * 3600)] and found.left == 1
+    found = judged(
+        tmp_path, *failed, *(row(job, "COMPLETED", start, 20, submit=11) for job, start in (("9", 12), ("10", 14)))
+    )
+    assert [failure.waited for failure in found.failures] == [3 * 3600, 4 * 3600] and found.left == 0
+
+
+def test_what_was_requeued_goes_on_with_itself_and_not_with_another(tmp_path):
+    requeued = [row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 12, 20, submit=10.5)]
+    found = judged(tmp_path, *requeued, row("8", "NODE_FAIL", 1, 9))
+    assert [(failure.run.job, failure.waited) for failure in found.failures] == [("7", 2 * 3600)] and found.left == 1
 
 
 def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
