@@ -74,6 +74,7 @@ def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: 
         return Row(kind.name, version, failure, None, why=f"not struck: {error}")
     row = Row(kind.name, version, failure, outcome.survived, why=outcome.why, **msgspec.structs.asdict(outcome.figures))
     row.loss_difference = notes.difference(outcome.losses, wanted)
+    row.iterations_compared = notes.compared(outcome.losses, wanted)
     return row
 
 

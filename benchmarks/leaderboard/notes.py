@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -30,9 +31,10 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What one failure has cost. Seconds count from the failure; None: it did not happen.
+    """What one failure has cost, to the end of the watch. Seconds count from the failure; None: it did not happen.
 
-    iterations_lost: optimizer steps that had been taken and were taken again. micro_batches_again: computations of a
+    longest_pause_seconds: between two steps of whomever, or the failure and the first. iterations_lost: optimizer steps
+    that had been taken and were taken again, by every rollback. micro_batches_again: computations of a
     micro-batch that another one, of the same, had made before; micro_batches_dropped: those that an iteration's steps
     do not hold. ranks_at_end: of the last step.
     """
@@ -43,6 +45,7 @@ class Figures(msgspec.Struct, frozen=True):
     micro_batches_again: int
     micro_batches_dropped: int
     ranks_at_end: int | None = None
+    longest_pause_seconds: float | None = None
 
 
 def parse(text: str, process: str) -> list[Note]:
@@ -83,15 +86,41 @@ def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int
     """What the failure at `struck` has cost a job of so many ranks."""
     after = steps_after(notes, struck)
     whole = next((note for note in after if note.world == ranks), None)
-    lost = max(0, newest(notes, struck) + 1 - after[0].iteration) if after else None
+    began = {note.process: note.time for note in notes if note.what == "start"}
+    lost = sum(len(undone) for note, undone in rollbacks(steps(notes), began) if note.time > struck)
     return Figures(
         after[0].time - struck if after else None,
         whole.time - struck if whole else None,
-        lost,
+        lost if after else None,
         again(notes, struck),
         dropped(after, micro_batches),
         after[-1].world if after else None,
+        max(b - a for a, b in pairwise([struck, *(note.time for note in after)])) if after else None,
     )
+
+
+def rollbacks(stepped: Iterable[Note], began: Mapping[str, float]) -> Iterator[tuple[Note, range]]:
+    """(the first step of a training that has gone back, the iterations that it undoes). stepped: by time. began: when
+    each process did; of those that are not there only a step behind the newest one tells that they are new.
+
+    A step of an iteration that was taken is only a peer's note of the same step, unless its process had taken that
+    iteration before, or began later.
+    """
+    reached, taken, newest_of = -1, dict[int, float](), dict[str, int]()
+    for note in stepped:
+        if note.process in newest_of:
+            anew = newest_of[note.process] >= note.iteration
+        else:
+            unknown = math.inf if note.iteration < reached else 0.0
+            anew = began.get(note.process, unknown) > taken.get(note.iteration, 0.0)
+        if note.iteration <= reached and anew:
+            yield note, range(note.iteration, reached + 1)
+            reached = note.iteration - 1
+            taken = {iteration: time for iteration, time in taken.items() if iteration <= reached}
+            newest_of = {process: min(newest, reached) for process, newest in newest_of.items()}
+        reached = max(reached, note.iteration)
+        taken.setdefault(note.iteration, note.time)
+        newest_of[note.process] = note.iteration
 
 
 def again(notes: Iterable[Note], since: float) -> int:
@@ -128,18 +157,9 @@ def _final(stepped: Iterable[Note]) -> dict[tuple[int, str], Note]:
     A process that ended before the iteration was stepped again by others has said what no longer counts.
     """
     ordered = sorted(stepped, key=lambda note: note.time)
-    redone: dict[int, float] = {}  # iteration -> when the first process that stepped it twice, or began anew, did so
-    newest_of: dict[str, int] = {}
-    reached = -1
-    for note in ordered:
-        back = note.iteration <= newest_of.get(note.process, -1) or (
-            note.process not in newest_of and note.iteration < reached
-        )
-        if back:
-            for iteration in range(note.iteration, reached + 1):
-                redone[iteration] = note.time
-        newest_of[note.process] = note.iteration
-        reached = note.iteration if back else max(reached, note.iteration)
+    redone: dict[int, float] = {}  # iteration -> when it was undone last
+    for note, undone in rollbacks(ordered, {}):
+        redone.update(dict.fromkeys(undone, note.time))
     return {(n.iteration, n.process): n for n in ordered if n.time >= redone.get(n.iteration, 0.0)}
 
 
@@ -153,6 +173,11 @@ def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, flo
         for loss in each
     ]
     return (max(apart) if max(apart) > AGREES else 0.0) if apart else None
+
+
+def compared(found: Iterable[int], reference: Iterable[int]) -> int:
+    """How many iterations that is the difference of."""
+    return len(set(found) & set(reference))
 
 
 def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:

@@ -124,9 +124,14 @@ def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outc
         if recovered:
             return Outcome(True, figures, losses)
         why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
-        nothing = msgspec.structs.replace(
-            figures, next_step_seconds=None, full_strength_seconds=None, iterations_lost=None, ranks_at_end=None
+        none = (
+            "next_step_seconds",
+            "full_strength_seconds",
+            "longest_pause_seconds",
+            "iterations_lost",
+            "ranks_at_end",
         )
+        nothing = msgspec.structs.replace(figures, **dict.fromkeys(none))
         return Outcome(False, nothing, losses, f"{why} within {limits.next_step:g} s")
 
 

@@ -13,17 +13,20 @@ from rich.table import Table
 COLUMNS: dict[str, str] = {
     "next_step_seconds": "next step, s",
     "full_strength_seconds": "full strength, s",
+    "longest_pause_seconds": "longest pause, s",
     "iterations_lost": "iterations lost",
     "micro_batches_again": "micro-batches again",
     "micro_batches_dropped": "dropped",
     "ranks_at_end": "ranks at the end",
     "loss_difference": "loss difference",
+    "iterations_compared": "of iterations",
 }
+MAY_NEVER_COME = ("next_step_seconds", "full_strength_seconds")
 
 
 class Row(msgspec.Struct):
     """One failure of one system. survived: None where it could not be tried; `why` says the reason, or what is to be
-    known of the figures. commit: of Unicron's checkout."""
+    known of the figures. iterations_compared: whose losses loss_difference is of. commit: of Unicron's checkout."""
 
     system: str
     version: str
@@ -40,6 +43,8 @@ class Row(msgspec.Struct):
     why: str = ""
     machine: str = ""
     commit: str = ""
+    longest_pause_seconds: float | None = None
+    iterations_compared: int | None = None
 
 
 class Share(msgspec.Struct):
@@ -82,15 +87,16 @@ def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:
 
 
 def cell(rows: Sequence[Row], column: str) -> str:
-    """One figure of all repetitions; `never` where it did not happen in some of them."""
+    """One figure of all repetitions; some may not have it, which did not happen there or was not noted."""
     values = [value for row in rows if (value := getattr(row, column)) is not None]
     if not values:
-        return "never" if column.endswith("_seconds") and any(row.survived for row in rows) else "-"
+        return "never" if column in MAY_NEVER_COME and any(row.survived for row in rows) else "-"
     digits = "{:.1e}".format if column == "loss_difference" else "{:.2f}".format
     if all(isinstance(value, int) for value in values):
         digits = "{:.0f}".format
     missing = len(rows) - len(values)
-    return spread(values, digits) + (f", never {missing}x" if missing else "")
+    word = "never" if column in MAY_NEVER_COME else "not noted"
+    return spread(values, digits) + (f", {word} {missing}x" if missing else "")
 
 
 def survived(rows: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.leaderboard import failures, notes, play, processes, rows
@@ -19,7 +20,7 @@ from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
-from tests.support.processes import wait_for
+from tests.support.processes import ROOT, wait_for
 
 RANKS, MICRO = 4, 8
 STRUCK = 10.0
@@ -105,7 +106,48 @@ def test_a_process_that_goes_back_by_itself_takes_its_losses_back() -> None:
     assert found[3] == [98.0] * 4 and found[4] == [97.0] * 4 and 5 not in found and found[2] == [98.0] * 4
 
 
+def staggered(found: list[Note], apart: float = 0.01) -> list[Note]:
+    """The ranks say so one after the other, as they do."""
+    return [msgspec.structs.replace(note, time=note.time + apart * note.rank) for note in found]
+
+
+def test_every_rollback_until_the_end_counts() -> None:
+    """A node is lost, and three ranks go on from the same iteration; it returns, and four start from a checkpoint."""
+    three = [*started(11.0, [0, 1, 3], "b"), *staggered(trained([10, 11, 12], 12.0, [0, 1, 3], "b"))]
+    for first, lost in ((13, 0), (12, 1), (11, 2), (9, 4)):
+        four = [*started(20.0, range(RANKS), "c"), *staggered(trained(range(first, 16), 21.0, more="c"))]
+        found = figures(started(-1.0, range(RANKS)), staggered(trained(range(10), -0.5)), three, four)
+        assert (found.iterations_lost, found.micro_batches_dropped) == (lost, 0)
+
+
+def test_a_newcomer_that_takes_a_step_with_the_others_takes_none_again() -> None:
+    joined = [*started(11.0, [2], "new"), *staggered(trained([12, 13], 13.0, [0, 1, 3]))]
+    joined += [Note("step", 14.02, "2new", 12, loss=88.0, world=4), Note("step", 15.02, "2new", 13, loss=87.0, world=4)]
+    late = [Note("step", 12.5, "2", 10, loss=90.0, world=4)]  # after others' step of 11: its own note alone is late
+    alone = trained([10, 11], 10.2, [0, 1, 3])
+    assert figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), alone, late, joined).iterations_lost == 0
+
+
+def test_ranks_that_live_on_and_go_back_drop_nothing_whoever_says_so_first() -> None:
+    run = [*started(-1.0, range(RANKS)), *staggered(trained(range(10), -0.5))]
+    run += [*staggered(trained([8, 9, 10], 12.0)), *staggered(trained([9, 10, 11], 16.0))]
+    found = figures(run)
+    assert (found.iterations_lost, found.micro_batches_dropped) == (4, 0)
+    assert {len(each) for each in notes.losses(run).values()} == {RANKS}
+
+
+def test_the_longest_pause_counts_wherever_it_comes() -> None:
+    """The iteration under way ends, and then they wait."""
+    run = [*started(-1.0, range(RANKS)), *trained(range(10), 0.0), *trained([10], 9.2), *trained([11, 12], 14.0)]
+    found = figures(run)
+    assert (found.next_step_seconds, found.longest_pause_seconds) == pytest.approx((0.2, 4.8))
+    assert figures(started(-1.0, range(RANKS)), trained(range(10), 0.0)).longest_pause_seconds is None
+    once = figures(started(-1.0, range(RANKS)), trained(range(10), 0.0), trained([10, 11], 12.0))
+    assert once.longest_pause_seconds == once.next_step_seconds == 3.0
+
+
 def test_losses_are_compared_where_both_have_them() -> None:
+    assert notes.compared({0: [2.0], 1: [3.0], 9: [7.0]}, {0: 2.0, 1: 3.0, 2: 4.0}) == 2
     assert notes.difference({0: [2.0], 1: [3.0, 3.3], 9: [7.0]}, {0: 2.0, 1: 3.0}) == pytest.approx(0.1)
     assert notes.difference({0: [2.0]}, {0: 2.0}) == 0.0
     assert notes.difference({5: [2.0]}, {0: 2.0}) is None
@@ -240,11 +282,23 @@ def test_the_table_has_medians_ranges_and_what_did_not_happen() -> None:
     some[1].full_strength_seconds = 9.0
     lost = [row("b", "hang", False, why="no further step"), row("b", "hang", True, next_step_seconds=5.0)]
     first, second, third = rows.lines([*some, *lost, row("c", "hang", None, why="no wheel")])
-    assert first[:6] == ["hang", "a", "yes", "2.00 (1.00..3.00)", "9.00, never 2x", "1 (0..2)"]
-    assert first[9] == "1.0e-07", "no range where all are alike"
+    assert first[:7] == ["hang", "a", "yes", "2.00 (1.00..3.00)", "9.00, never 2x", "-", "1 (0..2)"]
+    assert first[10] == "1.0e-07", "no range where all are alike"
     assert second[:5] == ["hang", "b", "1 of 2", "5.00, never 1x", "never"] and second[-1] == "no further step"
     assert third[:4] == ["hang", "c", "not tried", "-"]
     assert rows.markdown(["x", "y"], [["1", "2"]]) == "|x|y|\n|---|---|\n|1|2|"
+
+
+def test_rows_of_before_a_figure_was_noted_are_read_and_do_not_say_that_it_never_came() -> None:
+    old = json.loads((ROOT / "docs" / "leaderboard.json").read_text())
+    assert len(rows.decode(old)) == len(old)
+    new = {"longest_pause_seconds", "iterations_compared"}
+    before = {key: value for key, value in rows.encode(row("a", "hang")).items() if key not in new}
+    (line,) = rows.lines([row("a", "hang", longest_pause_seconds=0.5, iterations_compared=90), *rows.decode([before])])
+    said = dict(zip(rows.heads(), line, strict=True))
+    assert (said["longest pause, s"], said["of iterations"]) == ("0.50, not noted 1x", "90, not noted 1x")
+    (line,) = rows.lines(rows.decode([before]))
+    assert dict(zip(rows.heads(), line, strict=True))["longest pause, s"] == "-"
 
 
 def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
