@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,9 +28,13 @@ from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
 from benchmarks.leaderboard.systems.unicron import commit
+from unicron_ctl.errors import UserError
 
 FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)
 SEED = 1
+NO_TRAINING = "did not train:"
+# What ends one row, and not the hours of the others: a wait that was in vain, a command or a process that did not end.
+BROKE_OFF = (AssertionError, OSError, subprocess.SubprocessError, UserError)
 
 
 class Board:
@@ -62,20 +67,28 @@ def machine() -> str:
 
 def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: dict[int, float]) -> Row:
     """A failure of a system. wanted: the losses of an undisturbed run."""
+    row = Row(kind.name, "", failure, None)
     try:
-        version = kind.version()
-    except Absent as absent:
-        return Row(kind.name, "", failure, None, why=str(absent))
-    try:
+        row.version = kind.version()
         outcome = play.fail(kind, failure, folder, limits)
-    except AssertionError as error:
-        return Row(kind.name, version, failure, None, why=f"did not train: {str(error)[-2000:]}")
+    except Absent as absent:
+        row.why = str(absent)
     except Missed as error:
-        return Row(kind.name, version, failure, None, why=f"not struck: {error}")
-    row = Row(kind.name, version, failure, outcome.survived, why=outcome.why, **msgspec.structs.asdict(outcome.figures))
-    row.loss_difference = notes.difference(outcome.losses, wanted)
-    row.iterations_compared = notes.compared(outcome.losses, wanted)
+        row.why = f"not struck: {error}"
+    except BROKE_OFF as error:
+        row.why = told(error)
+    else:
+        figures = msgspec.structs.asdict(outcome.figures)
+        row = Row(kind.name, row.version, failure, outcome.survived, why=outcome.why, **figures)
+        row.loss_difference = notes.difference(outcome.losses, wanted)
+        row.iterations_compared = notes.compared(outcome.losses, wanted)
     return row
+
+
+def told(error: Exception) -> str:
+    """For a row that has no figures."""
+    words = [NO_TRAINING, str(error) or type(error).__name__, getattr(error, "stderr", None) or ""]
+    return " ".join(str(word).strip()[-2000:] for word in words if word)
 
 
 def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
@@ -97,17 +110,19 @@ def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
     """A failure every half minute, for each system by itself."""
     for name in options.system:
         kind, minutes = SYSTEMS[name], options.stream_minutes
+        share = Share(name, None, minutes=minutes)
         try:
-            version = kind.version()
+            share.version = kind.version()
             undisturbed = 20.0 if options.quick else 60.0
             found = play.stream(kind, 60 * minutes, undisturbed, SEED, folder / f"{name}.stream")
-            share = Share(name, found.share(statistics.mean(found.undisturbed)), version, minutes)
+        except Absent as absent:
+            share.why = str(absent)
+        except BROKE_OFF as error:
+            share.why = told(error)
+        else:
+            share.useful_share = found.share(statistics.mean(found.undisturbed))
             share.undisturbed, share.share_of_first = found.undisturbed, found.share(found.undisturbed[0])
             share.operator, share.struck, share.missed = found.operator, found.struck, found.missed
-        except Absent as absent:
-            share = Share(name, None, minutes=minutes, why=str(absent))
-        except AssertionError as error:
-            share = Share(name, None, version, minutes, why=f"did not train: {str(error)[-2000:]}")
         share.machine, share.commit = machine(), commit()
         board.add(share)
         print("  ".join(rows.shares([share])[0])[:300], flush=True)
@@ -151,6 +166,8 @@ def main() -> int:
         options.repetitions = 1 if options.quick else 5
     if options.stream_minutes is None:
         options.stream_minutes = 1.0 if options.quick else 20.0
+    if not options.append and options.json.is_file() and options.json.read_bytes().strip() not in (b"", b"[]"):
+        parser.exit(2, f"{options.json} has results: add to them with --append, or give another file with --json\n")
     board = Board(options.json, options.append)
     with tempfile.TemporaryDirectory(prefix="leaderboard-") as name:
         folder = options.keep or Path(name)
@@ -159,7 +176,7 @@ def main() -> int:
         if options.stream_minutes:
             streams(board, options, folder)
     show(board, options.markdown)
-    return int(any(row.why.startswith("did not train") for row in board.rows))
+    return int(any(row.why.startswith(NO_TRAINING) for row in board.rows))
 
 
 if __name__ == "__main__":

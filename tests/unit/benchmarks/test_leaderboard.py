@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -15,12 +16,13 @@ import msgspec
 import pytest
 
 from benchmarks.leaderboard import failures, notes, play, processes, rows
-from benchmarks.leaderboard.__main__ import QUICK, Board, one
+from benchmarks.leaderboard.__main__ import QUICK, Board, main, one, streams
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from tests.support.processes import ROOT, wait_for
+from unicron_ctl.errors import UserError
 
 RANKS, MICRO = 4, 8
 STRUCK = 10.0
@@ -368,6 +370,57 @@ def test_a_failure_that_strikes_nobody_is_told_from_one_that_was_survived(tmp_pa
     monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.why == "not struck: no rank lives on node 2"
+
+
+BROKEN = [
+    subprocess.CalledProcessError(1, ["sbatch"], stderr="sbatch: error: no such node\n"),
+    subprocess.TimeoutExpired(["scontrol"], 60),
+    TimeoutError("still there 30 s after SIGKILL: [7]"),
+    UserError("slurmctld did not answer"),
+]
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
+def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, monkeypatch, error) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
+    monkeypatch.setattr("benchmarks.leaderboard.play.fail", broken)
+    made = one(Watched, "hang", tmp_path / "run", QUICK, {})
+    assert (made.survived, made.version) == (None, "1") and made.why.startswith("did not train: ")
+    assert str(error) in made.why and str(getattr(error, "stderr", None) or "").strip() in made.why
+
+    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0])
+    streamed = iter([broken, lambda *_: found])
+    monkeypatch.setattr("benchmarks.leaderboard.play.stream", lambda *words: next(streamed)(*words))
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"first": Watched, "second": Watched})
+    board = Board(tmp_path / "results.json", append=False)
+    streams(board, argparse.Namespace(system=["first", "second"], stream_minutes=1.0, quick=True), tmp_path)
+    first, second = board.shares
+    assert first.useful_share is None and first.why == made.why and first.version == "1"
+    assert (second.useful_share, second.why) == (pytest.approx(0.95), "")
+
+    monkeypatch.setattr(Watched, "version", classmethod(broken))
+    assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
+
+
+def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "results.json"
+    words = ["leaderboard", "--json", str(path), "--repetitions", "0", "--stream-minutes", "0"]
+    Board(path, append=False).add(row("torchft", "hang"))
+    before = path.read_text()
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2 and path.read_text() == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line and "--append" in line and "--json" in line
+    monkeypatch.setattr(sys, "argv", [*words, "--append"])
+    assert main() == 0 and "torchft" in capsys.readouterr().out
+    path.write_text("[]\n")
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 0
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
