@@ -54,7 +54,8 @@ class FtLauncher(Torchrun):
     environment, package = "nvrx", "nvidia-resiliency-ext"
     settings = (
         f"ft_launcher --nnodes=1:{NODES} --max-restarts={RESTARTS} --ft-restart-policy=any-failed, rendezvous as for "
-        "torchrun; a heartbeat each iteration, rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
+        "torchrun but for the keep-alive, which 0.4.1 fixes at 5 s and 3 attempts; a heartbeat each iteration, "
+        "rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
         "the script and the checkpoints of torchrun"
     )
 

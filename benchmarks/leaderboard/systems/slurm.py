@@ -95,8 +95,10 @@ class Requeue(System):
         self._submit()
 
     def close(self) -> None:
-        self.cluster.down()
-        super().close()
+        try:
+            self.cluster.down()
+        finally:
+            super().close()
 
     @classmethod
     def version(cls) -> str:

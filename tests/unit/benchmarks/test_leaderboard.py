@@ -405,6 +405,19 @@ def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, mon
     assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
 
 
+def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_path, monkeypatch) -> None:
+    def stays(_: object) -> None:
+        raise TimeoutError("slurmctld is still there")
+
+    killed: list[str] = []
+    monkeypatch.setattr("unicron_ctl.localslurm.local.LocalCluster.down", stays)
+    monkeypatch.setattr(processes, "kill", killed.append)
+    system = SYSTEMS["slurm-requeue"](tmp_path / "run")
+    with pytest.raises(TimeoutError):
+        system.close()
+    assert killed == [system.run]
+
+
 def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "results.json"
     words = ["leaderboard", "--json", str(path), "--repetitions", "0", "--stream-minutes", "0"]
