@@ -513,7 +513,7 @@ class Cut(Message, tag="cut"):
     good: ranges.Iteration = -1
     parts: ranges.Count = 1
     none: bool = False
-    targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_COPIES)] = []
+    targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_TAKERS)] = []
 
 
 class Save(Message, tag="save"):

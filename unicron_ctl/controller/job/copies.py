@@ -296,43 +296,58 @@ def targets(
     if not missing:
         return {}
     agents, room = {agent.element: agent for agent in with_memory(job)}, Receivers(job, domains, waiting)
-    trained = holders(job)
+    trained, beside = holders(job), defaultdict(set)
+    givers = {place: min(able) for place in missing if (able := trained[place] & agents.keys())}
+    there = {place: {agents[element].node for element in trained[place] & agents.keys()} for place in givers}
+    for place, giver in givers.items():
+        beside[giver] |= there[place]
     chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
-    for place, left in missing.items():
-        givers = sorted(trained[place] & agents.keys())
-        has = {agents[element].node for element in givers}
-        for _ in range(left if givers else 0):
-            if (one := room.next(place, givers[0], has)) is None:
+    for place in sorted(givers, key=room.spared, reverse=True):  # a spare is then given the giver's others, too
+        giver, has = givers[place], there[place]
+        for _ in range(missing[place]):
+            if (one := room.next(place, giver, has, beside[giver])) is None:
                 break
             has.add(one.node)
-            chosen[givers[0]][one.element] = holder(one)
+            chosen[giver][one.element] = holder(one)
     return {giver: list(each.values()) for giver, each in chosen.items()}
 
 
 class Receivers:
     """Who could be given a copy. Whatever fails with the nodes that have the state comes last: with their switch, or
-    their block. Of the rest a hot spare whose ranks would take that place comes first, then who was given least of the
-    elements after the giver's."""
+    their block. An agent gives all that it has to each of its targets, so of the rest whoever is given another place
+    of the giver's comes first. Then a hot spare whose ranks would take that place, then who was given least of the
+    elements after the giver's; of these those first that train nothing of what it gives."""
 
     def __init__(self, job: JobView, domains: Mapping[str, str], waiting: Collection[int]) -> None:
         able = with_memory(job)
         self._ring, self._domains = Ring(able, domains), domains
+        self._given: dict[int, list[AgentView]] = defaultdict(list)  # by who gives them something
         self._spares: dict[int, list[AgentView]] = defaultdict(list)  # by the places that they would take
         for one in able:
             for place in {slot % job.replica for slot in one.slots} if one.element in waiting else ():
                 self._spares[place].append(one)
 
-    def next(self, place: int, giver: int, has: Collection[str]) -> AgentView | None:
-        """The next one for a state of which these nodes have a copy; it is given one."""
-        for avoid in ({self._domains.get(node, "") for node in has}, frozenset[str]()):
-            found = self._spare(place, has, avoid) or self._ring.next(giver, has, avoid)
-            if found is not None:
-                self._ring.give(found)
+    def spared(self, place: int) -> bool:
+        """A hot spare's ranks would take it."""
+        return bool(self._spares[place])
+
+    def next(self, place: int, giver: int, has: set[str], beside: set[str]) -> AgentView | None:
+        """The next one for a state of which these nodes have a copy; it is given one. beside: nodes that train what
+        else the giver gives."""
+        given = self._given[giver]
+        for avoid in ({self._domains.get(node, "") for node in has}, set[str]()):
+            if (found := self._first(given, has, avoid)) is not None:
                 return found
+            for nodes in (has | beside, has):
+                found = self._first(self._spares[place], nodes, avoid) or self._ring.next(giver, nodes, avoid)
+                if found is not None:
+                    self._ring.give(found)
+                    given.append(found)
+                    return found
         return None
 
-    def _spare(self, place: int, has: Collection[str], avoid: Collection[str]) -> AgentView | None:
-        able = (one for one in self._spares.get(place, []) if one.node not in has)
+    def _first(self, among: Iterable[AgentView], has: Collection[str], avoid: Collection[str]) -> AgentView | None:
+        able = (one for one in among if one.node not in has)
         return next((one for one in able if self._domains.get(one.node, "") not in avoid), None)
 
 

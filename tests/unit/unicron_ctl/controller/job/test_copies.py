@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import copies, user_copies
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import ranges, wire
 
 
 class Node(FakeAgent):
@@ -101,6 +103,34 @@ def test_several_replicas_in_one_node_are_one_copy():
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     _, agents = started(nodes=4, replica=4, copies=2)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [3, 0], [3, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "copies"), [(3, 2, 1), (16, 8, 1), (4, 2, 2), (16, 8, 12)])
+def test_all_places_of_a_node_are_copied_to_the_same_others(nodes: int, ranks: int, copies: int):
+    """Defect: each place had a target of its own, and a node gives all that it has to all of its targets."""
+    _, agents = started(nodes, nodes * ranks, ranks, copies)
+    given = [elements(agent.orders(wire.Cut)[0]) for agent in agents]
+    assert [len(set(to) - {giver}) for giver, to in enumerate(given)] == [copies] * nodes
+    taken = Counter(each for to in given for each in to)
+    assert taken == dict.fromkeys(range(nodes), copies), "nobody keeps more than others"
+
+
+def test_what_several_nodes_train_goes_to_one_that_does_not_and_only_else_to_more():
+    """Of two replicas n1 trains places 0 to 3, n2 4, 5, 0 and 1, and n3 2 to 5. The first that trains one gives it."""
+    for nodes, given in ((4, [[3], [0], [], []]), (3, [[2, 1], [0], []])):
+        world, agents = started(nodes, 6, ranks=4, copies=2)
+        assert sorted(world.job().members) == list(range(12))
+        assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == given
+
+
+def test_no_giver_is_told_more_targets_than_its_agent_takes_in():
+    _, agents = started(70, 70 * 2, ranks=2, copies=ranges.MOST_COPIES)
+    for agent in agents:
+        order = agent.orders(wire.Cut)[0]
+        assert wire.decode(wire.encode(order), wire.ToAgent) == order and len(order.targets) == ranges.MOST_COPIES
+    each = wire.Holder(element=ranges.MOST_ELEMENTS - 1, address="n1:70", token="token")
+    most = wire.Cut(iteration=1, targets=[each] * (ranges.MOST_RANKS * ranges.MOST_COPIES))
+    assert len(wire.decode(wire.encode(most), wire.ToAgent).targets) == len(most.targets)
 
 
 def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
