@@ -87,6 +87,7 @@ class FakeAgent:
         self.images: list[wire.Image] = []  # in its node's memory
         self.moved = 0  # bytes of images
         self.failing: dict[str, wire.Failing] = {}  # addresses from which it could not get any
+        self.refusing: dict[str, wire.Failing] = {}  # and to which it could not give any
         self.keeps = 0  # the number of the last cut that it was told
         self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
@@ -153,6 +154,7 @@ class FakeAgent:
                     saved=self.user,
                     moved=self.moved,
                     failing=self.failing,
+                    refusing=self.refusing,
                     ranks=dict(self.ranks),
                 ),
             )

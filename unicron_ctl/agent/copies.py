@@ -2,9 +2,9 @@
 
 The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
 agent gives these to the agents that it was told, in a thread of its own and no faster than it may; what it is to get
-has another, since a job may wait for that. From whom one could not be got is told the controller, and the others that
-wait for the same agent are let go. A cut that enough nodes have is good, and the one before it is removed. Nothing here
-decides, and nothing waits for a rank.
+has another, since a job may wait for that. From whom one could not be got, and who did not take one, is told the
+controller, and the others that wait for the same agent are let go. A cut that enough nodes have is good, and the one
+before it is removed. Nothing here decides, and nothing waits for a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unicron_ctl.protocol import ranges, wire
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
-FAILING_SECONDS = 300.0  # for which the controller is told of an agent from which an image could not be got
+FAILING_SECONDS = 300.0  # for which the controller is told of an agent that did not give an image, or take one
 LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
 WHY = 120  # characters of the reason
 
@@ -40,8 +40,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class _Task:
-    """image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be got
-    from it before that."""
+    """image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be given
+    to it, or got from it, before that."""
 
     key: Key
     holder: wire.Holder
@@ -51,8 +51,8 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more. blames: who was to send it
-    is asked last from now on."""
+    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more. blames: the other side; who
+    was to send it is asked last from now on, and who was to take it is passed over."""
 
     task: _Task
     problem: str = ""
@@ -83,6 +83,29 @@ class _Lane(Generic[Item]):
             self._perform(task)
 
 
+class _Blamed:
+    """Agents, by their addresses, with which images came to nothing of late: how often, one after the other, and why
+    the last time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[wire.Failing, float]] = {}  # and until when that is told
+
+    def add(self, address: str, why: str, now: float) -> None:
+        before = self.told(now).get(address)
+        self.drop(address)  # the last one comes last
+        what = wire.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
+        self._known[address] = what, now + FAILING_SECONDS
+        while len(self._known) > ranges.MOST_FAILING:
+            del self._known[next(iter(self._known))]
+
+    def drop(self, address: str) -> None:
+        self._known.pop(address, None)
+
+    def told(self, now: float) -> dict[str, wire.Failing]:
+        self._known = {address: one for address, one in self._known.items() if now < one[1]}
+        return {address: what for address, (what, _) in self._known.items()}
+
+
 class Copies:
     """folder(): the node's memory, None while there is none. tell(message): the ranks. say: one line for the job's
     log."""
@@ -106,8 +129,9 @@ class Copies:
             self._server = transfer.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
         self.failed = 0  # transfers that came to nothing
-        self._failing: dict[str, tuple[wire.Failing, float]] = {}  # address -> what is told of it, until when
-        self._failures: Counter[str] = Counter()  # address -> images that could not be got; the thread counts
+        self._failing, self._refusing = _Blamed(), _Blamed()  # who gave none, and who took none
+        self._failures: Counter[tuple[str, bool]] = Counter()  # by address, got or given; the threads count
+        self._rests: dict[str, float] = {}  # address -> until when nothing is given to it
         self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
         self.cut = wire.Cut(iteration=-1)
         self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
@@ -145,7 +169,7 @@ class Copies:
             return
         if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from another one, who was nearer then
             return
-        self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address]), now)
+        self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address, False]), now)
 
     # ------------------------------------------------------------ the agent's loop
     def wait(self, now: float) -> float:
@@ -163,7 +187,8 @@ class Copies:
         if not todo and len(parts) >= self.cut.parts:
             self._look_at = float("inf")
         for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED):  # shards are no use without
-            self._submit(_Task(found.key, holder, found), now)
+            if now >= self._rests.get(holder.address, 0.0):
+                self._submit(_Task(found.key, holder, found, self._failures[holder.address, True]), now)
 
     def finish(self, now: float) -> bool:
         """Take in what the threads have done; True when the controller is to know of it."""
@@ -183,12 +208,13 @@ class Copies:
                 self._complain(done)
                 if done.blames:
                     news = True
-                    self._fails(done, now)
+                    self._blame(done, now)
             elif done.dropped:
                 pass
             else:
-                self._failing.pop(done.task.holder.address, None)
+                self._failing.drop(done.task.holder.address)
                 if done.task.found is not None:
+                    self._refusing.drop(done.task.holder.address)
                     self._sent.add((done.task.key, done.task.holder.element))
                 else:
                     news = True
@@ -197,8 +223,11 @@ class Copies:
 
     def failing(self, now: float) -> dict[str, wire.Failing]:
         """By their addresses, the agents from which images could not be got of late."""
-        self._failing = {address: one for address, one in self._failing.items() if now < one[1]}
-        return {address: what for address, (what, _) in self._failing.items()}
+        return self._failing.told(now)
+
+    def refusing(self, now: float) -> dict[str, wire.Failing]:
+        """By their addresses, the agents to which images could not be given of late."""
+        return self._refusing.told(now)
 
     def rows(self, trains: bool) -> list[wire.Image]:
         """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
@@ -265,15 +294,12 @@ class Copies:
             path.rename(away)
             self._freeing.put(away)
 
-    def _fails(self, done: _Done, now: float) -> None:
-        """An image could not be got from there; the controller is told, for others may have it."""
+    def _blame(self, done: _Done, now: float) -> None:
+        """An image could not be got from there, or given; the controller is told, for there may be others."""
         address = done.task.holder.address
-        before = self.failing(now).get(address)
-        self._failing.pop(address, None)  # the last one comes last
-        what = wire.Failing(times=1 + (before.times if before else 0), why=done.problem[:WHY])
-        self._failing[address] = what, now + FAILING_SECONDS
-        while len(self._failing) > ranges.MOST_FAILING:
-            del self._failing[next(iter(self._failing))]
+        (self._failing if done.task.found is None else self._refusing).add(address, done.problem, now)
+        if done.task.found is not None:
+            self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
 
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
@@ -294,19 +320,20 @@ class Copies:
         try:
             size = self._transfer(task)
         except Exception as error:  # what a peer sends must not end the thread
-            blames = task.found is None and not isinstance(error, transfer.NoRoom)
-            self._failures[task.holder.address] += blames
+            blames = _blames(task, error)
+            self._failures[task.holder.address, task.found is not None] += blames
             self.results.put(_Done(task, str(error) or type(error).__name__, blames=blames))
             return
         rate = size / max(1e-6, time.monotonic() - began) if size >= LEAST_MEASURED else 0.0
         self.results.put(_Done(task, rate=rate))
 
     def _wanted(self, task: _Task) -> bool:
-        """Still. What another image could not be got from is not tried for all that wait behind that: the controller
-        names somebody else, or the same one again."""
-        if task.found is not None:
-            return _needed(self.cut, task.key.iteration)
-        return task.failures == self._failures[task.holder.address]
+        """Still. What another image could not be got from, or given to, is not tried for all that wait behind that: the
+        controller names somebody else, or the same one again."""
+        order, giving = self.cut, task.found is not None
+        if giving and not (_needed(order, task.key.iteration) and task.holder in order.targets):
+            return False
+        return task.failures == self._failures[task.holder.address, giving]
 
     def _transfer(self, task: _Task) -> int:
         """Bytes."""
@@ -320,6 +347,13 @@ class Copies:
 
 def _needed(order: wire.Cut, iteration: int) -> bool:
     return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
+
+
+def _blames(task: _Task, error: Exception) -> bool:
+    """It was the other side, or the way there, and not what this node has or lacks."""
+    if task.found is None:
+        return not isinstance(error, transfer.NoRoom)
+    return isinstance(error, OSError) and not isinstance(error, transfer.Busy) and error.filename is None
 
 
 def _unlink(path: Path) -> None:

@@ -84,6 +84,7 @@ class Reports:
                 unmoved=self._copies.failed,
                 rates=dict(self._copies.rates),
                 failing=self._copies.failing(now),
+                refusing=self._copies.refusing(now),
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                 saved=self._copies.saved(),
                 ranks=statuses,

@@ -10,7 +10,7 @@ receiver makes room for a large image before it takes a byte, it is given the ti
     server                       client
     16 bytes                 ->
                              <-  HMAC-SHA256 (32 bytes), length and MessagePack of the request
-    put: "go", or "no", length and why not ->
+    put: "go", or "no", length and why not, or "so" when so many others are served ->
                              <-  the image's bytes, then "whole" or nothing
     "kept", or "harm"        ->
     get: length (8 bytes)    ->
@@ -53,7 +53,7 @@ AT_ONCE = 8  # others that are served
 PIECE = 1 << 22  # bytes between two looks at the clock
 MOST_REQUEST = 4096  # bytes
 NONCE, PROOF = 16, hashlib.sha256().digest_size
-GO, NO, WHOLE, KEPT, HARM = b"go", b"no", b"whole", b"kept", b"harm"
+GO, NO, SO, WHOLE, KEPT, HARM = b"go", b"no", b"so", b"whole", b"kept", b"harm"
 MOST_REASON = 400  # bytes
 _LENGTH = struct.Struct("<Q")
 
@@ -64,6 +64,10 @@ class TransferError(OSError):
 
 class NoRoom(TransferError):
     """Whoever wanted it cannot take it; who has it is not to blame."""
+
+
+class Busy(TransferError):
+    """Whoever is to take it serves others; it will."""
 
 
 class Damaged(TransferError):
@@ -175,7 +179,11 @@ class Server:
                     request = self._proven(connection)
                 finally:
                     stays = self._strangers.leave(connection)
-                if not stays or not self._slots.acquire(blocking=False):
+                if not stays:
+                    return
+                if not self._slots.acquire(blocking=False):
+                    if msgpack.unpackb(request)["what"] == "put":
+                        connection.sendall(SO)
                     return
                 try:
                     connection.settimeout(SILENT_SECONDS)
@@ -327,6 +335,8 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0)
         connection.settimeout(_room_seconds(found.used))
         said = _receive(connection, len(GO))
         connection.settimeout(SILENT_SECONDS)
+        if said == SO:
+            raise Busy("it serves others")
         if said != GO:
             length = min(MOST_REASON, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
             raise TransferError(_receive(connection, length).decode(errors="replace"))

@@ -36,7 +36,7 @@ MOST_LEADERS = 16  # agents that may act for the controller
 MOST_LAYOUTS = 64  # in which a job can run
 KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
-MOST_FAILING = 64  # addresses from which one agent could not get an image of late
+MOST_FAILING = 64  # addresses from which one agent could not get an image of late, and to which it could give none
 
 # ---------------------------------------------------------------- numbers
 Version = Annotated[int, Meta(ge=0, le=1 << 16)]

@@ -223,7 +223,8 @@ class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An agent from which images could not be got: how often, one after the other, and why the last time."""
+    """An agent from which images could not be got, or to which none could be given: how often, one after the other, and
+    why the last time."""
 
     times: ranges.Count
     why: ranges.Kind
@@ -249,6 +250,8 @@ class Status(Message, tag="status"):
     rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
     # address -> an agent from which images could not be got of late; they are tried again
     failing: Annotated[dict[ranges.Name, Failing], Meta(max_length=ranges.MOST_FAILING)] = {}
+    # address -> an agent to which images could not be given of late
+    refusing: Annotated[dict[ranges.Name, Failing], Meta(max_length=ranges.MOST_FAILING)] = {}
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
@@ -506,7 +509,8 @@ class Cut(Message, tag="cut"):
     """Keep the training state of `iteration` when it comes, and give it to `targets`, so many `parts` of it; of a
     script without a session the first that it saves from then on. That of `good`, which is in enough nodes, stays until
     then; older ones are not needed any more. -1: none. none: no copies are needed any more, so nothing is kept, and
-    what is there goes. number: the highest counts, for iterations may begin anew from an old file."""
+    what is there goes. number: the highest counts, for iterations may begin anew from an old file,
+    and targets change."""
 
     iteration: ranges.Iteration
     number: ranges.Count = 0

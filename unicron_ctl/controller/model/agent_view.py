@@ -94,6 +94,8 @@ class AgentView:
     """element -> bytes a second of the last image that went between it and this one."""
     failing: dict[str, Failing] = field(default_factory=dict)
     """address -> an agent (its `images_at`) from which it could not get images of late."""
+    refusing: dict[str, Failing] = field(default_factory=dict)
+    """address -> an agent to which it could not give images of late."""
     cold: dict[int, str] = field(default_factory=dict)
     """slot -> why its process was started cold; others that have a process were started warm."""
 
@@ -120,7 +122,7 @@ class AgentView:
         self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
         self.cut, self.images, self.saved = status.cut, status.images, status.saved
         self.moved, self.unmoved, self.rates = status.moved, status.unmoved, status.rates
-        self.failing = status.failing
+        self.failing, self.refusing = status.failing, status.refusing
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +17,9 @@ from tests.support.processes import wait_for
 from transition.memory import room
 from transition.memory.images import SUFFIX, Image, Key, inventory
 from unicron_ctl.agent import transfer
-from unicron_ctl.agent.copies import FAILING_SECONDS, Copies
+from unicron_ctl.agent.copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
 from unicron_ctl.agent.place import read_place
+from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.protocol import wire
 
@@ -263,3 +266,96 @@ def test_that_there_is_no_room_for_copies_is_said_once_however_much_is_left(side
         one.copies.results.put(transfer.News("a copy is not kept: there is no room for 10 MB", f": {left} are left"))
     assert one.copies.finish(0.0)
     assert one.said == ["a copy is not kept: there is no room for 10 MB: 5 MB are left"]
+
+
+# ---------------------------------------------------------------- who takes nothing
+def test_who_takes_no_image_is_told_and_the_others_do_not_wait_for_all_that_goes_to_him(
+    sides: tuple[Side, Side], gone: wire.Holder
+) -> None:
+    """Defect: each image for a silent agent held up those for the others, and the controller was only told how many."""
+    one, other = sides
+    waiting: list = []
+    one.copies._giving.put = waiting.append
+    for slot in (0, 1):
+        one.image(Key("state", slot=slot, iteration=70, place=slot, size=2, base=1, mark="aa"))
+    one.copies.obey(wire.Cut(iteration=70, number=1, targets=[gone, other.holder(1)], parts=2))
+    one.copies.turn(0.0)
+    assert len(waiting) == 4
+    for task in waiting:
+        one.copies._do(task)
+    assert one.copies.finish(0.0), "it tells at once"
+    (told,) = one.copies.refusing(0.0).values()
+    assert one.copies.failed == told.times == 1 and "refused" in told.why, "the second one was not tried"
+    assert list(one.copies.refusing(0.0)) == [gone.address] and one.copies.failing(0.0) == {}
+    assert len(other.names()) == 2
+    waiting.clear()
+    one.copies.turn(AGAIN_SECONDS - 0.1)
+    assert not waiting, "the controller has time to name another one"
+    one.copies.turn(AGAIN_SECONDS + 0.2)
+    assert {task.holder for task in waiting} == {gone} and one.copies.wait(AGAIN_SECONDS + 0.2) < 1.0
+    one.copies.obey(wire.Cut(iteration=70, number=2, targets=[other.holder(1)], parts=2))
+    for task in waiting:
+        one.copies._do(task)
+    one.copies.finish(5.0)
+    assert one.copies.failed == 1 and not one.copies._under_way, "nothing is tried where it is not to go any more"
+    assert one.copies.refusing(FAILING_SECONDS) == {}, "it may take them again"
+
+
+def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = sides
+    one.image()
+    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(room, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.until(lambda: one.copies.failed == 1)
+    (told,) = one.copies.refusing(one.now).values()
+    assert "there is no room" in told.why and one.copies.failing(one.now) == {}
+    monkeypatch.undo()
+    one.until(lambda: 1 in one.copies.rates)
+    assert one.copies.refusing(0.0) == {} and other.names() == ["copy-0-0-70.image"]
+
+
+@pytest.mark.parametrize("own", ["removed", "overwritten"])
+def test_nobody_is_blamed_for_an_image_that_is_not_here_any_more(sides: tuple[Side, Side], own: str) -> None:
+    one, other = sides
+    waiting: list = []
+    one.copies._giving.put = waiting.append
+    one.image()
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.copies.turn(0.0)
+    if own == "removed":
+        (one.folder / f"cut-0-0{SUFFIX}").unlink()
+    else:
+        one.image(Key("state", slot=0, iteration=71, size=2, base=1, mark="aa"))
+    one.copies._do(waiting[0])
+    one.copies.finish(0.0)
+    assert one.copies.failed == 1 and one.copies.refusing(0.0) == {} and other.names() == []
+
+
+def test_nobody_is_blamed_who_serves_others(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = sides
+    one.image()
+    monkeypatch.setattr(other.copies._server, "_slots", threading.BoundedSemaphore(1))
+    other.copies._server._slots.acquire()
+    one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
+    one.until(lambda: one.copies.failed == 1)
+    assert one.copies.refusing(one.now) == {} and "it serves others" in one.said[0]
+    other.copies._server._slots.release()
+    one.until(lambda: other.names() == ["copy-0-0-70.image"])
+
+
+def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+    one, other = sides
+    one.now = time.monotonic()
+    one.image()
+    one.copies.obey(wire.Cut(iteration=70, targets=[gone]))
+    one.copies.fetch(order(other.holder(1), slot=1), one.now)  # it has none
+    one.until(lambda: one.copies.failing(one.now) and one.copies.refusing(one.now))
+    sent: list[wire.Status] = []
+    agreement = SimpleNamespace(ranks=lambda *_: None, asks=lambda now: False, agreed=None, over=0)
+    place = read_place(HERE).in_mode(wire.SESSION, "")
+    Reports(place, "agent", {}, agreement, None, one.copies, sent.append).status(None)
+    status = wire.decode(wire.encode(sent[0]))
+    assert list(status.failing) == [other.copies.address] and list(status.refusing) == [gone.address]
