@@ -13,11 +13,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from transition.memory.images import STATE
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
-from unicron_ctl.controller.job.rings import Ring
+from unicron_ctl.controller.job.rings import Ring, pass_over, refusing
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
@@ -58,9 +59,11 @@ class Pace:
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, its number, and when; the newest from which
     it can go on; and, of those who were there at the last look, in how many more nodes which places are to be, and who
-    gives what he has to whom. unkept: place -> the nodes, all without a memory, on whose account no copies are made;
-    said: which of these nodes are on record. moved: bytes of images that all agents together had moved, and when that
-    rose last. none: nobody is to keep any."""
+    gives what he has to whom. refusing: by element, who took none from it when that was worked out, which is not done
+    again before redirect_at; refused: the nodes of such a giver and of who took none -> why, of all that there have
+    been; recorded: how many of them are on record. unkept: place -> the nodes, all without a memory, on whose account
+    no copies are made; said: which of these nodes are on record. moved: bytes of images that all agents together had
+    moved, and when that rose last. none: nobody is to keep any."""
 
     asked: int = -1
     number: int = 0
@@ -75,6 +78,10 @@ class Cuts:
     none: bool = False
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
+    refusing: dict[int, list[str]] = field(default_factory=dict)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    recorded: int = 0
+    redirect_at: float = 0.0
     unkept: dict[int, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     pace: Pace = field(default_factory=lambda: Pace())
@@ -166,6 +173,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
             cuts.wanting = missing if not cuts.unkept else {}
             cuts.targets = targets(job, cuts.wanting, view.slurm.domains, waiting)
         if cuts.wanting:
+            redirect(view, job, cuts, partial(targets, job, cuts.wanting, view.slurm.domains, waiting))
             ask(view, job, cuts)
         else:
             end(view, job, cuts)
@@ -252,7 +260,31 @@ def reached(job: JobView) -> int:
 def name(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
     """This one is the cut from now on, for all who have heard of others."""
     cuts.asked, cuts.asked_at, cuts.passed_at = iteration, view.now, math.inf
+    _number(job, cuts)
+
+
+def _number(job: JobView, cuts: Cuts) -> None:
+    """All agents are told the cut, whatever they have heard."""
     cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
+
+
+def redirect(view: View, job: JobView, cuts: Cuts, targets: Callable[[], dict[int, list[wire.Holder]]]) -> None:
+    """Whoever gives to one that took nothing of late gives the same cut to another one; what has been copied of it
+    stays good."""
+    refusing = {agent.element: sorted(agent.refusing) for agent in job.alive() if agent.refusing}
+    if refusing == cuts.refusing or view.now < cuts.redirect_at:
+        return
+    cuts.refusing, cuts.redirect_at = refusing, view.now + CUT_SECONDS
+    found = targets()
+    if found != cuts.targets:
+        cuts.targets = found
+        _number(job, cuts)
+    at = {agent.images_at: agent.node for agent in with_memory(job)} if refusing else {}
+    for agent in (job.agents[element] for element in refusing if element in found):
+        left = any(one.address in agent.refusing for one in found[agent.element])
+        then = "no other node could take it, so it is tried again" if left else "another node gets it"
+        for address in (one for one in agent.refusing if one in at):
+            cuts.refused.setdefault((agent.node, at[address]), f"{agent.refusing[address].why}; {then}")
 
 
 def _seconds(job: JobView) -> float:
@@ -274,7 +306,7 @@ def end(view: View, job: JobView, cuts: Cuts) -> None:
 
 
 def say(job: JobView, cuts: Cuts) -> Outcome:
-    """Puts on record, once, on whose account there are no copies."""
+    """Puts on record, once, on whose account there are no copies, and to whom some did not get through."""
     nodes, places, out = sorted({each for found in cuts.unkept.values() for each in found}), [*cuts.unkept], Outcome()
     if nodes and nodes != cuts.said:
         cuts.said = nodes
@@ -284,6 +316,12 @@ def say(job: JobView, cuts: Cuts) -> Outcome:
             f"what is trained there alone (places {places[:NAMED]}) cannot be copied; the job's log says why"
         )
         out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
+    new, cuts.recorded = [*cuts.refused.items()][cuts.recorded :], len(cuts.refused)
+    if new:
+        words = [f"from {giver} to {node} ({why})" for (giver, node), why in new[:NAMED]]
+        more = f" and {len(new) - NAMED} more" if len(new) > NAMED else ""
+        reason = f"a copy of the training state did not get through {', '.join(words)}{more}"
+        out.record(job.state, records.CopiesRefused(ways=[way for way, _ in new], reason=reason))
     return out
 
 
@@ -296,20 +334,25 @@ def targets(
     if not missing:
         return {}
     agents, room = {agent.element: agent for agent in with_memory(job)}, Receivers(job, domains, waiting)
-    trained, beside = holders(job), defaultdict(set)
-    givers = {place: min(able) for place in missing if (able := trained[place] & agents.keys())}
-    there = {place: {agents[element].node for element in trained[place] & agents.keys()} for place in givers}
+    able = {place: found & agents.keys() for place, found in holders(job).items()}
+    givers = {place: min(able[place]) for place in missing if able.get(place)}
+    there = {place: {agents[element].node for element in able[place]} for place in givers}
+    beside: dict[int, set[str]] = defaultdict(set)
     for place, giver in givers.items():
         beside[giver] |= there[place]
-    chosen: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
+    chosen: dict[int, list[AgentView]] = {}  # by place
     for place in sorted(givers, key=room.spared, reverse=True):  # a spare is then given the giver's others, too
-        giver, has = givers[place], there[place]
-        for _ in range(missing[place]):
-            if (one := room.next(place, giver, has, beside[giver])) is None:
-                break
+        giver, has, chosen[place] = givers[place], there[place], []
+        while len(chosen[place]) < missing[place] and (one := room.next(place, giver, has, beside[giver])) is not None:
             has.add(one.node)
-            chosen[giver][one.element] = holder(one)
-    return {giver: list(each.values()) for giver, each in chosen.items()}
+            chosen[place].append(one)
+    found: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
+    for place, some in chosen.items():
+        giver, has = givers[place], there[place]
+        if away := refusing(agents.values(), agents[giver]):
+            pass_over(away, some, has, partial(room.next, place, giver, has, beside[giver], away))
+        found[giver] |= {one.element: holder(one) for one in some}
+    return {giver: list(each.values()) for giver, each in found.items() if each}
 
 
 class Receivers:
@@ -331,14 +374,16 @@ class Receivers:
         """A hot spare's ranks would take it."""
         return bool(self._spares[place])
 
-    def next(self, place: int, giver: int, has: set[str], beside: set[str]) -> AgentView | None:
+    def next(
+        self, place: int, giver: int, has: set[str], beside: set[str], away: Collection[str] = ()
+    ) -> AgentView | None:
         """The next one for a state of which these nodes have a copy; it is given one. beside: nodes that train what
-        else the giver gives."""
+        else the giver gives. away: nodes that are passed over."""
         given = self._given[giver]
         for avoid in ({self._domains.get(node, "") for node in has}, set[str]()):
-            if (found := self._first(given, has, avoid)) is not None:
+            if (found := self._first(given, has.union(away), avoid)) is not None:
                 return found
-            for nodes in (has | beside, has):
+            for nodes in (has.union(beside, away), has.union(away)):
                 found = self._first(self._spares[place], nodes, avoid) or self._ring.next(giver, nodes, avoid)
                 if found is not None:
                     self._ring.give(found)

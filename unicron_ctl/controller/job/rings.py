@@ -7,7 +7,7 @@ next; of equals the next one after the giver.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from unicron_ctl.controller.model.agent_view import AgentView
 
@@ -53,3 +53,21 @@ class Ring:
         del self._levels[level][bisect_left(self._levels[level], place)]
         above = self._levels[level + 1]
         above.insert(bisect_left(above, place), place)
+
+
+def refusing(agents: Iterable[AgentView], giver: AgentView) -> set[str]:
+    """Nodes that have taken no image from this one of late. Its word counts for its own copies alone: it may be its own
+    network that fails."""
+    return {one.node for one in agents if one.images_at in giver.refusing} if giver.refusing else set()
+
+
+def pass_over(
+    away: Collection[str], chosen: list[AgentView], has: set[str], other: Callable[[], AgentView | None]
+) -> None:
+    """Others come in the places of those that are chosen and refuse, where there are others. What the rest are given
+    stays as it is."""
+    for at, one in enumerate(chosen):
+        if one.node in away:
+            has.discard(one.node)
+            chosen[at] = other() or one
+            has.add(chosen[at].node)

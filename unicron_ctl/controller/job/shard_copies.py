@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from transition import layout
@@ -26,6 +27,7 @@ from unicron_ctl.controller.job.copies import (
     end,
     note_change,
     order,
+    redirect,
     with_memory,
 )
 from unicron_ctl.controller.job.user_copies import targets
@@ -142,6 +144,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
             cuts.unkept = unkept(job) if missing else {}
             cuts.targets = targets(job, view.slurm.domains) if missing and not cuts.unkept else {}
         if cuts.targets:
+            redirect(view, job, cuts, partial(targets, job, view.slurm.domains))
             ask(view, job, cuts, newest_good)
         else:
             end(view, job, cuts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
@@ -27,9 +28,10 @@ from unicron_ctl.controller.job.copies import (
     note_change,
     order,
     patient,
+    redirect,
     with_memory,
 )
-from unicron_ctl.controller.job.rings import Ring
+from unicron_ctl.controller.job.rings import Ring, pass_over, refusing
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -55,6 +57,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     if note_change(job, cuts, waiting) or same is not cuts.pace.same:
         cuts.pace.same = same
         cuts.targets = targets(job, view.slurm.domains, same, spares=False)
+    redirect(view, job, cuts, partial(targets, job, view.slurm.domains, same, spares=False))
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
     asked = bool(cuts.targets) and cuts.asked >= 0
@@ -117,26 +120,33 @@ def targets(
         return {}
     world, members = [able[element] for element in inside if element in able], set(inside)
     rings = Ring(world, domains), Ring([able[each] for each in sorted(able) if each not in members], domains)
-    found: dict[int, list[wire.Holder]] = {}
+    found: dict[int, list[AgentView]] = {}
     for one in world:
         has = {one.node}
-        chosen: list[wire.Holder] = []
+        chosen = found[one.element] = []
         while len(chosen) < more and (to := _next(rings, one.element, has, domains, spares)) is not None:
             has.add(to.node)
-            chosen.append(holder(to))
-        if chosen:
-            found[one.element] = chosen
-    return found
+            chosen.append(to)
+    for one in world:
+        if away := refusing(able.values(), one):
+            has = {one.node, *(to.node for to in found[one.element])}
+            pass_over(away, found[one.element], has, partial(_next, rings, one.element, has, domains, spares, away))
+    return {giver: [holder(to) for to in chosen] for giver, chosen in found.items() if chosen}
 
 
 def _next(
-    rings: Sequence[Ring], giver: int, has: Collection[str], domains: Mapping[str, str], spares: bool
+    rings: Sequence[Ring],
+    giver: int,
+    has: set[str],
+    domains: Mapping[str, str],
+    spares: bool,
+    away: Collection[str] = (),
 ) -> AgentView | None:
-    """Who gets the next one; rings: of the world, and of those that wait."""
+    """Who gets the next one; rings: of the world, and of those that wait. away: nodes that are passed over."""
     used, none = {domains.get(node, "") for node in has}, frozenset[str]()
     order = [(ring, avoid) for avoid in (used, none) for ring in rings]
     for ring, avoid in order if spares else [(ring, avoid) for ring in rings for avoid in (used, none)]:
-        if (found := ring.next(giver, has, avoid)) is not None:
+        if (found := ring.next(giver, has.union(away), avoid)) is not None:
             ring.give(found)
             return found
     return None

@@ -501,6 +501,12 @@ class NoCopies(Record, frozen=True, tag="no_copies"):
     places: list[int]
 
 
+class CopiesRefused(Record, frozen=True, tag="copies_refused"):
+    """Copies of the training state did not get through: from which nodes, to which."""
+
+    ways: list[tuple[str, str]]
+
+
 class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):
     elements: list[int]
 

@@ -22,7 +22,7 @@ OF_THE_ENDED: tuple[type[Record], ...] = (
     *(records.RanksReady, records.RankStart, records.StartedCold, records.ExitNoted, records.Timing),
     *(records.FailureDetected, records.FailureVerdict, records.FailureAction, records.LeaveOut),
     *(records.Break, records.PlanMade, records.Adopted, records.NumberUsed, records.Offer, records.OfferWithdrawn),
-    *(records.LayoutWanted, records.LayoutChosen, records.NoCopies),
+    *(records.LayoutWanted, records.LayoutChosen, records.NoCopies, records.CopiesRefused),
     *(records.Entered, records.Reform, records.Reinstated, records.StateAwaited, records.LastCopy),
     *(records.Parted, records.Rejoined, records.Allotted, records.NewcomersWait, records.Spares, records.Silence),
     *(Step, records.Steady, records.LedgerViolation, records.Injected, records.InjectRefused),

@@ -173,6 +173,7 @@ _DECISIONS = frozenset(
         records.Observed,
         records.NewcomersWait,
         records.NoCopies,
+        records.CopiesRefused,
         records.Spares,
     }
 )

@@ -167,6 +167,14 @@ def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_w
     assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [3]]
 
 
+def test_a_hot_spare_is_given_all_of_a_node_of_which_its_ranks_would_take_a_part():
+    """The places of the nodes are 0 and 1, 2 and 3, 4 and 0, and of the one that waits 1 and 2."""
+    world, _ = started(nodes=4, replica=5, ranks=2)
+    assert sorted(world.job().members) == list(range(5))
+    found = copies.targets(world.core.view.job(world.job()), dict.fromkeys(range(5), 1), {}, [3])
+    assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [3], 1: [3], 2: [0]}
+
+
 def test_a_spare_that_comes_later_is_given_copies_from_then_on():
     world = World()
     agents = [Node(world, e, nodes=4, replica=3, spares=1) for e in range(3)]
@@ -336,6 +344,97 @@ def test_images_of_two_trainings_are_no_whole_together():
         agent.has(cut, 0, mark="one")
         agent.has(cut, 1, mark="other")
     assert copies.newest_good(world.core.view.job(world.job())) == -1
+
+
+# ---------------------------------------------------------------- who takes nothing
+def refuse(agent: Node, *nodes: str) -> None:
+    """These have taken no image from it."""
+    agent.refusing = {f"{node}:70": wire.Failing(1, "there is no room for 38.1 MB") for node in nodes}
+    agent.status()
+
+
+def given(agents: list[Node]) -> list[list[int]]:
+    """To whom each gives, by the last word."""
+    return [elements(agent.orders(wire.Cut)[-1]) for agent in agents]
+
+
+def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
+    """Defect: one node without room kept all cuts from becoming good, each for two minutes."""
+    world, agents = started(nodes=3, replica=3)
+    first = agents[0].orders(wire.Cut)[0]
+    for agent in agents:
+        agent.has(first.iteration, agent.element)
+    agents[2].has(first.iteration, 1)
+    agents[0].has(first.iteration, 2)
+    refuse(agents[0], "n2")
+    world.run(2.0)
+    second = agents[0].orders(wire.Cut)[-1]
+    assert second.iteration == first.iteration and second.number > first.number, "what was copied of it counts"
+    assert given(agents) == [[2], [2], [0]], "the others give theirs to the same ones as before"
+    agents[2].has(first.iteration, 0)
+    world.run(copies.CUT_SECONDS)
+    third = agents[0].orders(wire.Cut)[-1]
+    assert third.good == first.iteration < third.iteration and elements(third) == [2]
+    (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
+    assert said.ways == [("n1", "n2")]
+    assert "from n1 to n2 (there is no room for 38.1 MB; another node gets it)" in said.reason
+    assert said.reason in [one.reason for one in world.job().decisions]
+    refuse(agents[0])
+    world.run(copies.CUT_SECONDS + 2.0)
+    assert given(agents) == [[1], [2], [0]], "that was for a while"
+    assert world.kinds().count("copies_refused") == 1
+    world.check_replay()
+
+
+def test_where_nobody_takes_copies_it_is_as_it_was_and_said_once_of_each():
+    world, agents = started(nodes=3, replica=3)
+    refuse(agents[0], "n2", "n3")
+    world.run(copies.CUT_SECONDS)
+    assert given(agents) == [[1], [2], [0]] and len(agents[0].orders(wire.Cut)) == 1
+    (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
+    assert said.ways == [("n1", "n2"), ("n1", "n3")] and "no other node could take it" in said.reason
+    for nodes in ((), ("n2", "n3")):
+        refuse(agents[0], *nodes)
+        world.run(2 * copies.CUT_SECONDS)
+    assert world.kinds().count("copies_refused") == 1 and len(agents[0].orders(wire.Cut)) == 1
+
+
+def test_the_word_of_one_giver_keeps_a_node_from_no_other_giver():
+    world, agents = started(nodes=4, replica=4)
+    refuse(agents[0], "n3", "n4")  # its own network fails, or it lies
+    world.run(2.0)
+    assert given(agents) == [[1], [2], [3], [0]] and len(agents[0].orders(wire.Cut)) == 1
+    refuse(agents[0], "n2", "n3", "n4")
+    refuse(agents[1], "n3")
+    world.run(copies.CUT_SECONDS)
+    assert given(agents) == [[1], [3], [3], [0]]
+
+
+def test_of_several_copies_only_the_one_that_is_not_taken_goes_elsewhere():
+    world, agents = started(4, 8, ranks=2, copies=2)
+    assert given(agents) == [[1, 2], [3, 0], [3, 0], [1, 2]]
+    refuse(agents[0], "n3")
+    world.run(2.0)
+    assert given(agents) == [[1, 3], [3, 0], [3, 0], [1, 2]]
+
+
+def test_another_one_that_does_not_fail_with_the_giver_comes_before_its_neighbours():
+    world, agents = started(nodes=4, replica=4)
+    world.core.view.slurm.domains = domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
+    refuse(agents[0], "n3")
+    job, missing = world.core.view.job(world.job()), dict.fromkeys(range(4), 1)
+    assert [one.element for one in copies.targets(job, missing, domains)[0]] == [3]
+    refuse(agents[0], "n3", "n4")
+    assert [one.element for one in copies.targets(job, missing, domains)[0]] == [1]
+
+
+def test_a_giver_that_changes_its_word_all_the_time_has_no_new_order_each_time():
+    world, agents = started(nodes=3, replica=3)
+    for turn in range(20):
+        refuse(agents[0], *["n2"][: turn % 2])
+        world.run(1.0)
+    assert 2 < len(agents[1].orders(wire.Cut)) < 7
+    assert len({order.iteration for order in agents[1].orders(wire.Cut)}) == 1, "and the cut is given its time"
 
 
 # ---------------------------------------------------------------- getting one back

@@ -71,6 +71,16 @@ def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
     assert told(agents) == [[1, 2], [0, 2], [0, 1]]
 
 
+def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
+    world, agents = started(nodes=3, replica=3)
+    assert told(agents) == [[1], [2], [0]]
+    agents[0].refusing = {"n2:70": wire.Failing(1, "timed out")}
+    agents[0].status()
+    world.run(2.0)
+    first, second = agents[0].orders(wire.Cut)
+    assert [target.element for target in second.targets] == [2] and second.iteration == first.iteration
+
+
 def test_replicas_in_one_node_give_theirs_to_the_spare():
     _, agents = started(nodes=2, replica=1, ranks=2, spares=1)
     assert told(agents)[0] == [1]

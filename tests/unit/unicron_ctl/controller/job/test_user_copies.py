@@ -82,6 +82,17 @@ def test_each_node_gives_its_own_to_the_next_one_once_something_is_saved():
     assert not agents[0].orders(), "there is no other node"
 
 
+def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
+    world, agents = started(3)
+    last = save_on(world, agents, 4.0)
+    first = agents[0].orders()[0]
+    agents[0].refusing = {"n2:70": wire.Failing(1, "timed out")}
+    save_on(world, agents, 2.0, begin=last)
+    orders = [agent.orders()[-1] for agent in agents]
+    assert [elements(order) for order in orders] == [[2], [2], [0]] and orders[0].number > first.number
+    assert "copies_refused" in world.kinds()
+
+
 def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
     world, agents = started(2)
     save_on(world, agents, 4.0)
