@@ -42,6 +42,7 @@ RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
 TURN_SECONDS = 5.0  # the same, where all of them are asked to save
+OTHERS_SECONDS = 10.0  # at the end of a training, for the others' files: what is older goes when all are there
 MINUTES = "UNICRON_CHECKPOINT_MINUTES"
 
 
@@ -193,8 +194,15 @@ class Checkpoints:
     def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
         """This rank's part of the final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot
         be written."""
+        writer = writer or Writer()
+        self._save_now(state, iteration, writer)
+        until = time.monotonic() + OTHERS_SECONDS
+        while not self._pruned(iteration, writer) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+
+    def _save_now(self, state: TrainingState, iteration: int, writer: Writer) -> None:
         self.wait()
-        if self._written != (iteration, (writer or Writer()).mark) or self._error is not None:
+        if self._written != (iteration, writer.mark) or self._error is not None:
             self.save(state, iteration, writer)
             self.wait()
         if self._error is not None:
@@ -222,7 +230,7 @@ class Checkpoints:
         while not self._saved(iteration, writer):
             written = self._being_written(iteration, writer, grew)
             if time.monotonic() - began >= patience and not written:
-                self.save_last(state, iteration, writer)
+                self._save_now(state, iteration, writer)
                 say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
                 return
             time.sleep(LOOK_SECONDS)
@@ -255,6 +263,7 @@ class Checkpoints:
         path = self._path(iteration, writer)
         new = unfinished(path)
         try:
+            self._pruned(iteration, writer)  # the one before is whole by now
             path.parent.mkdir(parents=True, exist_ok=True)
             with new.open("wb") as file:
                 file.write(images.front(writer.key(iteration), head, data.numel(), contents.sums(data)))
@@ -263,13 +272,21 @@ class Checkpoints:
                 os.fsync(file.fileno())
             finished(path, writer.mark)
             self.newest = iteration
-            with contextlib.suppress(OSError):  # it is written, whatever becomes of older ones
-                folders.prune(self.folder, self.keep)
+            self._pruned(iteration, writer)
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
                 new.unlink()
             say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
+
+    def _pruned(self, iteration: int, writer: Writer) -> bool:
+        """What is older is removed, if that is this rank's to do; False while the one of `iteration` is not whole."""
+        if not folders.prunes(writer.key(iteration)):
+            return True
+        try:
+            return folders.prune(self.folder, self.keep) >= iteration
+        except OSError:
+            return True  # this rank's part is written, whatever becomes of older ones
 
 
 def _minutes(given: float) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transition.memory.files import DAMAGED
+from transition.memory.images import Key
 
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
 OLD_NAME = re.compile(r"iteration-(\d+)\.pt")  # of the first release, one file
@@ -43,8 +44,15 @@ def whole(folder: Path) -> list[Found]:
     return sorted(found, key=lambda each: (each.iteration, each.paths), reverse=True)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep`. All who write do, at the same time. Raises OSError."""
+def prunes(key: Key) -> bool:
+    """Of all who write a checkpoint's files the writer of this one removes older checkpoints: each look for them is one
+    at the names of all files. Without this file no checkpoint is whole, so there is none that makes others old."""
+    return key.place == 0 and key.shard == 0
+
+
+def prune(folder: Path, keep: int) -> int:
+    """Remove what is older than the newest `keep`; returns the newest iteration, -1 where nothing is whole. Others may
+    do so at the same time. Raises OSError."""
     iterations = sorted({each.iteration for each in whole(folder)}, reverse=True)
     oldest = iterations[keep - 1] if len(iterations) >= keep else 0
     for path in folder.iterdir():
@@ -55,6 +63,7 @@ def prune(folder: Path, keep: int) -> None:
         with contextlib.suppress(OSError):
             if time.time() - new.stat().st_mtime > STALE_SECONDS:
                 new.unlink()
+    return iterations[0] if iterations else -1
 
 
 def _unfinished(folder: Path) -> Iterator[Path]:

@@ -20,6 +20,7 @@ from unicron_ctl.agent.memory import Memory
 from unicron_ctl.mailbox import Mailbox
 
 FILE_LOOK_SECONDS = 0.5
+MOST_LOOK_SECONDS = 60.0  # between two looks whether a checkpoint is whole, each twice as long after the last one
 LEAST_PRIORITY = 19  # of the thread: what computes comes first
 UNFINISHED_SECONDS = 5.0  # for the thread to leave a file unfinished
 
@@ -37,6 +38,8 @@ class Files:
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
         self._stumbled: set[str] = set()  # over what looks came to nothing
+        self._first = -1  # the iteration of which this agent wrote the first file, until older ones are removed
+        self._prune_at = self._pause = 0.0
         self._ends, self._last_look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
         self._thread.start()
@@ -85,6 +88,7 @@ class Files:
         for found in files.asides(memory, self._spoiled):
             if not self._ends.is_set():
                 self._write(found, where)
+        self._prune(where)
 
     def _write(self, found: Found, where: files.Destination) -> None:
         try:
@@ -100,8 +104,19 @@ class Files:
         with contextlib.suppress(OSError, BadImage):
             if look(found.path) == found:  # else a rank has set aside another one meanwhile
                 files.let_go(found.path)
+        if folders.prunes(found.key):
+            self._first, self._prune_at, self._pause = found.key.iteration, 0.0, FILE_LOOK_SECONDS
+
+    def _prune(self, where: files.Destination) -> None:
+        """Remove what is older, when the others have written their files, too. Where this agent ends before, that is
+        done with the next checkpoint."""
+        now = time.monotonic()
+        if self._first < 0 or (now < self._prune_at and not self._last_look.is_set()):
+            return
+        self._prune_at, self._pause = now + self._pause, min(2 * self._pause, MOST_LOOK_SECONDS)
         with contextlib.suppress(OSError):
-            folders.prune(where.folder, where.keep)
+            if folders.prune(where.folder, where.keep) >= self._first:
+                self._first = -1
 
     def _spoiled(self, error: BadImage) -> None:
         self._said(f"no checkpoint is made of what was set aside: {error}: the training goes on", True)

@@ -19,7 +19,7 @@ import torch
 
 from transition import checkpoint
 from transition.checkpoint import CheckpointError, Checkpoints, Writer
-from transition.memory import contents
+from transition.memory import contents, folders
 from transition.migrate import TrainingState, plain
 
 
@@ -56,6 +56,7 @@ def state():
 def quick(monkeypatch):
     monkeypatch.setattr(checkpoint, "RESCUE_SECONDS", 0.4)
     monkeypatch.setattr(checkpoint, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoint, "OTHERS_SECONDS", 0.0)
 
 
 def with_scale(state: TrainingState, scale: float) -> TrainingState:
@@ -212,10 +213,43 @@ def test_one_that_is_all_damaged_is_never_taken_for_none(tmp_path, state):
 def test_so_many_whole_ones_stay(tmp_path, state):
     one, two = Writer(place=0, size=2), Writer(place=1, size=2)
     for iteration in (1, 2, 3):
-        written(tmp_path, state, iteration, one, two)
+        written(tmp_path, state, iteration, two, one)
     assert names(tmp_path) == ["iteration-00000002", "iteration-00000003"]
     written(tmp_path, state, 4, one)
     assert names(tmp_path) == ["iteration-00000002", "iteration-00000003", "iteration-00000004"], "half of it is there"
+
+
+@pytest.mark.parametrize("first", [Writer(size=2), Writer(count=2)], ids=["places", "shards"])
+def test_of_all_who_write_one_looks_for_older_ones_and_at_the_end_it_waits_for_the_others(
+    tmp_path, state, first, monkeypatch
+):
+    """16,384 ranks that look at 16,384 names each would keep the file system busy for hours."""
+    others = [replace(first, place=int(first.size > 1), shard=int(first.count > 1))]
+    looks, look = [], folders.prune
+    monkeypatch.setattr(folders, "prune", lambda *about: looks.append(about) or look(*about))
+    for iteration in (1, 2, 3):
+        written(tmp_path, state, iteration, *others)
+    assert not looks
+    written(tmp_path, state, 1, first)
+    written(tmp_path, state, 2, first)
+    monkeypatch.setattr(checkpoint, "OTHERS_SECONDS", 20.0)
+    late = threading.Timer(0.2, written, (tmp_path, state, 4, *others))
+    late.start()
+    written(tmp_path, state, 4, first)
+    late.join()
+    assert names(tmp_path) == ["iteration-00000002", "iteration-00000003", "iteration-00000004"]
+    assert iterations(tmp_path) == [2, 4] and looks
+
+
+def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is_written(tmp_path, state, monkeypatch):
+    one, two = Writer(place=0, size=2), Writer(place=1, size=2)
+    for iteration in (1, 2, 3):
+        written(tmp_path, state, iteration, one, two)
+    assert iterations(tmp_path) == [1, 2, 3]
+    seen, sums = [], contents.sums
+    monkeypatch.setattr(contents, "sums", lambda data: seen.append(iterations(tmp_path)) or sums(data))
+    written(tmp_path, state, 4, one)
+    assert seen == [[2, 3]]
 
 
 def test_what_all_who_write_remove_at_the_same_time_is_no_trouble(tmp_path, state, monkeypatch):
@@ -229,7 +263,7 @@ def test_what_all_who_write_remove_at_the_same_time_is_no_trouble(tmp_path, stat
             if isinstance(path, int) or Path(path) != tmp_path:
                 return ask[which](path)
             found = list(ask[which](path))
-            if next(looks) == 2:  # for files that nobody finished
+            if next(looks) == 5:  # for files that nobody finished, after it has written its own
                 shutil.rmtree(tmp_path / "iteration-00000003")
             return found if which else contextlib.nullcontext(found)
 
@@ -239,7 +273,7 @@ def test_what_all_who_write_remove_at_the_same_time_is_no_trouble(tmp_path, stat
     monkeypatch.setattr(os, "listdir", racing(1))
     job = Checkpoints(tmp_path, keep=2)
     job.save_last(state, 4)
-    assert iterations(tmp_path) == [4] and next(looks) > 2
+    assert iterations(tmp_path) == [4] and next(looks) > 5
 
 
 def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatch, capsys):

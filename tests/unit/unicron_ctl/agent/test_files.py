@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -29,13 +31,13 @@ def memory(tmp_path: Path) -> Memory:
     return made
 
 
-def aside(memory: Memory, iteration: int, size: int = 100, base: int = 0) -> Path:
-    """An image that a rank has set aside, of generation `base`."""
-    path = memory.folder / f"state-0-{iteration % 2}{SUFFIX}"
+def aside(memory: Memory, iteration: int, size: int = 100, base: int = 0, place: int = 0, places: int = 1) -> Path:
+    """An image that the rank of this place has set aside, of generation `base`."""
+    path = memory.folder / f"state-{place}-{iteration % 2}{SUFFIX}"
     image = Image(path, 10, size)
     image.data[:size] = os.urandom(size)
-    image.finish(Key(STATE, 0, iteration, base=base, mark=MARK), b"head", size, b"0" * 16)
-    name = files.aside_path(memory.folder, 0, iteration)
+    image.finish(Key(STATE, place, iteration, place, places, base=base, mark=MARK), b"head", size, b"0" * 16)
+    name = files.aside_path(memory.folder, place, iteration)
     files.set_aside(path, name)
     return name
 
@@ -55,6 +57,32 @@ def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory
     aside(memory, 7)
     writer.close(20.0)
     assert said == [f"the training state of iteration 7 was saved in {tmp_path / 'saves' / 'iteration-00000007'}"]
+
+
+def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_of_the_first_looks_for_it(
+    memory: Memory, tmp_path: Path, monkeypatch
+) -> None:
+    """Not after each file, and not in each agent: with a distributed optimizer there are as many files as ranks."""
+    looks, look = [], folders.prune
+    monkeypatch.setattr(folders, "prune", lambda *about: looks.append(about) or look(*about))
+    monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
+    for iteration in (2, 4, 6, 8):
+        aside(memory, iteration, place=1, places=2)
+    Files(memory, lambda key: True, 0.0, print).close(20.0)
+    assert not looks
+    for path in (tmp_path / "saves" / "iteration-00000008").iterdir():
+        path.rename(tmp_path / path.name)  # another agent's, not written yet
+    names = [aside(memory, iteration, places=2) for iteration in (2, 4, 6, 8)]
+    writer = Files(memory, lambda key: True, 0.0, print)
+    wait_for(lambda: not any(name.exists() for name in names), "the files")
+    wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
+    before, began = len(looks), time.monotonic()
+    time.sleep(0.5)
+    assert len(looks) - before <= 2 + math.log2((time.monotonic() - began) / 0.01), "each after twice the time"
+    (late,) = tmp_path.glob(f"*{SUFFIX}")
+    late.rename(tmp_path / "saves" / "iteration-00000008" / late.name)
+    wait_for(lambda: iterations(tmp_path / "saves") == [8, 6], "it is whole")
+    writer.close()
 
 
 def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_takes(
