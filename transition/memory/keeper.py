@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from transition.memory import contents, files
-from transition.memory.images import STATE, SUFFIX, Key, folder, inventory
+from transition.memory.images import STATE, SUFFIX, Image, Key, folder, inventory
 from transition.memory.turns import BUFFERS, Turns
 from transition.saying import say
 
@@ -84,6 +84,7 @@ class Keeper:
         self._setting_aside = False
         self.missed = False  # what was to be set aside last was not
         self._failures = self._pause = 0
+        self._quiet = False  # that there is no room for a cut was said
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
         self._done.set()
@@ -191,14 +192,37 @@ class Keeper:
         for turns in (self._turns, self._cuts):
             turns.forget()
 
-    def _copy(self, task: _Task) -> None:
-        turns, keep = (self._cuts, self.good) if task.key.iteration == self.cut else (self._turns, -1)
+    def _room(self, task: _Task) -> tuple[Turns, Image] | None:
+        """Of those for cuts, if this is one and there is room for it; else of those that take turns. None where this
+        copy can be left out. Raises OSError."""
+        cut = task.key.iteration == self.cut
+        if cut:
+            try:
+                image = self._cuts.room(self._cuts.next(self.good), len(task.head), task.size)
+                self._quiet = False
+                return self._cuts, image
+            except OSError as error:
+                if not (self._quiet or self.filing):
+                    self._say(
+                        f"no copies of the training state are kept for other nodes, the training goes on: {error}"
+                    )
+                    self._quiet = True
+            if task.key.iteration % self.every and task.aside is None:
+                return None  # it is not one that all ranks keep
         try:
-            image = turns.room(turns.next(keep), len(task.head), task.size)
+            return self._turns, self._turns.room(self._turns.next(), len(task.head), task.size)
         except OSError:
             if self.filing and task.aside is None:
-                return  # there is room again when the agent has made its file; what is set aside can be gone on from
+                return (
+                    None  # there is room again when the agent has made its file; what is set aside can be gone on from
+                )
             raise
+
+    def _copy(self, task: _Task) -> None:
+        room = self._room(task)
+        if room is None:
+            return
+        turns, image = room
         image.begin()
         data = contents.raw(image.data[: task.size])
         if task.ready is None:

@@ -376,6 +376,34 @@ def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_pa
     assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_said_once(tmp_path, monkeypatch, every):
+    """Defect: each cut cost the copies of two iterations and two lines, and the controller names one every 10 s."""
+    said: list[str] = []
+    allocate, full = images.allocate, True
+
+    def beside_two(path: Path, descriptor: int, size: int) -> None:
+        if full and path.name.startswith("cut-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(path, descriptor, size)
+
+    monkeypatch.setattr(images, "allocate", beside_two)
+    keeper, gatherer = Keeper(tmp_path, 0, every, said.append), Gatherer(training())
+    for iteration in range(1, 10):
+        keeper.cut = iteration if iteration in (3, 6, 8) else keeper.cut
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper._done.wait()
+        due = [each for each in range(1, iteration + 1) if each % every == 0]
+        assert iterations(tmp_path) == due[-2:] and not keeper.trouble
+    assert len(said) == 1 and "no copies of the training state are kept for other nodes" in said[0]
+    full, keeper.cut = False, 11
+    for iteration in (10, 11):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+    keeper.close()
+    (cut,) = tmp_path.glob("cut-*")
+    assert look(cut).key.iteration == 11 and len(said) == 1
+
+
 # ------------------------------------------------------------ what a session has to do with it
 @pytest.fixture
 def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
