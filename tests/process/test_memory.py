@@ -181,6 +181,21 @@ def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_g
     assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-4)
 
 
+@pytest.mark.long
+def test_where_the_first_node_has_no_memory_the_next_one_saves_what_slurm_ends(tmp_path):
+    saves = tmp_path / "saves"
+    kind = {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "1000", "TINY_ITERATIONS": "1000"}
+    settings = SETTINGS | kind | {"SLURM_ARRAY_TASK_COUNT": "2"}
+    with Remembering(tmp_path, nodes=1, **settings | {"UNICRON_MEMORY_DIR": "/proc"}) as job:
+        job.start_agent(1, UNICRON_MEMORY_DIR=str(tmp_path))
+        job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
+        for agent in job.agents.values():
+            agent.process.terminate()
+        assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
+        assert [agent.log.count("was saved in") for agent in job.agents.values()] == [0, 2]
+    assert len(folders.whole(saves)) == 2
+
+
 def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_none(tmp_path, losses):
     """Slot 1 dies while it copies the state of iteration 4, of which a file is due; a replica is two ranks. Slot 0
     would die if it wrote one by itself."""

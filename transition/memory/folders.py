@@ -76,6 +76,27 @@ def _unfinished(folder: Path) -> Iterator[Path]:
             yield path
 
 
+class Begun(NamedTuple):
+    """A file of a checkpoint. part: place, of how many, shard, of how many. whole: it has its own name."""
+
+    path: Path
+    iteration: int
+    part: tuple[int, ...]
+    whole: bool
+
+
+def begun(folder: Path, iteration: int) -> Iterator[Begun]:
+    """The files of all checkpoints from that of `iteration` on, also those that somebody writes."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and int(match[1]) >= iteration:
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it meanwhile
+                for each in path.iterdir():
+                    if file := _FILE.match(each.name):
+                        part = tuple(map(int, file.groups()[1:]))
+                        yield Begun(each, int(match[1]), part, file.end() == len(each.name))
+
+
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)

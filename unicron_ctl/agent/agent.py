@@ -72,7 +72,7 @@ class Agent:
         self._memory = Memory(place, os.environ, self._log.say)
         self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
         self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.is_first, memory_rate(os.environ), self._log.say)
+        self._files = Files(self._memory, self._plans.turn, memory_rate(os.environ), self._log.say)
         self._controller = self._line.socket
         self._rank_line = RankLine(self._context, socket_folder(place.job, os.environ))
         self._layout = ""  # in which the ranks are started, as the controller wants it
@@ -190,7 +190,7 @@ class Agent:
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._files.close(FILES_SECONDS if self._ended else 0.0)
         if self._saves:
-            self._memory.persist(self._plans.is_first)
+            self._memory.persist(self._plans.turn)
         self._store.close()
         self._warmth.close()
         adopt_orphans(False)

@@ -30,11 +30,11 @@ class _Ended(OSError):
 
 
 class Files:
-    """memory: the node's. mine(key): of what nobody trains any more, it is this node that writes it. rate: most bytes a
-    second, 0 for no limit. say: one line for the job's log."""
+    """memory: the node's. turn(key): when this node writes what nobody trains any more (:meth:`Memory.persist`). rate:
+    most bytes a second, 0 for no limit. say: one line for the job's log."""
 
-    def __init__(self, memory: Memory, mine: Callable[[Key], bool], rate: float, say: Callable[[str], None]):
-        self._memory, self._mine, self._rate, self._say = memory, mine, rate, say
+    def __init__(self, memory: Memory, turn: Callable[[Key], int | None], rate: float, say: Callable[[str], None]):
+        self._memory, self._turn_of, self._rate, self._say = memory, turn, rate, say
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
         self._stumbled: set[str] = set()  # over what looks came to nothing
@@ -75,7 +75,7 @@ class Files:
         """One look."""
         if self._all:
             self._all = False
-            self._memory.persist(self._mine)
+            self._memory.persist(self._turn_of, self._ends)
         self._look(self._memory.folder)
 
     def _look(self, memory: Path | None) -> None:

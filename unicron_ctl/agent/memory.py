@@ -22,10 +22,10 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from transition.memory import files
+from transition.memory import files, folders
 from transition.memory.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
 from unicron_ctl.agent.place import Place, memory_every
 
@@ -35,6 +35,9 @@ FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the sam
 TOUCH_SECONDS = 10.0
 BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
 BOTH = 2  # buffers in which a rank's state takes turns
+TURNS = 3  # nodes that have the same place: the first writes it at the job's end, the others what those before did not
+TURN_SECONDS = 5.0  # for the node before to begin; Slurm's KillWait is 30 s
+Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
 TRIES = 5  # to open a folder that others remove at the same time
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
 
@@ -98,29 +101,43 @@ class Memory:
         except OSError:
             pass
 
-    def persist(self, mine: Callable[[Key], bool]) -> None:
+    def persist(self, turn: Callable[[Key], int | None], ends: threading.Event | None = None) -> None:
         """Slurm ends the job in the middle of its training: the newest states of each place go to the job's
-        checkpoints, if its script makes some. mine(key): it is this node that writes it.
+        checkpoints, if its script makes some. turn(key): how many other nodes have that place, too, and come first;
+        None: this one does not write it. ends: is set when nothing is waited for any more.
 
         The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
-        With a distributed optimizer that is so of each shard, which its own rank has.
+        With a distributed optimizer that is so of each shard, which its own rank has. The first nodes begin at once. A
+        later one writes what those before it have not begun to write in TURN_SECONDS each: they may have no memory.
         """
         where = files.destination(self.folder) if self.folder is not None else None
         if where is None or self.folder is None:
             return
-        states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
-        for found in inventory(self.folder):
-            key = found.key
-            if mine(key) and _fit_for_files(found):
-                states[key.place, key.shard, key.count][key.iteration, key.base] = found
-        newest = [sorted(each.items(), reverse=True)[:BOTH] for each in states.values()]
-        for _, found in sorted(itertools.chain(*newest), reverse=True, key=lambda each: each[0]):
+        newest, began = (
+            _newest(found for found in inventory(self.folder) if turn(found.key) is not None),
+            time.monotonic(),
+        )
+        for number in range(TURNS):
+            due = {_part(each[0].key): each for each in newest if turn(each[0].key) == number}
+            if number and due:
+                oldest = {part: each[-1].key.iteration for part, each in due.items()}
+                until = began + number * TURN_SECONDS
+                left = _untouched(where.folder, oldest, until, ends or threading.Event())
+                due = {part: due[part] for part in left}
+            self._write(list(itertools.chain(*due.values())), where)
+
+    def _write(self, images: list[Found], where: files.Destination) -> None:
+        """Their files, the newest first."""
+        for found in sorted(images, reverse=True, key=lambda each: (each.key.iteration, each.key.base)):
             try:
                 path = files.persist(found, where.folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
             except Exception as error:  # whatever it is: the others are saved
                 why = str(error) or type(error).__name__
                 self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
+        if any(folders.prunes(found.key) for found in images):
+            with contextlib.suppress(OSError):
+                folders.prune(where.folder, where.keep)
 
     def close(self, over: bool) -> None:
         """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
@@ -133,6 +150,54 @@ class Memory:
             _remove_if_unheld(self.folder, self._descriptor)
         os.close(self._descriptor)
         self.folder = None
+
+
+def _newest(images: Iterable[Found]) -> list[list[Found]]:
+    """Of each part that an image is fit for the newest two, the newest first."""
+    states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
+    for found in images:
+        key = found.key
+        if _fit_for_files(found):
+            states[key.place, key.shard, key.count][key.iteration, key.base] = found
+    return [[found for _, found in sorted(each.items(), reverse=True)[:BOTH]] for each in states.values()]
+
+
+def _part(key: Key) -> Part:
+    return key.place, key.size, key.shard, key.count
+
+
+def _untouched(folder: Path, oldest: Mapping[Part, int], until: float, ends: threading.Event) -> list[Part]:
+    """Of these parts, of each from an iteration on, those of which there is no file in `folder` at that time
+    (monotonic), and nobody writes one: what somebody writes has changed since the first look; what a process has left
+    that died has not."""
+    before: dict[Path, tuple[int, int]] | None = None
+    pause = TURN_SECONDS / 16
+    while True:
+        now, left = time.monotonic(), set(oldest)
+        unfinished: dict[Path, tuple[Part, tuple[int, int]]] = {}
+        with contextlib.suppress(OSError):
+            for each in folders.begun(folder, min(oldest.values())):
+                if each.iteration < oldest.get(each.part, each.iteration + 1):
+                    continue
+                if each.whole:
+                    left.discard(each.part)
+                else:
+                    unfinished[each.path] = each.part, _changes(each.path)
+        before = {path: what for path, (_, what) in unfinished.items()} if before is None else before
+        if not left or now >= until:
+            return sorted(left - {part for path, (part, what) in unfinished.items() if before.get(path) != what})
+        if ends.wait(min(pause, until - now)):
+            return []
+        pause *= 2
+
+
+def _changes(path: Path) -> tuple[int, int]:
+    """What changes while somebody writes it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1  # it is gone, or has its own name by now
+    return status.st_size, status.st_mtime_ns
 
 
 def _fit_for_files(found: Found) -> bool:

@@ -11,7 +11,7 @@ PLANS_HELD = 4  # the ranks are in one of the last
 
 
 class Plans:
-    """slots: of this node's ranks."""
+    """slots: of this node's ranks; each node has as many."""
 
     def __init__(self, slots: Collection[int]) -> None:
         self._slots = slots
@@ -27,10 +27,14 @@ class Plans:
         """That plan, for a controller that has lost its log."""
         return self._held.get(generation)
 
-    def is_first(self, key: Key) -> bool:
-        """Of the nodes that train a place of the layout this is the first; of a shard, its rank is in this one."""
+    def turn(self, key: Key) -> int | None:
+        """How many of the nodes that train a place of the layout come before this one; None where it does not train it.
+        A shard is its rank's."""
         members = sharing.whole(self._held[max(self._held)]).members if self._held else []
-        same = [slot for slot in members if slot % key.size == key.place]
         if key.kind == SHARD:
-            return key.slot in self._slots and (not members or key.slot in members)
-        return not same or min(same) in self._slots
+            return 0 if key.slot in self._slots and (not members or key.slot in members) else None
+        nodes = sorted({slot // len(self._slots) for slot in members if slot % key.size == key.place})
+        here = min(self._slots) // len(self._slots)
+        if not nodes:
+            return 0
+        return nodes.index(here) if here in nodes else None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from transition.memory import files
+from transition.memory import files, folders
 from transition.memory.images import Found, Image, Key
 from unicron_ctl.agent import memory as agent_memory
 from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, Memory, sweep
@@ -20,6 +20,8 @@ from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
+
+MARK = "0a1b2c3d"
 
 
 def place(job: str = "7", element: int = 0, node: str = "n1") -> Place:
@@ -121,17 +123,100 @@ def test_who_only_looks_whether_it_is_held_keeps_nobody_from_removing_it(tmp_pat
     os.close(look)
 
 
+def kept(memory: Memory, *iterations: int, data: bytes = b"12345678") -> None:
+    """What a rank of this node has left."""
+    for iteration in iterations:
+        made = Image(memory.folder / f"state-0-{iteration}.image", 100, len(data))
+        made.begin()
+        made.data[: len(data)] = data
+        key = Key("state", slot=0, iteration=iteration, size=1, base=1, mark=MARK)
+        made.finish(key, b"head", len(data), sums(memoryview(data)))
+
+
+@pytest.fixture
+def left(make, tmp_path: Path, monkeypatch) -> Memory:
+    """In a node that has the states of iterations 7 and 8, like others; where checkpoints of 5 and 6 are."""
+    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 0.2)
+    made: Memory = make()
+    files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
+    kept(made, 5, 6)
+    made.persist(lambda key: 0)
+    kept(made, 7, 8)
+    return made
+
+
+def saved(folder: Path) -> list[int]:
+    return [each.iteration for each in folders.whole(folder / "saves")]
+
+
+def unfinished(folder: Path, iteration: int) -> Path:
+    """Somebody's file of that checkpoint."""
+    made = folder / "saves" / files.folder_name(iteration)
+    made.mkdir(exist_ok=True)
+    return made / f"{MARK}.place-0-of-1.shard-0-of-1.image.another.1.2.new"
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_the_nodes_before_do_not_begin_to_write_a_later_one_writes_in_its_turn(
+    left: Memory, tmp_path: Path, turn: int
+) -> None:
+    """Defect: where the first node had no memory nobody wrote the place, and there was no whole checkpoint."""
+    began = time.monotonic()
+    left.persist(lambda key: turn)
+    assert saved(tmp_path) == [8, 7] and time.monotonic() - began >= 0.2 * turn, "older ones have gone"
+
+
+@pytest.mark.parametrize("turn", [None, 3])
+def test_who_does_not_train_the_place_or_comes_late_writes_nothing(left: Memory, tmp_path: Path, turn) -> None:
+    left.persist(lambda key: turn)
+    assert saved(tmp_path) == [6, 5]
+
+
+@pytest.mark.parametrize("iteration", [7, 8, 9])
+def test_what_is_there_is_neither_waited_for_nor_written_again(
+    left: Memory, tmp_path: Path, said: list[str], monkeypatch, iteration: int
+) -> None:
+    """Also by a node whose last copy was whole, or torn, and this one's not: both have the one in the middle."""
+    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
+    said.clear()
+    unfinished(tmp_path, iteration).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image").touch()
+    left.persist(lambda key: 1)
+    assert saved(tmp_path) == [iteration, 6, 5] and not said
+
+
+def test_what_somebody_writes_is_left_to_him(left: Memory, tmp_path: Path, monkeypatch) -> None:
+    other, looks, begun = unfinished(tmp_path, 8), [], folders.begun
+
+    def writing(*about):
+        looks.append(about)
+        other.write_bytes(b"x" * len(looks))
+        return begun(*about)
+
+    monkeypatch.setattr(folders, "begun", writing)
+    left.persist(lambda key: 1)
+    assert saved(tmp_path) == [6, 5] and len(looks) > 2
+
+
+def test_what_a_process_left_unfinished_that_is_no_more_is_nobodys_writing(left: Memory, tmp_path: Path) -> None:
+    unfinished(tmp_path, 8).write_bytes(b"x")
+    left.persist(lambda key: 1)
+    assert saved(tmp_path) == [8, 7]
+
+
+def test_who_is_to_end_waits_for_nobody(left: Memory, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
+    ends = threading.Event()
+    threading.Timer(0.2, ends.set).start()
+    left.persist(lambda key: 1, ends)
+    assert saved(tmp_path) == [6, 5]
+
+
 def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
     make, tmp_path: Path, said: list[str], monkeypatch
 ) -> None:
-    memory, data = make(), b"12345678"
+    memory = make()
     files.note_destination(memory.folder, files.Destination(tmp_path / "saves", 2))
-    for iteration in (7, 8):
-        made = Image(memory.folder / f"state-0-{iteration}.image", 100, 8)
-        made.begin()
-        made.data[:8] = data
-        key = Key("state", slot=0, iteration=iteration, size=1, base=1, mark="aa")
-        made.finish(key, b"head", len(data), sums(memoryview(data)))
+    kept(memory, 7, 8)
     persist = files.persist
 
     def stumbles(found: Found, folder: Path) -> Path:
@@ -140,7 +225,7 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
         return persist(found, folder)
 
     monkeypatch.setattr(files, "persist", stumbles)
-    memory.persist(lambda key: True)
+    memory.persist(lambda key: 0)
     assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
 
 

@@ -22,22 +22,25 @@ def test_only_the_last_plans_are_held() -> None:
     assert plans.share(found[0]) is held[found[0]]
 
 
-def test_one_node_writes_the_state_of_each_place() -> None:
+def test_the_nodes_that_train_a_place_take_turns_to_write_its_state() -> None:
     nodes = [Plans(slots) for slots in ([0, 1], [2, 3], [4, 5])]
     places = [Key(STATE, slot=0, iteration=7, place=place, size=2) for place in (0, 1)]
     for generation, members, first in ((1, [0, 1, 2, 3, 4, 5], 0), (2, [2, 3, 4, 5], 1), (3, [4, 5], 2)):
         for node in nodes:
             node.hold(share(generation, members, replica=2), generation)
-        assert [[node.is_first(key) for node in nodes] for key in places] == 2 * [[at == first for at in range(3)]]
+        turns = [None] * first + list(range(3 - first))
+        assert [[node.turn(key) for node in nodes] for key in places] == [turns, turns]
+    nodes[0].hold(share(4, [1, 4]), 4)
+    assert [nodes[0].turn(key) for key in places] == [None, 0], "it trains the other half alone"
 
 
 def test_a_shard_is_written_where_its_rank_trains() -> None:
     here, there = Plans([0, 1]), Plans([2, 3])
     shard = Key(SHARD, slot=2, iteration=7, shard=2, count=4)
-    assert (here.is_first(shard), there.is_first(shard)) == (False, True)
+    assert (here.turn(shard), there.turn(shard)) == (None, 0)
     there.hold(share(1, [0, 1, 3]), 1)
-    assert not there.is_first(shard)
+    assert there.turn(shard) is None
 
 
 def test_without_a_plan_every_node_has_its_say() -> None:
-    assert Plans([4, 5]).is_first(Key(STATE, slot=4, iteration=0))
+    assert Plans([4, 5]).turn(Key(STATE, slot=4, iteration=0)) == 0
