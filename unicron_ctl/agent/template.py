@@ -271,7 +271,8 @@ class Template:
             its.close()
         self._line = mine
         mine.setblocking(False)
-        mine.send(self._task)
+        with contextlib.suppress(OSError):  # it has ended already: its end of the line says so, as later on
+            mine.send(self._task)
         self._watch(mine.fileno(), self.read)
         self._watch(child.stderr, self._pass_stderr)
 

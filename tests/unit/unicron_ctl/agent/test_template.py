@@ -154,3 +154,24 @@ def test_requests_say_when_and_those_that_go_together_say_the_same(made: Made):
     made.wait(0.5)
     made.ask()
     assert [request["asked"] for request in made.process.requests()] == [105.0, 105.0, 105.5]
+
+
+class Gone(Standing):
+    """An interpreter that has ended before its agent had the next look."""
+
+    def __init__(self, *about: object, **more: object) -> None:
+        super().__init__(*about, **more)
+        self.line.close()
+
+    def tail(self) -> str:
+        return "no module named encodings"
+
+
+def test_an_interpreter_that_ends_before_it_has_its_task_is_one_that_died(made: Made, monkeypatch):
+    """Defect: a broken pipe ended the agent."""
+    made.template.close()
+    monkeypatch.setattr(template, "Child", Gone)
+    made.template.begin()
+    made.template.read()
+    assert made.template.ask({}) is None and made.template.why.endswith("no module named encodings")
+    assert made.due == template.REST_SECONDS, "it is tried again"
