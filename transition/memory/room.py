@@ -22,6 +22,7 @@ BESIDE_SHARE = 128  # ... and for so many bytes of the file one more
 MAKING_SECONDS = 60.0  # a file that is younger may still be getting what it lacks
 FREED_SECONDS = 5.0  # from its first want on, a process waits for room that somebody is freeing
 LOOK_SECONDS = 0.2
+AWAY = "away-"  # how names begin of what an earlier process has left unfinished, while the agent removes it
 
 _until = 0.0  # when this process waits no longer; 0 before it has wanted any
 
@@ -30,8 +31,9 @@ def allocate(path: Path, descriptor: int, size: int) -> None:
     """Room for all `size` bytes of a new file; its name ends with ".new", as of all that are being made. Raises OSError
     where there is none (ENOSPC: no room, or none that the limit of the job's memory leaves), OverflowError.
 
-    Where somebody is removing what an earlier job has left, it waits for that; but only when a process first wants
-    room, since a rank that stands still later may be taken for hanging. Who makes images all the time tries again.
+    Where somebody is removing what an earlier job or process has left, it waits for that; but only when a process first
+    wants room, since a rank that stands still later may be taken for hanging. Who makes images all the time tries
+    again.
     """
     global _until
     _until = _until or time.monotonic() + FREED_SECONDS
@@ -43,7 +45,7 @@ def allocate(path: Path, descriptor: int, size: int) -> None:
             os.posix_fallocate(descriptor, 0, size)
             return
         except OSError as error:
-            if error.errno != errno.ENOSPC or time.monotonic() >= _until or not _is_freed_beside(path.parent):
+            if error.errno != errno.ENOSPC or time.monotonic() >= _until or not _is_freed(path.parent):
                 raise
         time.sleep(LOOK_SECONDS)
 
@@ -87,11 +89,13 @@ def _in_memory(descriptor: int, mounts: Path = Path("/proc/self/mountinfo")) -> 
     return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
 
-# ------------------------------------------------------------ what earlier jobs have left
-def _is_freed_beside(folder: Path) -> bool:
+# ------------------------------------------------------------ what earlier jobs and processes have left
+def _is_freed(folder: Path) -> bool:
     """Somebody removes another job's folder: an agent of this user's, or an epilog. Then that one is locked for all
-    others (unicron_ctl.agent.memory); another user's cannot be looked at."""
+    others (unicron_ctl.agent.memory); another user's cannot be looked at. Or the agent removes what is unfinished."""
     with contextlib.suppress(OSError):
+        if any(folder.glob(f"{AWAY}*")):
+            return True
         return any(_is_locked(other) for other in folder.parent.glob("unicron.*") if other != folder)
     return False
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from transition.memory import files, folders
 from transition.memory.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
+from transition.memory.room import AWAY
 from unicron_ctl.agent.place import Place, memory_every
 
 BASE = "UNICRON_MEMORY_DIR"
@@ -61,7 +62,7 @@ class Memory:
         self._wanted = False
         folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
         try:
-            self._descriptor = _remove_unfinished(folder, _hold(folder))
+            self._descriptor = _put_unfinished_away(folder, _hold(folder))
             self.folder = folder
         except OSError as error:
             why = f"{error.strerror or error}: see {BASE}, or set UNICRON_MEMORY_EVERY=0"
@@ -69,15 +70,16 @@ class Memory:
         self._free()
 
     def _free(self) -> None:
-        """What jobs have left long ago goes. This one's own is held by now, so it stays, however long ago that was.
+        """What is unfinished in the own folder goes, and what jobs have left long ago. What else is in the own one
+        stays, however long ago that was left: it is held by now.
 
         To give back much memory takes many seconds, and an agent that is silent for so long is taken for lost: so a
         thread does it. Ranks may want that room before it is free. Mostly they do not, since their imports take
         seconds, too. Else they wait a little while (transition.memory.room), and those that copy after each step try
         again later. Where the agent ends meanwhile, the next one removes the rest.
         """
-        arguments = self._base, self._place.node, time.time()
-        threading.Thread(target=sweep, args=arguments, name="unicron-sweep", daemon=True).start()
+        arguments = self.folder, self._base, self._place.node, time.time()
+        threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -210,6 +212,14 @@ def _fit_for_files(found: Found) -> bool:
         return False
 
 
+def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:
+    """What was put away in `folder`, which ranks of this job want first, and what other jobs have left."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.glob(f"{AWAY}*")) if folder is not None else ():
+            path.unlink(missing_ok=True)
+    sweep(base, node, now)
+
+
 def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:
     """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
     clock."""
@@ -260,9 +270,9 @@ def _remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> 
     return True
 
 
-def _remove_unfinished(folder: Path, descriptor: int) -> int:
-    """What processes were making that ended; nobody makes anything while this agent alone is there, without ranks.
-    Returns the descriptor that holds the folder from now on. Raises OSError.
+def _put_unfinished_away(folder: Path, descriptor: int) -> int:
+    """What processes were making that ended gets a name under which it is removed; nobody makes anything while this
+    agent alone is there, without ranks. Returns the descriptor that holds the folder from now on. Raises OSError.
 
     A lock that becomes another one is given up for a moment (flock(2)), in which somebody may take it who has found the
     folder forgotten. So it is shown first that it is in use; and where it was taken all the same, the folder is held
@@ -271,8 +281,9 @@ def _remove_unfinished(folder: Path, descriptor: int) -> int:
     with contextlib.suppress(OSError):
         os.utime(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in folder.glob("*.new"):
-            path.unlink(missing_ok=True)
+        for path in list(folder.glob("*.new")):
+            if not path.name.startswith(AWAY):
+                path.rename(folder / f"{AWAY}{path.name}")
     return descriptor if _share(folder, descriptor) else _hold(folder)
 
 

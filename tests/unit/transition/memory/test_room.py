@@ -135,6 +135,13 @@ def test_room_that_somebody_is_freeing_is_waited_for(memory, monkeypatch):
     assert full.asked == 4
 
 
+def test_so_is_room_of_what_was_left_unfinished_in_the_own_folder(memory, monkeypatch):
+    (memory / f"{room.AWAY}state-0-0.image.1.new").touch()
+    full = Full(monkeypatch, 3, None)
+    Image(memory / "a.image", 10, 10)
+    assert full.asked == 4
+
+
 def test_nobody_waits_for_what_is_only_held(memory, monkeypatch):
     descriptor = removed(memory.parent / "unicron.3.b2.n1.0")
     fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -248,6 +248,30 @@ def test_the_agent_does_not_wait_while_much_is_removed(make, tmp_path: Path, mon
     wait_for(lambda: not left.exists(), "it is gone")
 
 
+def test_nor_while_what_is_unfinished_is_removed_and_what_others_make_meanwhile_stays(make, monkeypatch) -> None:
+    """It may be as large as all that the ranks had."""
+    first = make()
+    (first.folder / "state-0-0.image.1.new").write_bytes(b"half")
+    first.close(over=False)
+    swept()
+    go, unlink, gone = threading.Event(), os.unlink, []
+
+    def slowly(path, **how):
+        if str(path).endswith(".new"):
+            assert threading.current_thread() is not threading.main_thread() and go.wait(20.0)
+            gone.append(path)
+        unlink(path, **how)
+
+    monkeypatch.setattr(os, "unlink", slowly)
+    memory = make()
+    made = memory.folder / "state-0-0.image.1.new"  # pids come again
+    assert not made.exists() and [path.name for path in memory.folder.iterdir()] == [f"away-{made.name}"]
+    made.write_bytes(b"half of another one")
+    go.set()
+    swept()
+    assert len(gone) == 1 and [path.name for path in memory.folder.iterdir()] == [made.name]
+
+
 def test_an_element_that_comes_back_late_finds_what_it_has_left(make) -> None:
     memory = make()
     (memory.folder / "slot-0.0.image").write_bytes(b"state")
