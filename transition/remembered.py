@@ -153,12 +153,12 @@ class Remembered:
         keeper = self._keeper
         if keeper is None:
             return
-        keeper.drop_cuts()
         self._settle(members, generation, writer)
         if self._slot == self._writes:
             keeper.copy(self._gatherer, iteration, generation, writer, aside)
         elif keeper.holds:
             keeper.hand_over(self._writes)
+        keeper.drop_cuts()
 
     def _settle(self, members: Sequence[int], generation: int, writer: Writer) -> None:
         """Who keeps the state of this place in this node; once a generation, for it is a look at all members."""

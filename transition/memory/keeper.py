@@ -88,7 +88,7 @@ class Keeper:
         self._free, self._done = threading.Event(), threading.Event()
         self._free.set()
         self._done.set()
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | Turns | None] = queue.SimpleQueue()  # copies, and files to be removed
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, Any] = {}
         self._pins = True  # the driver lets the card write into files of shared memory
@@ -117,7 +117,10 @@ class Keeper:
         if aside:
             apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
             self._setting_aside, self.missed = True, False
-        self._tasks.put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
+        self._put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
+
+    def _put(self, task: _Task | Turns) -> None:
+        self._tasks.put(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
             self._thread.start()
@@ -132,7 +135,7 @@ class Keeper:
         self._free.wait()
 
     def hand_over(self, slot: int) -> None:
-        """Another rank of the node keeps this one's state: what is here is dropped once it has as much."""
+        """Another rank of the node keeps this one's state: what is here goes once it has as much."""
         self._done.wait()
         newest, its = -1, -1
         for found in inventory(self.folder):
@@ -140,18 +143,15 @@ class Keeper:
                 newest = max(newest, found.key.iteration)
             elif found.key.kind == STATE and found.key.slot == slot:
                 its = max(its, found.key.iteration)
-        if its < newest:
-            return
-        with contextlib.suppress(OSError):
-            self._turns.clear()
+        if its >= newest:
+            self._put(self._turns)
 
     def drop_cuts(self) -> None:
-        """Where the controller wants none: let go of the files, and of their memory."""
+        """Where the controller wants none their files go, and their memory. To give back that takes seconds, so it is
+        the thread's; what is to be copied is put there first."""
         if self.none:
             self.none = False
-            self._done.wait()
-            with contextlib.suppress(OSError):
-                self._cuts.clear()
+            self._put(self._cuts)
 
     @property
     def holds(self) -> bool:
@@ -159,16 +159,20 @@ class Keeper:
         return self._turns.holds
 
     def close(self) -> None:
-        """The copy at hand is over."""
+        """The copy at hand is over, and what is to go has gone."""
         self._done.wait()
-        self._tasks.put(None)
         if self._thread is not None:
+            self._tasks.put(None)
             self._thread.join()
             self._thread = None
 
     # ------------------------------------------------------------ the thread
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
+            if isinstance(task, Turns):
+                with contextlib.suppress(OSError):
+                    task.clear()
+                continue
             try:
                 self._copy(task)
             except Exception as error:  # whatever it is, the training goes on

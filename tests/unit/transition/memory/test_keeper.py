@@ -150,9 +150,11 @@ def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_muc
     keeper.hand_over(0)
     kept(tmp_path, state, 4)
     keeper.hand_over(0)
+    keeper.close()
     assert iterations(tmp_path) == [4, 4, 5] and keeper.holds
     kept(tmp_path, state, 5)
     keeper.hand_over(0)
+    keeper.close()
     assert iterations(tmp_path) == [4, 5] and not keeper.holds
 
 
@@ -404,6 +406,33 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
     assert look(cut).key.iteration == 11 and len(said) == 1
 
 
+def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, monkeypatch):
+    """The thread that copies does; the copy of that iteration is begun before."""
+    go, unlink, gone = threading.Event(), os.unlink, []
+
+    def slowly(path, **how):
+        assert threading.current_thread() is not threading.main_thread() and go.wait(20.0)
+        gone.append(path)
+        unlink(path, **how)
+
+    remembered.hear({"kind": "cut", "iteration": 1})
+    for iteration in (1, 2, 3):
+        remembered.keep(iteration, [1], 1, WRITER)
+        remembered.wait()
+    kept(tmp_path, training(), 4)
+    remembered._keeper._done.wait()
+    monkeypatch.setattr(os, "unlink", slowly)
+    remembered.hear({"kind": "cut", "none": True})
+    remembered.keep(4, [1], 1, WRITER)
+    remembered._keeper._done.wait()
+    assert iterations(tmp_path) == [1, 3, 4, 4] and not gone
+    remembered.keep(5, [0, 1], 2, WRITER)
+    assert not gone
+    go.set()
+    remembered.close()
+    assert iterations(tmp_path) == [4] and gone
+
+
 # ------------------------------------------------------------ what a session has to do with it
 @pytest.fixture
 def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
@@ -422,11 +451,12 @@ def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path
         remembered.wait()
     kept(tmp_path, training(), 3)
     remembered.keep(3, [0, 1], 2, WRITER)
+    remembered.close()
     assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-1-0.image"]
     remembered.hear({"kind": "cut", "none": True})
     remembered.keep(4, [0, 1], 2, WRITER)
-    assert not list(tmp_path.glob("*-1-*")) and "/cut-1-" not in Path("/proc/self/maps").read_text()
     remembered.close()
+    assert not list(tmp_path.glob("*-1-*")) and "/cut-1-" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, remembered, monkeypatch, capsys):
