@@ -2,7 +2,7 @@
 (docs/design/memory.md).
 
 Two files take turns, so one is whole while the other is written. A thread copies while the next forward and backward
-passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but the copy.
+passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but copies.
 
 The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
 take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
