@@ -199,8 +199,7 @@ class Keeper:
     def _room(self, task: _Task) -> tuple[Turns, Image] | None:
         """Of those for cuts, if this is one and there is room for it; else of those that take turns. None where this
         copy can be left out. Raises OSError."""
-        cut = task.key.iteration == self.cut
-        if cut:
+        if task.key.iteration == self.cut:
             try:
                 image = self._cuts.room(self._cuts.next(self.good), len(task.head), task.size)
                 self._quiet = False
@@ -216,10 +215,9 @@ class Keeper:
         try:
             return self._turns, self._turns.room(self._turns.next(), len(task.head), task.size)
         except OSError:
+            # There is room again when the agent has made its file; what is set aside can be gone on from.
             if self.filing and task.aside is None:
-                return (
-                    None  # there is room again when the agent has made its file; what is set aside can be gone on from
-                )
+                return None
             raise
 
     def _copy(self, task: _Task) -> None:

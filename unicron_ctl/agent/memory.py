@@ -115,10 +115,8 @@ class Memory:
         where = files.destination(self.folder) if self.folder is not None else None
         if where is None or self.folder is None:
             return
-        newest, began = (
-            _newest(found for found in inventory(self.folder) if turn(found.key) is not None),
-            time.monotonic(),
-        )
+        began = time.monotonic()
+        newest = _newest(found for found in inventory(self.folder) if turn(found.key) is not None)
         for number in range(TURNS):
             due = {_part(each[0].key): each for each in newest if turn(each[0].key) == number}
             if number and due:
