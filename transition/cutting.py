@@ -30,12 +30,10 @@ class Cutting:
         return self._folder is not None and iteration == self.wanted.at
 
     def drop(self) -> None:
-        """Where the controller wants none: let go of the files, and of their memory. While no thread keeps one."""
-        if self.none:
-            self.none = False
-            with contextlib.suppress(OSError):
-                for turns in self._turns.values():
-                    turns.clear()
+        """Let go of the files, and of their memory. While nobody keeps one."""
+        with contextlib.suppress(OSError):
+            for turns in self._turns.values():
+                turns.clear()
 
     def keep(self, key: Key, head: bytes, flat: torch.Tensor, sums: bytes) -> bool:
         """Copy what an image of this key holds; whether it is there. flat: of the host; sums: its checksum."""

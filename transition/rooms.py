@@ -71,6 +71,7 @@ class Rooms:
         self._spare: list[Room] = []
         self._pending: list[Room] = []
         self._worker: ThreadPoolExecutor | None = None
+        self._dropped: Future[None] | None = None  # cuts that were not wanted any more
         self._aside: tuple[Path, Future[None]] | None = None  # the last image that was to become a file
         self._gives_up = False  # that could not be
         self._number = 0
@@ -162,10 +163,20 @@ class Rooms:
         whole. cut: and a copy that stays."""
         if room.image is None:
             return
+        room.sums = self._thread.submit(_finish, room, room.image, key, head, self._cuts if cut else None)
+        self._pending.append(room)
+
+    def drop_cuts(self) -> None:
+        """Where the controller wants none their files go. To give back their memory takes seconds: the thread does."""
+        if self._cuts is not None and self._cuts.none:
+            self._cuts.none = False
+            self._dropped = self._thread.submit(self._cuts.drop)
+
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "unicron-images")
-        room.sums = self._worker.submit(_finish, room, room.image, key, head, self._cuts if cut else None)
-        self._pending.append(room)
+        return self._worker
 
     def set_aside(self, room: Room, iteration: int, untrained: Path | None = None) -> bool:
         """The agent is to make a checkpoint's file of the image of a room that is sealed; nobody writes over it before.
@@ -196,7 +207,9 @@ class Rooms:
             self._aside, self._gives_up = None, True
 
     def settle(self) -> None:
-        """Until all images of this rank are whole that have been sealed."""
+        """Until all images of this rank are whole that have been sealed, and cuts have gone that are not wanted."""
+        if self._dropped is not None:
+            self._dropped.result()
         pending, self._pending = self._pending, []
         for room in pending:
             if room.sums is not None:

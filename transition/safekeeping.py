@@ -133,11 +133,10 @@ class Safekeeping:
     def keep(self, version: int) -> None:
         """The optimizer's state as it is, and its copies. From then on the gradients that made it may be forgotten."""
         state, untrained = self._state, self._untrained.keep()
-        if self._cuts.none:
-            self.settle()
-            self._cuts.drop()
+        self.shards.rooms.drop_cuts()
         cut = self._cuts.due(version)
         if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
+            self.settle()  # the thread has its hands off the cuts
             cut = self._untrained.cut(self._cuts, version)
         extra = {
             "scheduler": state.schedule(),

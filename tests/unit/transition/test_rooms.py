@@ -325,18 +325,56 @@ def test_without_an_image_nothing_is_set_aside():
 
 def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
     cuts, flat = Cutting(tmp_path, 3, said.append), torch.ones(ELEMENTS)
+    store = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
     cuts.wanted = Wanted(4)
     assert cuts.keep(key(3, 4), b"head", flat, bytes(16))
-    cuts.drop()
+    store.drop_cuts()
+    store.settle()
     (path,) = tmp_path.glob("cut-*")
     path.unlink()  # as the agent does
     mapped = Path("/proc/self/maps")
     assert str(path) in mapped.read_text()
     cuts.wanted, cuts.none = Wanted(), True
-    cuts.drop()
+    store.drop_cuts()
+    store.settle()
     assert str(path) not in mapped.read_text() and not said
     cuts.wanted = Wanted(6)
     assert cuts.keep(key(3, 6), b"head", flat, bytes(16)) and look(path).key.iteration == 6, "and begun anew"
+
+
+def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monkeypatch):
+    """A state that is kept meanwhile is whole when they have gone."""
+    cuts = Cutting(tmp_path, 3, said.append)
+    store, go, unlink = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
+    cuts.wanted = Wanted(4)
+    assert cuts.keep(key(3, 4), b"head", torch.ones(ELEMENTS), bytes(16))
+
+    def slowly(path, **how):
+        assert threading.current_thread() is not threading.main_thread() and go.wait(20.0)
+        unlink(path, **how)
+
+    monkeypatch.setattr(os, "unlink", slowly)
+    cuts.wanted, cuts.none = Wanted(), True
+    store.drop_cuts()
+    store.drop_cuts()
+    with store.take(1, ELEMENTS, 100) as (room,):
+        room.flat.fill_(5.0)
+    store.seal(room, key(3, 5), b"head")
+    with pytest.raises(BadImage):
+        look(room.image.path)
+    assert list(tmp_path.glob("cut-*"))
+    go.set()
+    store.settle()
+    assert not list(tmp_path.glob("cut-*")) and look(room.image.path).key.iteration == 5 and not said
+    monkeypatch.setattr(os, "unlink", unlink)
+    assert cuts.keep(key(3, 6), b"head", torch.ones(ELEMENTS), bytes(16))
+    monkeypatch.setattr(os, "unlink", slowly)
+    go.clear()
+    cuts.none = True
+    store.drop_cuts()
+    threading.Timer(0.2, go.set).start()
+    store.settle()  # before another thread keeps one
+    assert not list(tmp_path.glob("cut-*"))
 
 
 def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):
