@@ -160,7 +160,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "PIN_SECONDS", 30.0, "for a pinned element to start; then another node is tried"),
     Limit("controller", "OWN_SECONDS", 1.0, "for a lost process to be there again before a hot spare takes its place"),
     Limit("controller", "STANDING_SECONDS", 1.0, "between two looks at which hot spares are ready"),
-    Limit("controller", "STEADY_SECONDS", 600.0, "of training after which earlier restarts are forgiven"),
+    Limit(
+        "controller",
+        "STEADY_SECONDS",
+        600.0,
+        "of training after which earlier restarts are forgiven, where nothing is saved",
+    ),
     Limit("controller", "REFRESH_SECONDS", 3600.0, "between two records of a health report without news"),
     Limit("controller", "WEEK_SECONDS", 7 * DAY, "between two sums of what acting would have saved"),
     Limit("controller", "SUSPECT_SECONDS", DAY, "for which a suspect is remembered, and its job avoids it"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Event
+from unicron_ctl.controller.job.user_copies import newest_saved
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job import JobState, Phase
@@ -20,7 +21,7 @@ from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
-MOST_RESTARTS = 16  # after losses, in a row without a steady world in between
+MOST_RESTARTS = 16  # after losses, in a row without progress in between
 BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again later is not waited for
 
 
@@ -122,6 +123,7 @@ class Restart:
             return ""
         last = job.failures[-1].reason if job.failures else ""
         short = f"the world broke {job.restarts} times in a row within {STEADY_SECONDS:.0f} s of its start"
+        short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short
 
     def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
@@ -130,9 +132,8 @@ class Restart:
         if state.phase is not Phase.RUNNING or state.plan is None:
             return out
         age, generation = view.now - state.since, state.plan.generation
-        if age >= STEADY_SECONDS and state.steady != generation:
-            reason = f"the world of {len(state.plan.members)} ranks has run for {STEADY_SECONDS:.0f} s"
-            out.record(state, records.Steady(reason=reason), generation)
+        if state.steady != generation and (proof := _proof(job, age)) is not None:
+            out.record(state, proof, generation)
         if not waiting or job.room <= 0:  # then they are spares
             return out
         inside = set(state.elements(state.members))
@@ -143,6 +144,18 @@ class Restart:
                 told.newcomers = generation, newcomers
                 out.record(state, records.NewcomersWait(elements=list(newcomers), reason=reason), generation)
         return out
+
+
+def _proof(job: JobView, age: float) -> records.Steady | None:
+    """That the world, `age` seconds old, gets on: it has lasted, or it has itself saved a later state than the worlds
+    before it had proved themselves by. One that fails at the same iteration again and again saves none."""
+    ranks, saved = len(job.state.members), newest_saved(job)
+    if saved is not None and saved.iteration > job.state.reached:
+        reason = f"the world of {ranks} ranks has saved the state of iteration {saved.iteration}"
+        return records.Steady(reason=reason, iteration=saved.iteration)
+    if age >= STEADY_SECONDS:
+        return records.Steady(reason=f"the world of {ranks} ranks has run for {STEADY_SECONDS:.0f} s")
+    return None
 
 
 def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> tuple[bool, str]:

@@ -49,7 +49,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
         return
     if changed(job, cuts):
         cuts.targets, cuts.look_at, cuts.pace = {}, 0.0, Pace()
-    newest = _newest(job)
+    newest = newest_saved(job)
     if newest is None or view.now < cuts.look_at:
         return
     cuts.look_at = view.now + LOOK_SECONDS
@@ -65,7 +65,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
         yield agent, order(cuts, agent, 1 if same else len(agent.slots))
 
 
-def _newest(job: JobView) -> wire.Image | None:
+def newest_saved(job: JobView) -> wire.Image | None:
     """That the present world has saved."""
     plan = job.state.plan
     saved = [agent.saved for agent in job.alive() if agent.saved is not None]

@@ -406,7 +406,9 @@ class Step(Record, frozen=True, tag="step"):
 
 
 class Steady(Record, frozen=True, tag="steady"):
-    """Restart mode: the world has lasted."""
+    """Restart mode: the world gets on. iteration: of the state that it has saved, -1 where it has only lasted."""
+
+    iteration: int = -1
 
 
 class LedgerViolation(Record, frozen=True, tag="ledger_violation"):

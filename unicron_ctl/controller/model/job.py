@@ -235,6 +235,8 @@ class JobState:
     """Restart mode: losses in a row."""
     steady: int = 0
     """Restart mode: the last generation that has proved itself."""
+    reached: int = -1
+    """Restart mode: the newest iteration by whose state one did."""
     step: int = 0
     """The Slurm step that trains."""
     waits: str = ""

@@ -326,8 +326,9 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:
-    """Restart mode: the only progress that can be seen of a program that tells nothing."""
+    """Restart mode: all progress that can be seen of a program that tells nothing else."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
+    job.reached = max(job.reached, record.iteration)
 
 
 def allotted(job: JobState, event: Event, record: records.Allotted) -> None:

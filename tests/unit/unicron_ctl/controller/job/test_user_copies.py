@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
 from transition.memory.images import SAME, USER
-from unicron_ctl.controller.job import user_copies
+from unicron_ctl.controller.job import modes, user_copies
 from unicron_ctl.controller.job.copies import CUT_LIMIT_SECONDS
 from unicron_ctl.protocol import wire
 
@@ -68,6 +68,27 @@ def save_on(world: World, agents: list[Node], seconds: float, begin: int = 1, ra
 
 def elements(order: wire.Cut) -> list[int]:
     return [target.element for target in order.targets]
+
+
+def test_worlds_that_save_more_than_those_before_may_break_any_number_of_times(monkeypatch):
+    monkeypatch.setattr(modes, "MOST_RESTARTS", 3)
+    world, agents = started(2)
+
+    def breaks(turn: int, iteration: int) -> None:
+        agents[0].saves(iteration)
+        world.run(1.0)
+        agents[turn % 2].die(turn % 2, code=1, lived=130.0, last_line="Connection reset by peer")
+        world.run(8.0)
+
+    for turn in range(8):
+        breaks(turn, 100 + 5 * turn)
+        assert world.job().phase == "running" and world.job().restarts <= 1
+    for turn in range(2):
+        assert not world.job().ended
+        breaks(turn, 135)  # it goes back to what was saved, saves the same, and comes no further
+    assert "broke 3 times in a row" in world.job().ended.reason and "saved nothing new" in world.job().ended.reason
+    assert [event.kind for event in world.log].count("steady") == 8, "one of each world, however often it saves"
+    world.check_replay()
 
 
 def test_each_node_gives_its_own_to_the_next_one_once_something_is_saved():
