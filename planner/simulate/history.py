@@ -203,10 +203,9 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
         if cause.name == "exited_abnormally" and run.end - run.start < EARLY_SECONDS:
             early += 1
             continue
-        again = _next(run, by_job[run.job], -math.inf, taken)
-        again += _next(run, alike[run.user, run.name, run.nodes], run.start, taken)
-        if again:
-            following = min(again, key=lambda other: other.start)
+        following = _next(run, by_job[run.job], -math.inf, taken)
+        following = following or _next(run, alike[run.user, run.name, run.nodes], run.start, taken)
+        if following is not None:
             taken.add(following)
             failures.append(_failure(run, cause, following.start - run.end, costs))
         else:
@@ -216,14 +215,14 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     return History(len(counted), worked, tuple(failures), early, left)
 
 
-def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[Run]) -> list[Run]:
+def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[Run]) -> Run | None:
     """Which of the others, submitted after that and not too late, goes on with what `run` was at, if one does. Those
     that are taken go on with something else."""
     place = bisect.bisect_left(others, run.end, key=lambda other: other.start)
     for other in others[place:]:
         if other is not run and other not in taken and submitted <= other.submit <= run.end + AGAIN_SECONDS:
-            return [other]
-    return []
+            return other
+    return None
 
 
 def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:

@@ -93,6 +93,14 @@ def test_what_was_requeued_goes_on_with_itself_and_not_with_another(tmp_path):
     assert [(failure.run.job, failure.waited) for failure in found.failures] == [("7", 2 * 3600)] and found.left == 1
 
 
+def test_a_requeued_run_goes_on_with_itself_though_another_began_before(tmp_path):
+    requeued = [row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 13, 20, submit=10.5)]
+    again = [row("8", "NODE_FAIL", 1, 10.5), row("9", "COMPLETED", 11, 20, submit=10.8)]
+    found = judged(tmp_path, *requeued, *again)
+    assert [(failure.run.job, failure.waited) for failure in found.failures] == [("7", 3 * 3600), ("8", 1800)]
+    assert found.left == 0
+
+
 def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
     siblings = [row("7_0", "NODE_FAIL", 1, 10, submit=0), row("7_1", "COMPLETED", 11, 12, submit=0)]
     assert judged(tmp_path, *siblings).left == 1
