@@ -147,12 +147,12 @@ class Restart:
 
 
 def _proof(job: JobView, age: float) -> records.Steady | None:
-    """That the world, `age` seconds old, gets on: it has lasted, or it has itself saved a later state than the worlds
-    before it had proved themselves by. One that fails at the same iteration again and again saves none."""
+    """That the world, `age` seconds old, gets on: it has lasted, or it has itself saved a later state than those before
+    it had when they broke. One that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
         reason = f"the world of {ranks} ranks has saved the state of iteration {saved.iteration}"
-        return records.Steady(reason=reason, iteration=saved.iteration)
+        return records.Steady(reason=reason)
     if age >= STEADY_SECONDS:
         return records.Steady(reason=f"the world of {ranks} ranks has run for {STEADY_SECONDS:.0f} s")
     return None

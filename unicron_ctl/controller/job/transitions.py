@@ -11,6 +11,7 @@ from unicron_ctl.controller.job.candidates import formed, left_behind, remaining
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.machine import Action, Event
 from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.job.user_copies import newest_saved
 from unicron_ctl.controller.judge.common import start
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -78,7 +79,8 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
     ]
     tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
     planned = state.restart_mode and happening.event is Event.FAULT and not state.regroup
-    record = records.Break(number=number, lost=lost, tries=tries, planned=planned, reason=happening.reason)
+    reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
+    record = records.Break(number, lost, tries, planned, reached, reason=happening.reason)
     out.record(state, record, number)
     return out
 

@@ -296,6 +296,7 @@ class Break(Record, frozen=True, tag="break"):
     lost: list[Lost]
     tries: int = 0
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
+    saved: int = -1  # restart mode: the newest iteration whose state the world is known to have saved
 
 
 class PlanMade(Record, frozen=True, tag="plan"):
@@ -406,9 +407,7 @@ class Step(Record, frozen=True, tag="step"):
 
 
 class Steady(Record, frozen=True, tag="steady"):
-    """Restart mode: the world gets on. iteration: of the state that it has saved, -1 where it has only lasted."""
-
-    iteration: int = -1
+    """Restart mode: the world gets on."""
 
 
 class LedgerViolation(Record, frozen=True, tag="ledger_violation"):

@@ -236,7 +236,7 @@ class JobState:
     steady: int = 0
     """Restart mode: the last generation that has proved itself."""
     reached: int = -1
-    """Restart mode: the newest iteration by whose state one did."""
+    """Restart mode: the newest iteration whose state the worlds that are over have saved."""
     step: int = 0
     """The Slurm step that trains."""
     waits: str = ""

@@ -153,6 +153,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         job.members = {**job.members, **job.joining}
     job.joining, job.offer = {}, None
     job.broken = job.generation = max(job.generation, record.number)
+    job.reached = max(job.reached, record.saved)
     for one in record.lost:
         identity = Identity(one.agent, one.incarnation)
         if job.members.get(one.slot) == identity:
@@ -328,7 +329,6 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
 def steady(job: JobState, event: Event, record: records.Steady) -> None:
     """Restart mode: all progress that can be seen of a program that tells nothing else."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
-    job.reached = max(job.reached, record.iteration)
 
 
 def allotted(job: JobState, event: Event, record: records.Allotted) -> None:

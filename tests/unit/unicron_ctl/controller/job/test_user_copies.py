@@ -74,18 +74,19 @@ def test_worlds_that_save_more_than_those_before_may_break_any_number_of_times(m
     monkeypatch.setattr(modes, "MOST_RESTARTS", 3)
     world, agents = started(2)
 
-    def breaks(turn: int, iteration: int) -> None:
-        agents[0].saves(iteration)
-        world.run(1.0)
+    def breaks(turn: int, *iterations: int) -> None:
+        for iteration in iterations:
+            agents[0].saves(iteration)
+            world.run(1.0)
         agents[turn % 2].die(turn % 2, code=1, lived=130.0, last_line="Connection reset by peer")
         world.run(8.0)
 
     for turn in range(8):
-        breaks(turn, 100 + 5 * turn)
+        breaks(turn, 100 + 5 * turn, 140 + 5 * turn)
         assert world.job().phase == "running" and world.job().restarts <= 1
     for turn in range(2):
         assert not world.job().ended
-        breaks(turn, 135)  # it goes back to what was saved, saves the same, and comes no further
+        breaks(turn, 130, 175)  # it begins from an older state, and comes no further than before
     assert "broke 3 times in a row" in world.job().ended.reason and "saved nothing new" in world.job().ended.reason
     assert [event.kind for event in world.log].count("steady") == 8, "one of each world, however often it saves"
     world.check_replay()
