@@ -210,7 +210,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "CUT_LOOK_SECONDS", 0.2, "between two looks whether there is state to be copied to other nodes"),
     Limit("agent", "FILE_LOOK_SECONDS", 0.5, "between two looks whether there is state of which a file is to be made"),
     Limit("agent", "MOST_LOOK_SECONDS", 60.0, "at most, between two whether a checkpoint is whole, and older ones go"),
-    Limit("agent", "TURN_SECONDS", 5.0, "for the node before it to begin to save a place's state at the job's end"),
+    Limit("agent", "TURN_SECONDS", 5.0, "without a sign that the node before saves a place's state at the job's end"),
     Limit("agent", "FILES_SECONDS", 60.0, "at the end of a training, for files that are still being made"),
     Limit("agent", "UNFINISHED_SECONDS", 5.0, "for a file to be left unfinished when the agent ends"),
     Limit("agent", "TOUCH_SECONDS", 10.0, "between two signs of an agent that its folder of shared memory is in use"),

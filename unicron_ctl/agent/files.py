@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transition.memory import files, folders
 from transition.memory.images import BadImage, Found, Key, look
-from unicron_ctl.agent.memory import Memory
+from unicron_ctl.agent.memory import Before, Memory
 from unicron_ctl.mailbox import Mailbox
 
 FILE_LOOK_SECONDS = 0.5
@@ -30,10 +30,10 @@ class _Ended(OSError):
 
 
 class Files:
-    """memory: the node's. turn(key): when this node writes what nobody trains any more (:meth:`Memory.persist`). rate:
-    most bytes a second, 0 for no limit. say: one line for the job's log."""
+    """memory: the node's. turn(key): after whom this node writes what nobody trains any more (:meth:`Memory.persist`).
+    rate: most bytes a second, 0 for no limit. say: one line for the job's log."""
 
-    def __init__(self, memory: Memory, turn: Callable[[Key], int | None], rate: float, say: Callable[[str], None]):
+    def __init__(self, memory: Memory, turn: Callable[[Key], Before | None], rate: float, say: Callable[[str], None]):
         self._memory, self._turn_of, self._rate, self._say = memory, turn, rate, say
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import math
 import os
 import re
 import shutil
@@ -37,8 +38,10 @@ TOUCH_SECONDS = 10.0
 BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
 BOTH = 2  # buffers in which a rank's state takes turns
 TURNS = 3  # nodes that have the same place: the first writes it at the job's end, the others what those before did not
-TURN_SECONDS = 5.0  # for the node before to begin; Slurm's KillWait is 30 s
+TURN_SECONDS = 5.0  # without a sign of the node before; Slurm's KillWait is 30 s
+Before = tuple[int, ...]  # the nodes that have the same place and come first
 Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
+_WHOLE = 0, 0  # of a file that does not change any more
 TRIES = 5  # to open a folder that others remove at the same time
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
 
@@ -103,31 +106,43 @@ class Memory:
         except OSError:
             pass
 
-    def persist(self, turn: Callable[[Key], int | None], ends: threading.Event | None = None) -> None:
+    def persist(self, turn: Callable[[Key], Before | None], ends: threading.Event | None = None) -> None:
         """Slurm ends the job in the middle of its training: the newest states of each place go to the job's
-        checkpoints, if its script makes some. turn(key): how many other nodes have that place, too, and come first;
-        None: this one does not write it. ends: is set when nothing is waited for any more.
+        checkpoints, if its script makes some. turn(key): the nodes that have that place, too, and come first; None:
+        this one does not write it. ends: is set when nothing is waited for any more.
 
         The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
         With a distributed optimizer that is so of each shard, which its own rank has. The first nodes begin at once. A
-        later one writes what those before it have not begun to write in TURN_SECONDS each: they may have no memory.
+        later one writes what is missing when those before it have done nothing for TURN_SECONDS each: they may have no
+        memory. It looks before it writes what it is first for, which may take long: so it sees what went on meanwhile.
         """
         where = files.destination(self.folder) if self.folder is not None else None
         if where is None or self.folder is None:
             return
-        began = time.monotonic()
-        newest = _newest(found for found in inventory(self.folder) if turn(found.key) is not None)
-        for number in range(TURNS):
-            due = {_part(each[0].key): each for each in newest if turn(each[0].key) == number}
-            if number and due:
-                oldest = {part: each[-1].key.iteration for part, each in due.items()}
-                until = began + number * TURN_SECONDS
-                left = _untouched(where.folder, oldest, until, ends or threading.Event())
-                due = {part: due[part] for part in left}
-            self._write(list(itertools.chain(*due.values())), where)
+        turns: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
+        for each in _newest(found for found in inventory(self.folder) if turn(found.key) is not None):
+            before = turn(each[0].key)
+            if before is not None and len(before) < TURNS:
+                turns[before][_part(each[0].key)] = each
+        first = turns.pop((), {})
+        now = time.monotonic()
+        waiting = _look([_Turn(due, len(before), now) for before, due in turns.items()], where.folder)
+        self._write(list(itertools.chain(*first.values())), where)
+        ends, pause = ends or threading.Event(), TURN_SECONDS / 16
+        while waiting:
+            if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
+                return
+            waiting = _look(waiting, where.folder)
+            now = time.monotonic()
+            due = [found for each in waiting if now >= each.until for found in each.missing()]
+            waiting = [each for each in waiting if now < each.until]
+            self._write(due, where, last_first=True)
+            pause *= 2
 
-    def _write(self, images: list[Found], where: files.Destination) -> None:
-        """Their files, the newest first."""
+    def _write(self, images: list[Found], where: files.Destination, last_first: bool = False) -> None:
+        """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
+        another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
+        images = sorted(images, reverse=last_first, key=lambda each: _part(each.key))
         for found in sorted(images, reverse=True, key=lambda each: (each.key.iteration, each.key.base)):
             try:
                 path = files.persist(found, where.folder)
@@ -166,29 +181,47 @@ def _part(key: Key) -> Part:
     return key.place, key.size, key.shard, key.count
 
 
-def _untouched(folder: Path, oldest: Mapping[Part, int], until: float, ends: threading.Event) -> list[Part]:
-    """Of these parts, of each from an iteration on, those of which there is no file in `folder` at that time
-    (monotonic), and nobody writes one: what somebody writes has changed since the first look; what a process has left
-    that died has not."""
-    before: dict[Path, tuple[int, int]] | None = None
-    pause = TURN_SECONDS / 16
-    while True:
-        now, left = time.monotonic(), set(oldest)
-        unfinished: dict[Path, tuple[Part, tuple[int, int]]] = {}
+class _Turn:
+    """What the same nodes have, too, and come first for. nodes: how many; due: of each part the images, newest first.
+
+    A node writes its parts one after the other, so a file that comes or grows shows that all of these parts are in
+    hand, also those that nobody has begun. It says nothing of parts that other nodes come first for, which may have no
+    memory. Only what changes between two looks counts: what a process has left that died does not change.
+    """
+
+    def __init__(self, due: Mapping[Part, list[Found]], nodes: int, now: float):
+        self._due, self._patience = due, nodes * TURN_SECONDS
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._there: set[Part] = set()
+        self.until = now + self._patience  # this node's turn, where nothing happens any more
+
+    def look(self, begun: Iterable[folders.Begun], now: float) -> None:
+        """begun: the files that there are."""
+        ours = [each for each in begun if each.iteration >= self._oldest(each.part)]
+        seen = {each.path: _WHOLE if each.whole else _changes(each.path) for each in ours}
+        if any(self._seen.get(path) != what for path, what in seen.items()):
+            self.until = now + self._patience
+        self._seen |= seen
+        self._there |= {each.part for each in ours if each.whole}
+
+    def missing(self) -> list[Found]:
+        """The images of the parts of which there is no file of their iterations or a later one."""
+        return [found for part, images in self._due.items() if part not in self._there for found in images]
+
+    def _oldest(self, part: Part) -> float:
+        return self._due[part][-1].key.iteration if part in self._due else math.inf
+
+
+def _look(turns: list[_Turn], folder: Path) -> list[_Turn]:
+    """One look at the checkpoints in `folder`; returns those of which something is missing."""
+    begun: list[folders.Begun] = []
+    if turns:
         with contextlib.suppress(OSError):
-            for each in folders.begun(folder, min(oldest.values())):
-                if each.iteration < oldest.get(each.part, each.iteration + 1):
-                    continue
-                if each.whole:
-                    left.discard(each.part)
-                else:
-                    unfinished[each.path] = each.part, _changes(each.path)
-        before = {path: what for path, (_, what) in unfinished.items()} if before is None else before
-        if not left or now >= until:
-            return sorted(left - {part for path, (part, what) in unfinished.items() if before.get(path) != what})
-        if ends.wait(min(pause, until - now)):
-            return []
-        pause *= 2
+            begun.extend(folders.begun(folder, min(found.key.iteration for each in turns for found in each.missing())))
+    now = time.monotonic()
+    for each in turns:
+        each.look(begun, now)
+    return [each for each in turns if each.missing()]
 
 
 def _changes(path: Path) -> tuple[int, int]:

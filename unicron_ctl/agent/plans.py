@@ -27,14 +27,14 @@ class Plans:
         """That plan, for a controller that has lost its log."""
         return self._held.get(generation)
 
-    def turn(self, key: Key) -> int | None:
-        """How many of the nodes that train a place of the layout come before this one; None where it does not train it.
-        A shard is its rank's."""
+    def turn(self, key: Key) -> tuple[int, ...] | None:
+        """Those of the nodes that train a place of the layout that come before this one; None where it does not train
+        it. A shard is its rank's."""
         members = sharing.whole(self._held[max(self._held)]).members if self._held else []
         if key.kind == SHARD:
-            return 0 if key.slot in self._slots and (not members or key.slot in members) else None
+            return () if key.slot in self._slots and (not members or key.slot in members) else None
         nodes = sorted({slot // len(self._slots) for slot in members if slot % key.size == key.place})
         here = min(self._slots) // len(self._slots)
         if not nodes:
-            return 0
-        return nodes.index(here) if here in nodes else None
+            return ()
+        return tuple(nodes[: nodes.index(here)]) if here in nodes else None

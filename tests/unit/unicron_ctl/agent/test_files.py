@@ -49,7 +49,7 @@ def iterations(folder: Path) -> list[int]:
 def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory, tmp_path: Path) -> None:
     names = [aside(memory, iteration) for iteration in (2, 4, 6)]
     said: list[str] = []
-    writer = Files(memory, lambda key: 0, 0.0, said.append)
+    writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not any(name.exists() for name in names), "the files")
     wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
     assert writer.results.take() == [2, 4, 6] and not said
@@ -68,12 +68,12 @@ def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_o
     monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
     for iteration in (2, 4, 6, 8):
         aside(memory, iteration, place=1, places=2)
-    Files(memory, lambda key: 0, 0.0, print).close(20.0)
+    Files(memory, lambda key: (), 0.0, print).close(20.0)
     assert not looks
     for path in (tmp_path / "saves" / "iteration-00000008").iterdir():
         path.rename(tmp_path / path.name)  # another agent's, not written yet
     names = [aside(memory, iteration, places=2) for iteration in (2, 4, 6, 8)]
-    writer = Files(memory, lambda key: 0, 0.0, print)
+    writer = Files(memory, lambda key: (), 0.0, print)
     wait_for(lambda: not any(name.exists() for name in names), "the files")
     wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
     before, began = len(looks), time.monotonic()
@@ -90,7 +90,7 @@ def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_ta
 ) -> None:
     (tmp_path / "saves").write_text("no folder")
     said: list[str] = []
-    writer = Files(memory, lambda key: 0, 0.0, said.append)
+    writer = Files(memory, lambda key: (), 0.0, said.append)
     for iteration in (2, 4):
         name = aside(memory, iteration)
         wait_for(lambda: not name.exists(), "it is given up")  # noqa: B023
@@ -103,11 +103,11 @@ def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_ta
 
 def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(memory: Memory, tmp_path: Path) -> None:
     name = aside(memory, 2, 3 * files.PIECE)
-    writer = Files(memory, lambda key: 0, files.PIECE / 60.0, print)  # a minute for each piece
+    writer = Files(memory, lambda key: (), files.PIECE / 60.0, print)  # a minute for each piece
     wait_for(lambda: list((tmp_path / "saves").glob("*/*.new")), "it is being written")
     writer.close()
     assert name.exists() and not list((tmp_path / "saves").glob("*/*"))
-    Files(memory, lambda key: 0, 0.0, print).close(20.0)
+    Files(memory, lambda key: (), 0.0, print).close(20.0)
     assert not name.exists() and iterations(tmp_path / "saves") == [2]
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_image_any_more_is_said_and_goes_so_that_the_next_one_can_be_
     name = aside(memory, 2)
     name.write_bytes(b"x" + name.read_bytes()[1:])
     said: list[str] = []
-    writer = Files(memory, lambda key: 0, 0.0, said.append)
+    writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not name.exists(), "it goes")
     aside(memory, 4)
     writer.close(20.0)
@@ -139,7 +139,7 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
         return read(found, folder, pace)
 
     monkeypatch.setattr(files, "persist", replaced)
-    writer = Files(memory, lambda key: 0, 0.0, lambda line: None)
+    writer = Files(memory, lambda key: (), 0.0, lambda line: None)
     wait_for(lambda: not name.exists(), "the file")
     writer.close()
     (path,) = (tmp_path / "saves").glob(f"*/*{SUFFIX}")
@@ -156,7 +156,7 @@ def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Pat
 
 def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tmp_path: Path, capfd) -> None:
     aside(memory, 2).unlink()
-    writer = Files(memory, lambda key: 0, 0.0, print)
+    writer = Files(memory, lambda key: (), 0.0, print)
     writer.ask(rests=True)
     wait_for(lambda: iterations(tmp_path / "saves") == [2], "the file")
     writer.close()
@@ -178,7 +178,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
     monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(files, "asides", asides)
     name = aside(memory, 2)
-    writer = Files(memory, lambda key: 0, 0.0, said.append)
+    writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not name.exists(), "the file")
     writer.close(20.0)
     assert iterations(tmp_path / "saves") == [2]
@@ -198,7 +198,7 @@ def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_c
 
     monkeypatch.setattr(files, "persist", persist)
     name = aside(memory, 2)
-    writer = Files(memory, lambda key: 0, 0.0, said.append)
+    writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not name.exists(), "it is given up")
     aside(memory, 4)
     writer.close(20.0)

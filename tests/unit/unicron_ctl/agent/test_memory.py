@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shutil
 import threading
@@ -15,13 +16,14 @@ from tests.support.processes import wait_for
 from transition.memory import files, folders
 from transition.memory.images import Found, Image, Key
 from unicron_ctl.agent import memory as agent_memory
-from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, Memory, sweep
+from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 
 MARK = "0a1b2c3d"
+PLACES = 8  # of a replica, where there are several
 
 
 def place(job: str = "7", element: int = 0, node: str = "n1") -> Place:
@@ -123,13 +125,13 @@ def test_who_only_looks_whether_it_is_held_keeps_nobody_from_removing_it(tmp_pat
     os.close(look)
 
 
-def kept(memory: Memory, *iterations: int, data: bytes = b"12345678") -> None:
-    """What a rank of this node has left."""
-    for iteration in iterations:
-        made = Image(memory.folder / f"state-0-{iteration}.image", 100, len(data))
+def kept(memory: Memory, *iterations: int, data: bytes = b"12345678", places: int = 1) -> None:
+    """What ranks of this node have left."""
+    for iteration, place in itertools.product(iterations, range(places)):
+        made = Image(memory.folder / f"state-{place}-{iteration}.image", 100, len(data))
         made.begin()
         made.data[: len(data)] = data
-        key = Key("state", slot=0, iteration=iteration, size=1, base=1, mark=MARK)
+        key = Key("state", slot=place, iteration=iteration, place=place, size=places, base=1, mark=MARK)
         made.finish(key, b"head", len(data), sums(memoryview(data)))
 
 
@@ -140,7 +142,7 @@ def left(make, tmp_path: Path, monkeypatch) -> Memory:
     made: Memory = make()
     files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
     kept(made, 5, 6)
-    made.persist(lambda key: 0)
+    made.persist(lambda key: ())
     kept(made, 7, 8)
     return made
 
@@ -162,11 +164,11 @@ def test_what_the_nodes_before_do_not_begin_to_write_a_later_one_writes_in_its_t
 ) -> None:
     """Defect: where the first node had no memory nobody wrote the place, and there was no whole checkpoint."""
     began = time.monotonic()
-    left.persist(lambda key: turn)
+    left.persist(lambda key: tuple(range(turn)))
     assert saved(tmp_path) == [8, 7] and time.monotonic() - began >= 0.2 * turn, "older ones have gone"
 
 
-@pytest.mark.parametrize("turn", [None, 3])
+@pytest.mark.parametrize("turn", [None, (0, 1, 2)])
 def test_who_does_not_train_the_place_or_comes_late_writes_nothing(left: Memory, tmp_path: Path, turn) -> None:
     left.persist(lambda key: turn)
     assert saved(tmp_path) == [6, 5]
@@ -180,26 +182,13 @@ def test_what_is_there_is_neither_waited_for_nor_written_again(
     monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
     said.clear()
     unfinished(tmp_path, iteration).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image").touch()
-    left.persist(lambda key: 1)
+    left.persist(lambda key: (0,))
     assert saved(tmp_path) == [iteration, 6, 5] and not said
-
-
-def test_what_somebody_writes_is_left_to_him(left: Memory, tmp_path: Path, monkeypatch) -> None:
-    other, looks, begun = unfinished(tmp_path, 8), [], folders.begun
-
-    def writing(*about):
-        looks.append(about)
-        other.write_bytes(b"x" * len(looks))
-        return begun(*about)
-
-    monkeypatch.setattr(folders, "begun", writing)
-    left.persist(lambda key: 1)
-    assert saved(tmp_path) == [6, 5] and len(looks) > 2
 
 
 def test_what_a_process_left_unfinished_that_is_no_more_is_nobodys_writing(left: Memory, tmp_path: Path) -> None:
     unfinished(tmp_path, 8).write_bytes(b"x")
-    left.persist(lambda key: 1)
+    left.persist(lambda key: (0,))
     assert saved(tmp_path) == [8, 7]
 
 
@@ -207,8 +196,122 @@ def test_who_is_to_end_waits_for_nobody(left: Memory, tmp_path: Path, monkeypatc
     monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
     ends = threading.Event()
     threading.Timer(0.2, ends.set).start()
-    left.persist(lambda key: 1, ends)
+    left.persist(lambda key: (0,), ends)
     assert saved(tmp_path) == [6, 5]
+
+
+class Ending:
+    """The end of a job of PLACES places, whose nodes have iterations 7 and 8. Time passes only while this node waits or
+    writes. written: when it began which file, iteration and place."""
+
+    time, sleep = staticmethod(time.time), staticmethod(time.sleep)
+
+    def __init__(self, memory: Memory, saves: Path):
+        self.memory, self.now, self.file_seconds = memory, 0.0, 0.0
+        self.written: list[tuple[float, int, int]] = []
+        self._saves, self._persist = saves, files.persist
+        self._others: list[tuple[float, int, int, int | None]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def other(self, when: float, place: int, size: int | None = None, iteration: int = 8) -> None:
+        """Another node's file has this size at that time, and its own name without one."""
+        self._others = sorted([*self._others, (when, iteration, place, size)], key=lambda each: each[0])
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        assert self.now < 1000.0, "it waits for ever"
+        while self._others and self._others[0][0] <= self.now:
+            _, iteration, place, size = self._others.pop(0)
+            folder = self._saves / files.folder_name(iteration)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{MARK}.place-{place}-of-{PLACES}.shard-0-of-1.image"
+            new = path.with_name(f"{path.name}.another.1.2.new")
+            new.write_bytes(b"x" * (size or 0))
+            if size is None:
+                new.rename(path)
+        return False
+
+    def persist(self, found: Found, folder: Path) -> Path:
+        self.written.append((self.now, found.key.iteration, found.key.place))
+        self.wait(self.file_seconds)
+        return self._persist(found, folder)
+
+
+@pytest.fixture
+def ending(make, tmp_path: Path, monkeypatch) -> Ending:
+    made = Ending(make(), tmp_path / "saves")
+    files.note_destination(made.memory.folder, files.Destination(tmp_path / "saves", 2))
+    kept(made.memory, 7, 8, places=PLACES)
+    swept()
+    monkeypatch.setattr(agent_memory, "time", made)
+    monkeypatch.setattr(files, "persist", made.persist)
+    return made
+
+
+def test_while_the_first_node_writes_one_part_after_the_other_the_next_one_leaves_all_to_it(ending: Ending) -> None:
+    """Defect: what the first one had not begun in 5 s both wrote."""
+    for place in range(PLACES):
+        ending.other(3.0 * (place + 1), place)
+    ending.memory.persist(lambda key: (0,), ending)
+    assert not ending.written and 24.0 <= ending.now <= 24.0 + TURN_SECONDS
+
+
+def test_and_so_it_does_while_one_file_takes_long(ending: Ending) -> None:
+    for second in range(1, 60):
+        ending.other(second, 0, size=second)
+    for place in range(PLACES):
+        ending.other(60.0, place)
+    ending.memory.persist(lambda key: (0,), ending)
+    assert not ending.written and ending.now >= 60.0
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1)])
+def test_where_nothing_happens_it_writes_all_in_its_turn_the_last_part_first(ending: Ending, nodes) -> None:
+    """In the opposite order: a first node that it cannot see at work it meets once."""
+    ending.memory.persist(lambda key: nodes, ending)
+    due = [(iteration, place) for iteration in (8, 7) for place in reversed(range(PLACES))]
+    assert ending.written == [(len(nodes) * TURN_SECONDS, *each) for each in due]
+    ending.written.clear()
+    ending.memory.persist(lambda key: (), ending)
+    assert [place for _, _, place in ending.written] == [*range(PLACES)] * 2
+
+
+def test_what_a_node_has_not_written_that_dies_in_the_middle_the_next_one_writes(ending: Ending) -> None:
+    ending.other(3.0, 0)
+    ending.other(6.0, 1)
+    ending.other(7.0, 2, size=1)
+    ending.memory.persist(lambda key: (0,), ending)
+    assert {place for *_, place in ending.written} == set(range(2, PLACES)) and len(ending.written) == 2 * 6
+    assert 7.0 + TURN_SECONDS <= ending.written[0][0] <= 7.0 + 2 * TURN_SECONDS, "when it has seen nothing for so long"
+
+
+def test_what_grows_while_it_writes_its_own_parts_is_not_written_again(ending: Ending) -> None:
+    """Defect: it took the first look after its own parts, when its turn had come, so all looked left by the dead."""
+    ending.file_seconds = 2.0
+    for tenth in range(10, 260):
+        ending.other(tenth / 10, 4, size=tenth)
+    for place in range(4, PLACES):
+        ending.other(26.0 + place, place)
+    ending.memory.persist(lambda key: () if key.place < 4 else (0,), ending)
+    assert sorted({place for *_, place in ending.written}) == [0, 1, 2, 3] and ending.now >= 33.0
+
+
+def test_what_nobody_touched_while_it_wrote_its_own_parts_it_writes_at_once(ending: Ending) -> None:
+    ending.other(0.0, 5, size=1)
+    ending.wait(0.0)  # of a process that is no more
+    ending.file_seconds = 2.0
+    ending.memory.persist(lambda key: () if key.place < 4 else (0,), ending)
+    assert [when for when, *_ in ending.written] == [2.0 * number for number in range(2 * PLACES)]
+
+
+def test_a_node_at_work_keeps_nobody_from_what_another_one_does_not_write(ending: Ending) -> None:
+    """Places 0 to 3 are the first node's, who writes; 4 to 7 those of one that has no memory."""
+    for place in range(4):
+        ending.other(3.0 * (place + 1), place)
+    ending.memory.persist(lambda key: (0,) if key.place < 4 else (1,), ending)
+    assert sorted({place for *_, place in ending.written}) == [4, 5, 6, 7] and ending.written[0][0] == TURN_SECONDS
 
 
 def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
@@ -225,7 +328,7 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
         return persist(found, folder)
 
     monkeypatch.setattr(files, "persist", stumbles)
-    memory.persist(lambda key: 0)
+    memory.persist(lambda key: ())
     assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
 
 

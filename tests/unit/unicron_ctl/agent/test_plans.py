@@ -28,19 +28,19 @@ def test_the_nodes_that_train_a_place_take_turns_to_write_its_state() -> None:
     for generation, members, first in ((1, [0, 1, 2, 3, 4, 5], 0), (2, [2, 3, 4, 5], 1), (3, [4, 5], 2)):
         for node in nodes:
             node.hold(share(generation, members, replica=2), generation)
-        turns = [None] * first + list(range(3 - first))
+        turns = [None] * first + [tuple(range(first, node)) for node in range(first, 3)]
         assert [[node.turn(key) for node in nodes] for key in places] == [turns, turns]
     nodes[0].hold(share(4, [1, 4]), 4)
-    assert [nodes[0].turn(key) for key in places] == [None, 0], "it trains the other half alone"
+    assert [nodes[0].turn(key) for key in places] == [None, ()], "it trains the other half alone"
 
 
 def test_a_shard_is_written_where_its_rank_trains() -> None:
     here, there = Plans([0, 1]), Plans([2, 3])
     shard = Key(SHARD, slot=2, iteration=7, shard=2, count=4)
-    assert (here.turn(shard), there.turn(shard)) == (None, 0)
+    assert (here.turn(shard), there.turn(shard)) == (None, ())
     there.hold(share(1, [0, 1, 3]), 1)
     assert there.turn(shard) is None
 
 
 def test_without_a_plan_every_node_has_its_say() -> None:
-    assert Plans([4, 5]).turn(Key(STATE, slot=4, iteration=0)) == 0
+    assert Plans([4, 5]).turn(Key(STATE, slot=4, iteration=0)) == ()
