@@ -87,7 +87,8 @@ class _Blamed:
     """Agents, by their addresses, with which images came to nothing of late: how often, one after the other, and why
     the last time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._known: dict[str, tuple[wire.Failing, float]] = {}  # and until when that is told
 
     def add(self, address: str, why: str, now: float) -> None:
@@ -95,7 +96,7 @@ class _Blamed:
         self.drop(address)  # the last one comes last
         what = wire.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
         self._known[address] = what, now + FAILING_SECONDS
-        while len(self._known) > ranges.MOST_FAILING:
+        while len(self._known) > self._most:
             del self._known[next(iter(self._known))]
 
     def drop(self, address: str) -> None:
@@ -129,7 +130,8 @@ class Copies:
             self._server = transfer.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
         self.failed = 0  # transfers that came to nothing
-        self._failing, self._refusing = _Blamed(), _Blamed()  # who gave none, and who took none
+        self._failing = _Blamed(ranges.MOST_FAILING)  # who gave none
+        self._refusing = _Blamed(ranges.MOST_PASSED_OVER)  # who took none; nobody asks for more
         self._failures: Counter[tuple[str, bool]] = Counter()  # by address, got or given; the threads count
         self._rests: dict[str, float] = {}  # address -> until when nothing is given to it
         self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one

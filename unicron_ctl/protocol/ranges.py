@@ -37,6 +37,7 @@ MOST_LAYOUTS = 64  # in which a job can run
 KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
 MOST_FAILING = 64  # addresses from which one agent could not get an image of late, and to which it could give none
+MOST_PASSED_OVER = 8  # nodes that took no image from one agent: where they are so many none of them is passed over
 
 # ---------------------------------------------------------------- numbers
 Version = Annotated[int, Meta(ge=0, le=1 << 16)]

@@ -14,18 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from transition.memory.images import STATE
 from unicron_ctl.controller.job import nearest
 from unicron_ctl.controller.job.candidates import Formed, states
-from unicron_ctl.controller.job.rings import Ring, pass_over, refusing
+from unicron_ctl.controller.job.rings import Away, Ring, pass_over, passed_over, refusing
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fetching, Told
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.protocol import wire
+from unicron_ctl.controller.throttle import Throttle
+from unicron_ctl.protocol import ranges, wire
 from unicron_ctl.protocol.wire import RankStatus
 
 CUT_SECONDS = 5.0  # between two cuts, at least
@@ -35,6 +37,7 @@ CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way;
 AHEAD_SECONDS = 1.0  # for the word to reach all ranks before they come by the iteration
 AHEAD = 2  # iterations, at least
 MOST_LATE = 6  # doublings of that, where the word has come too late
+REDIRECTS = 1 / 60, 12.0  # looks for other targets a second, and at once: all agents are told what comes of each
 FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0
 FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
@@ -59,11 +62,12 @@ class Pace:
 class Cuts:
     """What is remembered for now of one job's: the last that was asked for, its number, and when; the newest from which
     it can go on; and, of those who were there at the last look, in how many more nodes which places are to be, and who
-    gives what he has to whom. refusing: by element, who took none from it when that was worked out, which is not done
-    again before redirect_at; refused: the nodes of such a giver and of who took none -> why, of all that there have
-    been; recorded: how many of them are on record. unkept: place -> the nodes, all without a memory, on whose account
-    no copies are made; said: which of these nodes are on record. moved: bytes of images that all agents together had
-    moved, and when that rose last. none: nobody is to keep any."""
+    gives what he has to whom. refusing: by element, which nodes have taken none from it, and why, until it tells of
+    none; others are looked for no sooner than redirect_at, and as often as `redirects` allows. refused: of which nodes
+    it is on record that they took none, by their giver's; unsaid: (giver's, theirs) -> why, what is to come there.
+    unkept: place -> the nodes, all without a memory, on whose account no copies are made; said: which of these nodes
+    are on record. moved: bytes of images that all agents together had moved, and when that rose last. none: nobody is
+    to keep any."""
 
     asked: int = -1
     number: int = 0
@@ -78,10 +82,11 @@ class Cuts:
     none: bool = False
     wanting: dict[int, int] = field(default_factory=dict)
     targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
-    refusing: dict[int, list[str]] = field(default_factory=dict)
-    refused: dict[tuple[str, str], str] = field(default_factory=dict)
-    recorded: int = 0
+    refusing: dict[int, dict[str, str]] = field(default_factory=dict)
+    refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    unsaid: dict[tuple[str, str], str] = field(default_factory=dict)
     redirect_at: float = 0.0
+    redirects: Throttle = field(default_factory=lambda: Throttle(*REDIRECTS))
     unkept: dict[int, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     pace: Pace = field(default_factory=lambda: Pace())
@@ -206,6 +211,7 @@ def note_change(job: JobView, cuts: Cuts, waiting: Sequence[int]) -> bool:
     if changed(job, cuts):
         cuts.asked = -1  # its iterations may be lower
     cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, reached(job), False
+    cuts.refusing, cuts.redirect_at = {}, 0.0  # who was passed over may be the one with room now
     return True
 
 
@@ -268,23 +274,29 @@ def _number(job: JobView, cuts: Cuts) -> None:
     cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
 
 
-def redirect(view: View, job: JobView, cuts: Cuts, targets: Callable[[], dict[int, list[wire.Holder]]]) -> None:
-    """Whoever gives to one that took nothing of late gives the same cut to another one; what has been copied of it
-    stays good."""
-    refusing = {agent.element: sorted(agent.refusing) for agent in job.alive() if agent.refusing}
-    if refusing == cuts.refusing or view.now < cuts.redirect_at:
+def redirect(view: View, job: JobView, cuts: Cuts, targets: Callable[[Away], dict[int, list[wire.Holder]]]) -> None:
+    """Whoever gives to one that took nothing gives the same cut to another one; what has been copied of it stays good.
+    Called at every look. That a word is over is no reason to look again: whoever takes the copies goes on taking them.
+    """
+    if view.now < cuts.redirect_at or cuts.redirects.left("", view.now) < 1.0:
         return
-    cuts.refusing, cuts.redirect_at = refusing, view.now + CUT_SECONDS
-    found = targets()
+    before, cuts.refusing = cuts.refusing, refusing(with_memory(job), cuts.refusing)
+    new = {element: found.keys() - before.get(element, {}).keys() for element, found in cuts.refusing.items()}
+    if not any(new.values()):
+        return
+    cuts.redirects.charge("", view.now, 1.0)
+    cuts.redirect_at = view.now + CUT_SECONDS
+    found = targets(passed_over(cuts.refusing))
     if found != cuts.targets:
         cuts.targets = found
         _number(job, cuts)
-    at = {agent.images_at: agent.node for agent in with_memory(job)} if refusing else {}
-    for agent in (job.agents[element] for element in refusing if element in found):
-        left = any(one.address in agent.refusing for one in found[agent.element])
-        then = "no other node could take it, so it is tried again" if left else "another node gets it"
-        for address in (one for one in agent.refusing if one in at):
-            cuts.refused.setdefault((agent.node, at[address]), f"{agent.refusing[address].why}; {then}")
+    for element, nodes in ((giver, nodes) for giver, nodes in new.items() if giver in found):
+        to, giver = {job.agents[one.element].node for one in found[element]}, job.agents[element].node
+        again = not to.isdisjoint(cuts.refusing[element])
+        then = "no other node has taken it, so it is tried again" if again else "another node gets it"
+        for node in sorted(nodes - cuts.refused[giver])[: ranges.MOST_PASSED_OVER - len(cuts.refused[giver])]:
+            cuts.refused[giver].add(node)
+            cuts.unsaid[giver, node] = f"{cuts.refusing[element][node]}; {then}"
 
 
 def _seconds(job: JobView) -> float:
@@ -316,7 +328,7 @@ def say(job: JobView, cuts: Cuts) -> Outcome:
             f"what is trained there alone (places {places[:NAMED]}) cannot be copied; the job's log says why"
         )
         out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
-    new, cuts.recorded = [*cuts.refused.items()][cuts.recorded :], len(cuts.refused)
+    new, cuts.unsaid = [*cuts.unsaid.items()], {}
     if new:
         words = [f"from {giver} to {node} ({why})" for (giver, node), why in new[:NAMED]]
         more = f" and {len(new) - NAMED} more" if len(new) > NAMED else ""
@@ -326,7 +338,11 @@ def say(job: JobView, cuts: Cuts) -> Outcome:
 
 
 def targets(
-    job: JobView, missing: Mapping[int, int], domains: Mapping[str, str], waiting: Collection[int] = ()
+    job: JobView,
+    missing: Mapping[int, int],
+    domains: Mapping[str, str],
+    waiting: Collection[int] = (),
+    away: Away = MappingProxyType({}),
 ) -> dict[int, list[wire.Holder]]:
     """By element, to whom it gives what it has of a cut; of several that train a place the first gives it. domains:
     node -> with what it fails. waiting: elements that are hot spares, which begin with what they have when they take a
@@ -349,8 +365,8 @@ def targets(
     found: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
     for place, some in chosen.items():
         giver, has = givers[place], there[place]
-        if away := refusing(agents.values(), agents[giver]):
-            pass_over(away, some, has, partial(room.next, place, giver, has, beside[giver], away))
+        if gone := away.get(giver):
+            pass_over(gone, some, has, partial(room.next, place, giver, has, beside[giver], gone))
         found[giver] |= {one.element: holder(one) for one in some}
     return {giver: list(each.values()) for giver, each in found.items() if each}
 

@@ -7,9 +7,12 @@ next; of equals the next one after the giver.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.protocol import ranges
+
+Away = Mapping[int, Collection[str]]  # by element, the nodes to which its copies do not go while there are others
 
 
 class Ring:
@@ -55,10 +58,23 @@ class Ring:
         above.insert(bisect_left(above, place), place)
 
 
-def refusing(agents: Iterable[AgentView], giver: AgentView) -> set[str]:
-    """Nodes that have taken no image from this one of late. Its word counts for its own copies alone: it may be its own
-    network that fails."""
-    return {one.node for one in agents if one.images_at in giver.refusing} if giver.refusing else set()
+def refusing(agents: Sequence[AgentView], before: Mapping[int, Mapping[str, str]]) -> dict[int, dict[str, str]]:
+    """By element, the nodes that have taken no image from it, and why: those that its agent tells of, and those from
+    before as long as it tells of any. When they are too many to be passed over no more are counted."""
+    at = {agent.images_at: agent.node for agent in agents}
+    found: dict[int, dict[str, str]] = {}
+    for agent in agents:
+        if told := {at[address]: one.why for address, one in agent.refusing.items() if address in at}:
+            known = before.get(agent.element, {})
+            found[agent.element] = {**known, **told} if len(known) < ranges.MOST_PASSED_OVER else dict(known)
+    return found
+
+
+def passed_over(refusing: Mapping[int, Collection[str]]) -> Away:
+    """Of those who take nothing. A giver's word counts for its own copies alone: it may be its own network that fails.
+    That, or that nobody has room, it is where so many took nothing, and looking for others would have no end: its
+    copies go where they went first."""
+    return {giver: nodes for giver, nodes in refusing.items() if len(nodes) < ranges.MOST_PASSED_OVER}
 
 
 def pass_over(

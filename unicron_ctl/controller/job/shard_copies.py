@@ -144,7 +144,7 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
             cuts.unkept = unkept(job) if missing else {}
             cuts.targets = targets(job, view.slurm.domains) if missing and not cuts.unkept else {}
         if cuts.targets:
-            redirect(view, job, cuts, partial(targets, job, view.slurm.domains))
+            redirect(view, job, cuts, partial(targets, job, view.slurm.domains, False, True))
             ask(view, job, cuts, newest_good)
         else:
             end(view, job, cuts)

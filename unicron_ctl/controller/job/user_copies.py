@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from transition.memory.images import SAME, USER
 from unicron_ctl.controller.job.copies import (
@@ -31,7 +32,7 @@ from unicron_ctl.controller.job.copies import (
     redirect,
     with_memory,
 )
-from unicron_ctl.controller.job.rings import Ring, pass_over, refusing
+from unicron_ctl.controller.job.rings import Away, Ring, pass_over, passed_over
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job import Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -56,8 +57,8 @@ def cut(view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()) -> It
     same = newest.mark == SAME
     if note_change(job, cuts, waiting) or same is not cuts.pace.same:
         cuts.pace.same = same
-        cuts.targets = targets(job, view.slurm.domains, same, spares=False)
-    redirect(view, job, cuts, partial(targets, job, view.slurm.domains, same, spares=False))
+        cuts.targets = targets(job, view.slurm.domains, same, False, passed_over(cuts.refusing))
+    redirect(view, job, cuts, partial(targets, job, view.slurm.domains, same, False))
     if _measured(view, cuts.pace, newest.iteration):
         _ask(view, job, cuts, newest)
     asked = bool(cuts.targets) and cuts.asked >= 0
@@ -107,7 +108,11 @@ def _kept(job: JobView, asked: int, base: int) -> set[int]:
 
 
 def targets(
-    job: JobView, domains: Mapping[str, str], replicated: bool = False, spares: bool = True
+    job: JobView,
+    domains: Mapping[str, str],
+    replicated: bool = False,
+    spares: bool = True,
+    away: Away = MappingProxyType({}),
 ) -> dict[int, list[wire.Holder]]:
     """By element of the world, to whom it gives what its ranks have kept: before all those that fail with another
     switch, and of these first the next ones of the world on other nodes, then those that wait; nothing where all nodes
@@ -128,9 +133,9 @@ def targets(
             has.add(to.node)
             chosen.append(to)
     for one in world:
-        if away := refusing(able.values(), one):
+        if gone := away.get(one.element):
             has = {one.node, *(to.node for to in found[one.element])}
-            pass_over(away, found[one.element], has, partial(_next, rings, one.element, has, domains, spares, away))
+            pass_over(gone, found[one.element], has, partial(_next, rings, one.element, has, domains, spares, gone))
     return {giver: [holder(to) for to in chosen] for giver, chosen in found.items() if chosen}
 
 

@@ -21,7 +21,7 @@ from unicron_ctl.agent.copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
 from unicron_ctl.agent.place import read_place
 from unicron_ctl.agent.reports import Reports
 from unicron_ctl.agent.sums import sums
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import ranges, wire
 
 DATA = bytes(range(256)) * 8192  # enough to be measured
 KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")
@@ -315,6 +315,18 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
     monkeypatch.undo()
     one.until(lambda: 1 in one.copies.rates)
     assert one.copies.refusing(0.0) == {} and other.names() == ["copy-0-0-70.image"]
+
+
+def test_of_those_that_take_no_image_only_the_last_few_are_told(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+    """Defect: every status of every agent told of up to 64 where nobody had room."""
+    one, _ = sides
+    one.image()
+    for number in range(1, ranges.MOST_PASSED_OVER + 4):  # each in turn takes none
+        holder = wire.Holder(element=number, address=f"{gone.address.rpartition(':')[0]}:{number}", token="")
+        one.copies.obey(wire.Cut(iteration=70, number=number, targets=[holder]))
+        one.until(lambda number=number: one.copies.failed == number)
+    told = [int(address.rpartition(":")[2]) for address in one.copies.refusing(one.now)]
+    assert told == list(range(4, ranges.MOST_PASSED_OVER + 4))
 
 
 @pytest.mark.parametrize("own", ["removed", "overwritten"])
