@@ -209,6 +209,7 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
         sleeper(**JOB, UNICRON_AGENT="ipc:///tmp/x"),
         sleeper(**JOB, UNICRON="1", ignores_term=True),
         sleeper(**JOB, UNICRON="1", SLURM_SCRIPT_CONTEXT="prolog_task"),  # where the cluster has a TaskProlog
+        sleeper(**JOB, UNICRON="1", SLURM_CLUSTER_NAME="here"),
     ]
     others = [
         sleeper(**JOB),  # a job without Unicron
@@ -219,10 +220,12 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
         sleeper(X_SLURM_JOB_ID="815", SLURMD_NODENAME="n1", UNICRON="1"),  # a name that ends alike
         sleeper(SLURM_JOB_ID="815", UNICRON="1"),
         sleeper(**JOB, UNICRON="1", SLURM_SCRIPT_CONTEXT="epilog_slurmd"),  # an administrator's epilog
+        sleeper(**JOB, UNICRON="1", SLURM_CLUSTER_NAME="there"),  # another cluster's node on the same machine
+        sleeper(**JOB, UNICRON="1", SLURM_CLUSTER_NAME="here2"),
     ]
     if os.getuid() == 0:
         others.append(sleeper(**JOB, UNICRON="1", user=65534))  # another user who imitates the job
-    assert epilog(**ENDED_JOB) == 0
+    assert epilog(**ENDED_JOB, SLURM_CLUSTER_NAME="here") == 0
     assert [ended(process) for process in mine] == [True] * len(mine)
     assert [process.poll() for process in others] == [None] * len(others)
     assert all(str(process.pid) in epilog.said() for process in mine)

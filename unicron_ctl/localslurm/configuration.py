@@ -18,7 +18,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         auth_info.insert(0, f"socket={layout.munge_socket}")
     gres = f" Gres=gpu:{spec.gpus_per_node}" if spec.gpus_per_node else ""
     lines = [
-        "ClusterName=unicron",
+        f"ClusterName={layout.cluster_name}",
         f"SlurmctldHost={_head(spec, hostname)}",
         f"SlurmctldPort={spec.ports[0]}",
         f"SlurmUser={user}",

@@ -71,6 +71,7 @@ class Layout:
                 WRONG_USE,
             )
         self.digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]
+        self.cluster_name = f"unicron_{self.digest}"  # job ids and node names are alike in all of them
         self.short_dir = Path("/tmp") / f"unicron-{self.digest}"
         self.etc_dir = self.state_dir / "etc"
         self.slurm_conf = self.etc_dir / "slurm.conf"

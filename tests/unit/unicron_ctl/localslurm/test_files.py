@@ -50,6 +50,11 @@ def test_with_links_each_host_has_its_name_and_address(tmp_path: Path) -> None:
     assert {"NodeName=n1 NodeAddr=198.18.4.11 Port=2", "NodeName=n256 NodeAddr=198.18.5.10 Port=2"} <= set(lines)
 
 
+def test_each_cluster_has_a_name_of_its_own(tmp_path: Path) -> None:
+    lines = [line for folder in "ab" for line in _conf(Layout(tmp_path / folder), SPEC)]
+    assert len({line for line in lines if line.startswith("ClusterName=")}) == 2
+
+
 def test_socket_paths_are_short_however_deep_the_state_folder_is(tmp_path: Path) -> None:
     layout = Layout(tmp_path.joinpath(*["x" * 40] * 8))
     assert len(f"{layout.spool_dir}/n256/n256_4294967295.4294967291") < 80
