@@ -65,6 +65,8 @@ def _play(told: SimpleNamespace, job: Job, controller: Controller) -> None:
     told.plans_before = len(controller.events("plan", job="7"))
     controller.kill()
     controller.start()
+    # The agents may have begun to agree on it meanwhile; any word of the controller ends that.
+    wait_for(lambda: controller.rank(0, "7") and controller.rank(2, "7"), "the controller hears them again")
     told.state_after_restart = controller.job("7")["state"]
     os.kill(paused, signal.SIGCONT)
     wait_for(lambda: controller.job("7")["members"] == [0, 2], lambda: f"the survivors' plan\n{job.logs}")
