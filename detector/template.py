@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
-LARGE_SEED = 1 << 32  # torch draws 64 bits; what people choose is smaller
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
 FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # Slurm sends them to every process of a step
@@ -61,7 +60,7 @@ def beside(name: str) -> Any:
     return module
 
 
-forkable = beside("forkable")
+forkable, seeds = beside("forkable"), beside("seeds")
 
 
 # ---------------------------------------------------------------- what is imported
@@ -230,13 +229,14 @@ class Template:
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
         self._written: dict[str, str | None] = {}
         self._files = Files()
+        self._seeds = seeds.Seeds()
 
     def load(self, preload: list[str], told: list[str]) -> None:
         """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
         and `told`, which the agent has. Raises Cold."""
         before = set(forkable.descriptors())
         self.first = lead_path(self._words)
-        with watched(), uncollected():
+        with watched(), uncollected(), self._seeds.noted():
             self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
@@ -366,7 +366,7 @@ class Template:
             os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
         os.close(streams[2])
         restore(os.environ, environment, self._written)
-        reseed()
+        self._seeds.renew()
 
 
 def restore(mine: MutableMapping[str, str], ranks: Mapping[str, str], written: Mapping[str, str | None]) -> None:
@@ -391,17 +391,6 @@ def adopt(agent: int, between: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent:  # it has died, or is no subreaper
         os._exit(128 + signal.SIGKILL)
-
-
-def reseed() -> None:
-    """What a new process draws from the system, unless an import has chosen a seed. (Python's own generator does so
-    after each fork.)"""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and "numpy.random" in sys.modules:
-        if getattr(numpy.random.mtrand._rand._bit_generator, "_seed_seq", None) is not None:
-            numpy.random.seed()
-    if torch is not None and torch.default_generator.initial_seed() >= LARGE_SEED:
-        torch.default_generator.seed()
 
 
 # ---------------------------------------------------------------- the rank
