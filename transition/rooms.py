@@ -209,7 +209,7 @@ class Rooms:
     def settle(self) -> None:
         """Until all images of this rank are whole that have been sealed, and cuts have gone that are not wanted."""
         if self._dropped is not None:
-            self._dropped.result()
+            wait([self._dropped])  # where they could not go the training goes on all the same
         pending, self._pending = self._pending, []
         for room in pending:
             if room.sums is not None:

@@ -170,7 +170,7 @@ class Keeper:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             if isinstance(task, Turns):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # whatever it is, as a card's driver: the copies go on
                     task.clear()
                 continue
             try:

@@ -378,6 +378,20 @@ def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_pa
     assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]
 
 
+def test_what_cannot_go_costs_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def driver() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    state = training()
+    keeper = kept(tmp_path, state, 1)
+    monkeypatch.setattr(keeper._cuts, "clear", driver)
+    keeper.none = True
+    keeper.drop_cuts()
+    keeper.copy(Gatherer(state), 2, 0, WRITER)
+    keeper.close()
+    assert keeper.newest == 2
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_said_once(tmp_path, monkeypatch, every):
     """Defect: each cut cost the copies of two iterations and two lines, and the controller names one every 10 s."""
