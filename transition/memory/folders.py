@@ -77,7 +77,8 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 class Begun(NamedTuple):
-    """A file of a checkpoint. part: place, of how many, shard, of how many. whole: it has its own name."""
+    """A file of a checkpoint. part: place, of how many, shard, of how many. whole: it has its own name, and nobody has
+    found its checkpoint damaged."""
 
     path: Path
     iteration: int
@@ -90,11 +91,10 @@ def begun(folder: Path, iteration: int) -> Iterator[Begun]:
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _FOLDER.fullmatch(path.name)
         if match and int(match[1]) >= iteration:
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed it meanwhile
-                for each in path.iterdir():
-                    if file := _FILE.match(each.name):
-                        part = tuple(map(int, file.groups()[1:]))
-                        yield Begun(each, int(match[1]), part, file.end() == len(each.name))
+            for name in (names := _names(path)):
+                if file := _FILE.match(name):
+                    sound = file.end() == len(name) and f"{file[1]}.{DAMAGED}" not in names
+                    yield Begun(path / name, int(match[1]), tuple(map(int, file.groups()[1:])), sound)
 
 
 def _remove(path: Path) -> None:
@@ -107,15 +107,20 @@ def _remove(path: Path) -> None:
 def _sets(folder: Path) -> list[tuple[Path, ...]]:
     """The sets of files in one checkpoint's folder that are complete."""
     sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
-    names: set[str] = set()
-    with contextlib.suppress(FileNotFoundError):  # another one has removed it meanwhile
-        names = {path.name for path in folder.iterdir()}
+    names = _names(folder)
     for path in map(folder.joinpath, names):
         match = _FILE.fullmatch(path.name)
         if match and f"{match[1]}.{DAMAGED}" not in names:
             place, size, shard, count = map(int, match.groups()[1:])
             sets[match[1], size][place, count][shard] = path
     return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _chosen(files, size)) is not None]
+
+
+def _names(folder: Path) -> set[str]:
+    """Of the files in a checkpoint's folder, which another one may have removed meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return {path.name for path in folder.iterdir()}
+    return set()
 
 
 def _chosen(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
