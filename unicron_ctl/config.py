@@ -27,7 +27,12 @@ ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to 
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
 OTHER_SECTIONS = ("severity", "planner", "health")
 ELSEWHERE = ("partitions",)  # fields of ControllerConfig that are no keys of [controller]
-GONE = {"hint_grace": "hints shorten no lease any more"}  # keys of [controller] of release 0.1
+_DEATHS = "what cannot start ends no job that trains"
+GONE = {  # keys of [controller] of release 0.1
+    "hint_grace": "hints shorten no lease any more",
+    "quick_death_seconds": _DEATHS,
+    "quick_deaths": _DEATHS,
+}
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -131,10 +136,6 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
     act_on_node_events: bool = True
     """A job leaves a node on the word of its kernel log alone; without it the word is recorded only."""
-    quick_death_seconds: Seconds = 20.0
-    """A process that ends within this time of its start, without ever being ready, has died quickly."""
-    quick_deaths: Annotated[int, Range(1, 1000)] = 3
-    """Quick deaths in a row after which a restart is not tried again."""
     allow_inject: bool = False
     """Let `unicronctl inject` and `punish` break jobs on purpose."""
 

@@ -57,7 +57,6 @@ def test_the_defaults_contradict_nothing() -> None:
         ("[controller]\nmetrics_seconds = 0.5", "metrics_seconds = 0.5 must be 1 to 86400, or 0 for none"),
         ("[controller]\nmax_isolated_share = 1.5", "max_isolated_share = 1.5 must be 0 to 1"),
         ("[controller]\nmax_isolated_nodes = -1", "max_isolated_nodes = -1"),
-        ("[controller]\nquick_deaths = 0", "quick_deaths = 0 must be 1 to"),
         ("[controller]\nauth = 'trust'", 'auth = "trust": use one of munge, none'),
         ("[controller]\nadmission = 'no'", 'admission = "no": use one of require, prefer, off'),
         ("[controller]\nlisten = 'here'", 'listen = "here": write tcp://ADDRESS:PORT'),
@@ -114,7 +113,7 @@ def test_without_munge_only_this_machine_is_served(
 def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text(
-        "[controller]\nheartbeat_period = 20\nhearbeat = 1\nobserve = 'yes'\nauth = 'x'\nquick_deaths = 0\n"
+        "[controller]\nheartbeat_period = 20\nhearbeat = 1\nobserve = 'yes'\nauth = 'x'\nmax_holds_per_minute = -1\n"
         "restart_seconds = 1200\n[agent]\nlink_seconds = 0\n[extra]\n"
     )
     _, found = examine(path, ANY_ENVIRONMENT)
@@ -123,7 +122,7 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
         "[controller] hearbeat: unknown key",
         "[controller] observe: Expected",
         '[controller] auth = "x"',
-        "[controller] quick_deaths = 0",
+        "[controller] max_holds_per_minute = -1",
         "[controller] enter_timeout = 30 must be at least",
         "[controller] report_timeout = 10 must be at least",
         "[controller] restart_grace = 5 must be at least heartbeat_period = 20",

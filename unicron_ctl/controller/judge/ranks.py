@@ -43,21 +43,14 @@ def _ended(end: Exit, finding: Finding) -> str:
 def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
-    slot, config = finding.slots[0], view.config
-    known = state.slot(slot)
+    slot = finding.slots[0]
     verdict = view.classifier.exit(end.code, finding.evidence, end.oom)
     verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, verdict)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
-    quick = known.quick_deaths
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, end.lived)
-        quick = quick + 1 if known.ready != identity and end.lived <= config.quick_death_seconds else 0
-    if quick >= config.quick_deaths and decision.action == RESTART:
-        died = f"slot {slot} died {quick} times within {config.quick_death_seconds:g} s of its start"
-        reason = f"{died} and was never ready: the script itself fails"
-        decision = replace(decision, action=END_JOB, reason=reason, wait_seconds=0.0)
-    seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation, quick_deaths=quick)
+    seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
         job,

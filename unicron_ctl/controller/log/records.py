@@ -217,7 +217,6 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     agent: str
     incarnation: int
-    quick_deaths: int
 
 
 class FailureDetected(Record, frozen=True, tag="failure_detected"):

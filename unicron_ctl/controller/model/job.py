@@ -49,8 +49,6 @@ class SlotState:
     why: str = ""
     ready: Identity | None = None
     """The last process that could enter a generation."""
-    quick_deaths: int = 0
-    """In a row, without ever being ready."""
     exit_seen: Identity | None = None
     """The last process whose end has been dealt with."""
     noted: float = 0.0

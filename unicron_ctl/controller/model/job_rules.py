@@ -32,10 +32,9 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
     job.agents[record.element] = agent
     job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
-        # New processes: counting starts again, but a script that dies at once does so on every node.
         job.parted.pop(record.element, None)  # it may be another node
         for slot in record.slots:
-            job.slots[slot] = SlotState(quick_deaths=job.slot(slot).quick_deaths)
+            job.slots[slot] = SlotState()  # new processes: counting starts again
 
 
 def job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> None:
@@ -65,7 +64,7 @@ def agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:
 def ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
     for number, incarnation in record.incarnations.items():
         slot = _slot(job, number)
-        slot.ready, slot.quick_deaths = Identity(record.agent, incarnation), 0
+        slot.ready = Identity(record.agent, incarnation)
 
 
 def rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
@@ -103,7 +102,7 @@ def failure_detected(job: JobState, event: Event, record: records.FailureDetecte
         _slot(job, record.slots[0]).noted = record.noted
     for seen in record.exits:
         slot = _slot(job, seen.slot)
-        slot.exit_seen, slot.quick_deaths = Identity(seen.agent, seen.incarnation), seen.quick_deaths
+        slot.exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
     job.regroup = job.regroup or record.regroup
     if record.action == escalation.END_JOB:

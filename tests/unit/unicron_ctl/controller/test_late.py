@@ -431,3 +431,34 @@ def test_a_withdrawn_offer_is_no_break_in_the_table_either(offering):
     offering.job().condemned = {3: "is gone"}
     found = next_event(view, view.job(offering.job()))
     assert found == Happening(Event.WITHDRAW, "slot 3 is gone")
+
+
+def never_starts(world: World, slot: int, seconds: int = 60) -> None:
+    """Each process of the slot dies of the same mistake, right after its start; the others train on, if they do."""
+    agent = world.agents[slot]
+    for _ in range(seconds):
+        world.run(1.0)
+        if agent.ranks[slot].state != "exited":
+            agent.die(slot, code=1, lived=3.0, last_line="SyntaxError: invalid syntax")
+        if world.job().phase == "running":
+            train(world, 1)
+
+
+def test_a_newcomer_that_cannot_start_costs_those_who_train_its_slot_and_no_more() -> None:
+    world = started()
+    world.agents[2].die(2)
+    never_starts(world, 2)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1]
+    assert len(world.job().failures) > 4 and world.job().slot(2).wanted > 4, "it is tried again"
+    world.check_replay()
+
+
+def test_where_nobody_trains_without_it_the_job_ends_by_its_own_error() -> None:
+    world = World()
+    for element in range(2):
+        FakeAgent(world, "1", element, f"n{element + 1}", nodes=2, min_nodes=2).register()
+    world.agents[0].ready()
+    never_starts(world, 1)
+    assert (
+        world.job().ended.code == 1 and "the job has not finished an iteration in between" in world.job().ended.reason
+    )
