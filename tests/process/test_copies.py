@@ -4,12 +4,14 @@ job goes on from the copy, without a file."""
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.support.flips import flip
 from tests.support.jobs import World
+from transition.memory import folders
 from transition.memory.images import Found, inventory
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -66,6 +68,25 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
         assert job.job()["ledger_violations"] == 0 and job.agents[0].alive
         incarnations = [rank["incarnation"] for element in job.job()["elements"] for rank in element["ranks"]]
         assert incarnations == [0, 0], "the survivor went back without a new process"
+
+
+@pytest.mark.parametrize(
+    "ends", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.wide)], ids=["the job ends", "on demand"]
+)
+def test_while_the_job_waits_for_a_lost_half_the_whole_state_goes_to_files(
+    tmp_path: Path, ends: signal.Signals
+) -> None:
+    """The survivor has both halves of the cut, and of newer iterations its own one alone."""
+    saves = tmp_path / "saves"
+    kind = {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "100000"}
+    with Halves(tmp_path, nodes=2, **SETTINGS | kind) as job:
+        cut = job.both_copied()
+        job.power_failure(1, "n1")
+        job.wait(lambda: job.rank(0)["state"] == "stopped", "the survivor rests")
+        job.agents[0].process.send_signal(ends)
+        whole = job.wait(lambda: folders.whole(saves), "a whole checkpoint")
+        assert whole[0].iteration >= cut and len(whole[0].paths) == 2
+        assert ends != signal.SIGTERM or job.agents[0].wait() == 128 + ends
 
 
 @pytest.mark.wide

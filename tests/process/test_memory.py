@@ -196,6 +196,18 @@ def test_where_the_first_node_has_no_memory_the_next_one_saves_what_slurm_ends(t
     assert len(folders.whole(saves)) == 2
 
 
+@pytest.mark.wide
+def test_what_ends_by_the_scripts_own_error_goes_to_the_checkpoints_too(tmp_path):
+    """It fails at iteration 5 whenever it comes there; its author mends it, and goes on from there."""
+    saves = tmp_path / "saves"
+    faults = json.dumps([fault(slot, 5, "fetch", incarnation=n, kind="raise") for slot in (0, 1) for n in range(9)])
+    settings = SETTINGS | {"TINY_CHECKPOINTS": str(saves), "TINY_CHECKPOINT_EVERY": "2", "TINY_FAULT": faults}
+    with Remembering(tmp_path, nodes=2, **settings) as job:
+        ended = job.wait(lambda: job.job().get("ended"), "the controller gives it up")
+        assert ended["code"] == 1 and [agent.wait() for agent in job.agents.values()] == [1, 1]
+    assert [each.iteration for each in folders.whole(saves)] == [5, 4, 2]
+
+
 def test_agents_make_the_files_while_the_training_goes_on_and_a_lost_rank_tears_none(tmp_path, losses):
     """Slot 1 dies while it copies the state of iteration 4, of which a file is due; a replica is two ranks. Slot 0
     would die if it wrote one by itself."""

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from unicron_ctl.agent.job_log import JobLog
 from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.memory import Memory
 from unicron_ctl.agent.place import Place, memory_rate
-from unicron_ctl.agent.plans import Plans
+from unicron_ctl.agent.plans import AT_WORK, RESTING, Plans
 from unicron_ctl.agent.polling import Polling
 from unicron_ctl.agent.processes import Processes
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
@@ -46,7 +46,6 @@ from unicron_ctl.protocol import wire
 
 REGISTER_SECONDS = 0.5
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
-TRAINING = ("entering", "running", "stopped")  # states of ranks whose job has a plan with them
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -72,7 +71,7 @@ class Agent:
         self._memory = Memory(place, os.environ, self._log.say)
         self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
         self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.turn, memory_rate(os.environ), self._log.say)
+        self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.say)
         self._controller = self._line.socket
         self._rank_line = RankLine(self._context, socket_folder(place.job, os.environ))
         self._layout = ""  # in which the ranks are started, as the controller wants it
@@ -108,7 +107,7 @@ class Agent:
         self.refusal = ""  # why the controller did not take this agent, the last time
         self._over = False  # the controller says that the job is trained to its end
         self._ended = False  # nobody will go on with this job
-        self._saves = False  # it is stopped in the middle of its training, and not because a plan goes on without it
+        self._save: Callable[[], None] | None = None  # writes the training state at the end
         self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
         self._lost_steps = False  # some, and it was said
@@ -189,8 +188,8 @@ class Agent:
         """End the ranks, their template and the store, leave no socket behind."""
         stop_all(list(self.ranks.values()), self._stop_seconds)
         self._files.close(FILES_SECONDS if self._ended else 0.0)
-        if self._saves:
-            self._memory.persist(self._plans.turn)
+        if self._save is not None:
+            self._save()
         self._store.close()
         self._warmth.close()
         adopt_orphans(False)
@@ -292,7 +291,7 @@ class Agent:
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
             if number == SAVES and self.AGREES:
-                self._files.ask(not any(rank.status.state in ("entering", "running") for rank in self.ranks.values()))
+                self._files.ask(self._states.isdisjoint(AT_WORK), self._copies.whole)
                 self._to_all(wire.Save())
             elif number in FORWARDED:
                 for rank in self.ranks.values():
@@ -300,8 +299,20 @@ class Agent:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
                 self._stop_seconds = ENDING_SECONDS
-                self._saves = any(rank.status.state in TRAINING for rank in self.ranks.values())
+                self._save = self._saving(RESTING)
                 self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+
+    @property
+    def _states(self) -> set[str]:
+        return {rank.status.state for rank in self.ranks.values()}
+
+    def _saving(self, resting: Sequence[str], prunes: bool = True) -> Callable[[], None] | None:
+        """What writes the training state of a job that ends in the middle of its training."""
+        if not self._plans.concern(self._states, resting):
+            return None
+        if self._states.isdisjoint(AT_WORK):
+            return partial(self._memory.persist, self._plans.keeps, cuts=self._copies.whole, prunes=prunes)
+        return partial(self._memory.persist, self._plans.turn, prunes=prunes)
 
     # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
@@ -454,7 +465,7 @@ class Agent:
         if message.code or message.reason:
             self._log.say(message.reason)
         if message.code:
-            self._ended = True
+            self._ended, self._save = True, self._saving((*RESTING, "exited"), prunes=False)
             self._leave(message.code & 0xFF or 1, "ended by the controller")
             return
         self._over = True

@@ -150,6 +150,11 @@ class Copies:
         """Bytes of images that were sent and received; it rises while one is on its way."""
         return self._meter.moved
 
+    @property
+    def whole(self) -> set[int]:
+        """Iterations of which all may lie in the nodes' memories."""
+        return {self.cut.good, self.cut.iteration}
+
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:
         """Keep a cut, give it to others, and let go of older ones."""

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from transition.memory import files, folders
@@ -30,13 +30,14 @@ class _Ended(OSError):
 
 
 class Files:
-    """memory: the node's. turn(key): after whom this node writes what nobody trains any more (:meth:`Memory.persist`).
+    """memory: the node's. turn(key): after whom this node writes what nobody trains (:meth:`Memory.persist`).
     rate: most bytes a second, 0 for no limit. say: one line for the job's log."""
 
     def __init__(self, memory: Memory, turn: Callable[[Key], Before | None], rate: float, say: Callable[[str], None]):
         self._memory, self._turn_of, self._rate, self._say = memory, turn, rate, say
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
+        self._cuts: Collection[int] = ()
         self._stumbled: set[str] = set()  # over what looks came to nothing
         self._first = -1  # the iteration of which this agent wrote the first file, until older ones are removed
         self._prune_at = self._pause = 0.0
@@ -44,9 +45,10 @@ class Files:
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
         self._thread.start()
 
-    def ask(self, rests: bool) -> None:
+    def ask(self, rests: bool, cuts: Collection[int] = ()) -> None:
         """Somebody wants a checkpoint: say where the next one is. rests: no rank of this node trains, so none will set
-        anything aside; what their memory has is written."""
+        anything aside; what their memory has is written, the cuts of these iterations first."""
+        self._cuts = cuts
         self._asked, self._all = not rests, rests
 
     def close(self, seconds: float = 0.0) -> None:
@@ -75,7 +77,7 @@ class Files:
         """One look."""
         if self._all:
             self._all = False
-            self._memory.persist(self._turn_of, self._ends)
+            self._memory.persist(self._turn_of, self._ends, self._cuts)
         self._look(self._memory.folder)
 
     def _look(self, memory: Path | None) -> None:

@@ -23,7 +23,8 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from transition.memory import files, folders
@@ -106,10 +107,18 @@ class Memory:
         except OSError:
             pass
 
-    def persist(self, turn: Callable[[Key], Before | None], ends: threading.Event | None = None) -> None:
-        """Slurm ends the job in the middle of its training: the newest states of each place go to the job's
-        checkpoints, if its script makes some. turn(key): the nodes that have that place, too, and come first; None:
-        this one does not write it. ends: is set when nothing is waited for any more.
+    def persist(
+        self,
+        turn: Callable[[Key], Before | None],
+        ends: threading.Event | None = None,
+        cuts: Collection[int] = (),
+        prunes: bool = True,
+    ) -> None:
+        """The job ends in the middle of its training: the newest states of each place go to the job's checkpoints, if
+        its script makes some. turn(key): the nodes that have that place, too, and come first; None: this one does not
+        write it. ends: is set when nothing is waited for any more. cuts: iterations of which the nodes' memories have
+        all, where the newest ones may have been lost with a node; they are written before these. prunes: older
+        checkpoints go.
 
         The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
         With a distributed optimizer that is so of each shard, which its own rank has. The first nodes begin at once. A
@@ -120,14 +129,15 @@ class Memory:
         if where is None or self.folder is None:
             return
         turns: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
-        for each in _newest(found for found in inventory(self.folder) if turn(found.key) is not None):
+        for each in _newest((found for found in inventory(self.folder) if turn(found.key) is not None), cuts):
             before = turn(each[0].key)
             if before is not None and len(before) < TURNS:
                 turns[before][_part(each[0].key)] = each
         first = turns.pop((), {})
         now = time.monotonic()
         waiting = _look([_Turn(due, len(before), now) for before, due in turns.items()], where.folder)
-        self._write(list(itertools.chain(*first.values())), where)
+        write = partial(self._write, where=where, cuts=cuts, prunes=prunes)
+        write(list(itertools.chain(*first.values())))
         ends, pause = ends or threading.Event(), TURN_SECONDS / 16
         while waiting:
             if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
@@ -136,21 +146,29 @@ class Memory:
             now = time.monotonic()
             due = [found for each in waiting if now >= each.until for found in each.missing()]
             waiting = [each for each in waiting if now < each.until]
-            self._write(due, where, last_first=True)
+            write(due, last_first=True)
             pause *= 2
 
-    def _write(self, images: list[Found], where: files.Destination, last_first: bool = False) -> None:
-        """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
-        another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
+    def _write(
+        self,
+        images: list[Found],
+        where: files.Destination,
+        cuts: Collection[int],
+        prunes: bool,
+        last_first: bool = False,
+    ) -> None:
+        """Their files, those of the cuts and then the others, the newest first. last_first: of each iteration the last
+        part first. So a node that writes what another one writes after all, which it could not see, meets it in the
+        middle: what is there stays as it is."""
         images = sorted(images, reverse=last_first, key=lambda each: _part(each.key))
-        for found in sorted(images, reverse=True, key=lambda each: (each.key.iteration, each.key.base)):
+        for found in sorted(images, reverse=True, key=lambda each: (each.key.iteration in cuts, *_age(each.key))):
             try:
                 path = files.persist(found, where.folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
             except Exception as error:  # whatever it is: the others are saved
                 why = str(error) or type(error).__name__
                 self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
-        if any(folders.prunes(found.key) for found in images):
+        if prunes and any(folders.prunes(found.key) for found in images):
             with contextlib.suppress(OSError):
                 folders.prune(where.folder, where.keep)
 
@@ -167,14 +185,18 @@ class Memory:
         self.folder = None
 
 
-def _newest(images: Iterable[Found]) -> list[list[Found]]:
-    """Of each part that an image is fit for the newest two, the newest first."""
+def _newest(images: Iterable[Found], cuts: Collection[int]) -> list[list[Found]]:
+    """Of each part that an image is fit for the newest two, and those of the cuts, the newest first."""
     states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
     for found in images:
-        key = found.key
         if _fit_for_files(found):
-            states[key.place, key.shard, key.count][key.iteration, key.base] = found
-    return [[found for _, found in sorted(each.items(), reverse=True)[:BOTH]] for each in states.values()]
+            states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
+    ordered = ([each[age] for age in sorted(each, reverse=True)] for each in states.values())
+    return [each[:BOTH] + [found for found in each[BOTH:] if found.key.iteration in cuts] for each in ordered]
+
+
+def _age(key: Key) -> tuple[int, int]:
+    return key.iteration, key.base
 
 
 def _part(key: Key) -> Part:

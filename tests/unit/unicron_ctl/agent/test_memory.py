@@ -200,6 +200,37 @@ def test_a_later_checkpoint_that_was_found_damaged_is_not_there(left: Memory, tm
     assert saved(tmp_path) == [8, 7]
 
 
+@pytest.mark.parametrize("kept_by_others", [None, 10])
+def test_where_a_node_was_lost_the_cut_is_written_that_memories_have_as_a_whole(
+    left: Memory, tmp_path: Path, monkeypatch, kept_by_others: int | None
+) -> None:
+    """Of the lost half there is a copy of 7; where the other node is there after all it has written 10."""
+    order: list[int] = []
+    persist = files.persist
+
+    def noted(found: Found, folder: Path) -> Path:
+        order.append(found.key.iteration)
+        return persist(found, folder)
+
+    monkeypatch.setattr(files, "persist", noted)
+    for path in left.folder.glob("*.image"):
+        path.unlink()
+    kept(left, 7, 9, 10, places=2)
+    for iteration in (9, 10):
+        (left.folder / f"state-1-{iteration}.image").unlink()
+    if kept_by_others is not None:
+        other = unfinished(tmp_path, kept_by_others).with_name(f"{MARK}.place-1-of-2.shard-0-of-1.image")
+        other.touch()
+    left.persist(lambda key: (1,) if key.place else (), cuts={7})
+    assert order == ([7, 10, 9, 7] if kept_by_others is None else [7, 10, 9])
+    assert saved(tmp_path) == ([7, 6, 5] if kept_by_others is None else [10, 6])
+
+
+def test_a_job_that_is_ended_by_an_error_keeps_the_checkpoints_from_before_it(left: Memory, tmp_path: Path) -> None:
+    left.persist(lambda key: (), prunes=False)
+    assert saved(tmp_path) == [8, 7, 6, 5]
+
+
 def test_who_is_to_end_waits_for_nobody(left: Memory, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
     ends = threading.Event()

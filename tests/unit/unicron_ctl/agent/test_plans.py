@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from transition.memory.images import SHARD, STATE, Key
-from unicron_ctl.agent.plans import PLANS_HELD, Plans
+from unicron_ctl.agent.plans import PLANS_HELD, RESTING, Plans
 from unicron_ctl.protocol import sharing, wire
 
 
@@ -44,3 +46,35 @@ def test_a_shard_is_written_where_its_rank_trains() -> None:
 
 def test_without_a_plan_every_node_has_its_say() -> None:
     assert Plans([4, 5]).turn(Key(STATE, slot=4, iteration=0)) == ()
+
+
+def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_place() -> None:
+    nodes = [Plans([slot]) for slot in range(5)]
+    for node in nodes:
+        node.hold(share(1, [0, 1, 2, 3], replica=2), 1)
+    first, second = (Key(STATE, slot=0, iteration=7, place=place, size=2) for place in (0, 1))
+    assert [node.keeps(first) for node in nodes] == [(), (0, 2), (0,), (0, 2), (0, 2)]
+    assert [node.keeps(second) for node in nodes] == [(1, 3), (), (1, 3), (1,), (1, 3)]
+    here, gone = (Key(SHARD, slot=slot, iteration=7, shard=slot, count=5) for slot in (1, 4))
+    assert [node.keeps(here) for node in nodes] == [(1,), (), (1,), (1,), (1,)]
+    assert [node.keeps(gone) for node in nodes] == [None] * 5, "the plan goes on without that one"
+
+
+@pytest.mark.parametrize(
+    ("states", "resting", "concern"),
+    [
+        (["running", "exited"], RESTING, True),
+        (["stopped"], RESTING, True),
+        (["waiting", "starting"], RESTING, True),
+        (["waiting", "exited"], RESTING, False),
+        (["waiting", "exited"], (*RESTING, "exited"), True),
+        (["finished"], RESTING, False),
+    ],
+)
+def test_whether_the_job_is_in_the_middle_of_its_training_with_this_node(states, resting, concern) -> None:
+    plans = Plans([0, 1])
+    assert plans.concern(states, resting) == (concern and not {"running", "stopped"}.isdisjoint(states)), "no plan yet"
+    plans.hold(share(1, [0, 1, 2]), 1)
+    assert plans.concern(states, resting) == concern
+    plans.hold(share(2, [2]), 2)
+    assert plans.concern(states, resting) == (concern and not {"running", "stopped"}.isdisjoint(states))
