@@ -13,11 +13,12 @@ import contextlib
 import itertools
 import os
 import queue
+import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -33,6 +34,8 @@ CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
 FAILING_SECONDS = 300.0  # for which the controller is told of an agent that did not give an image, or take one
 LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
+SLOWER = 10.0  # times than usual: as long as the controller gives a cut
+USUAL_RATE = 1e8  # bytes a second where nothing is known; as the controller has it
 WHY = 120  # characters of the reason
 
 Item = TypeVar("Item")
@@ -51,8 +54,9 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more. blames: the other side; who
-    was to send it is asked last from now on, and who was to take it is passed over."""
+    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more, and `problem` says how far
+    it was by then. blames: the other side; who was to send it is asked last from now on, and who was to take it is
+    passed over."""
 
     task: _Task
     problem: str = ""
@@ -209,15 +213,17 @@ class Copies:
             self._under_way.discard(mark)
             if done.rate:
                 self.rates[done.task.holder.element] = done.rate
-            if done.problem:
+            if done.dropped and self._is_slow(done):
+                done = replace(done, dropped=False, blames=True)
+            if done.dropped:
+                pass
+            elif done.problem:
                 self.failed += 1
                 self._not_before[mark] = now + AGAIN_SECONDS
                 self._complain(done)
                 if done.blames:
                     news = True
                     self._blame(done, now)
-            elif done.dropped:
-                pass
             else:
                 self._failing.drop(done.task.holder.address)
                 if done.task.found is not None:
@@ -308,6 +314,12 @@ class Copies:
         if done.task.found is not None:
             self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
 
+    def _is_slow(self, done: _Done) -> bool:
+        """It goes there so much slower than elsewhere that no cut may ever get through before the next one is due."""
+        rates = [rate for element, rate in self.rates.items() if element != done.task.holder.element]
+        usual = statistics.median(rates) if rates else USUAL_RATE
+        return 0.0 < done.rate * SLOWER < min(usual, self._rate or usual)
+
     def _complain(self, done: _Done) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
         text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
@@ -326,6 +338,9 @@ class Copies:
         began = time.monotonic()
         try:
             size = self._transfer(task)
+        except transfer.Unwanted as end:
+            self.results.put(_Done(task, str(end), dropped=True, rate=end.rate))
+            return
         except Exception as error:  # what a peer sends must not end the thread
             blames = _blames(task, error)
             self._failures[task.holder.address, task.found is not None] += blames
@@ -345,7 +360,8 @@ class Copies:
     def _transfer(self, task: _Task) -> int:
         """Bytes."""
         if task.found is not None:
-            transfer.put(task.found, task.holder.address, task.holder.token, self._meter, self._rate)
+            to = task.holder
+            transfer.put(task.found, to.address, to.token, self._meter, self._rate, lambda: self._wanted(task))
             return task.found.used
         if (folder := self._folder()) is None:
             return 0

@@ -56,6 +56,7 @@ NONCE, PROOF = 16, hashlib.sha256().digest_size
 GO, NO, SO, WHOLE, KEPT, HARM = b"go", b"no", b"so", b"whole", b"kept", b"harm"
 MOST_REASON = 400  # bytes
 _LENGTH = struct.Struct("<Q")
+Wanted = Callable[[], bool]
 
 
 class TransferError(OSError):
@@ -68,6 +69,14 @@ class NoRoom(TransferError):
 
 class Busy(TransferError):
     """Whoever is to take it serves others; it will."""
+
+
+class Unwanted(Exception):
+    """An image that nobody wants any more was not sent to its end. rate: bytes a second until then, 0 for too few."""
+
+    def __init__(self, sent: int, seconds: float, length: int):
+        super().__init__(f"{sent} of {length} bytes went in {seconds:.0f} s, and then it was not wanted any more")
+        self.rate = sent / max(1e-6, seconds) if sent >= PIECE else 0.0
 
 
 class Damaged(TransferError):
@@ -326,10 +335,10 @@ def _head_is_sound(found: Found) -> bool:
 
 
 # ------------------------------------------------------------ the client
-def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0) -> None:
-    """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit.
+def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0, wanted: Wanted = lambda: True) -> None:
+    """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit. wanted(): it still is.
 
-    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone.
+    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; Unwanted.
     """
     with _connected(address, token, {"what": "put", "bytes": found.used}) as connection:
         connection.settimeout(_room_seconds(found.used))
@@ -340,7 +349,7 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0)
         if said != GO:
             length = min(MOST_REASON, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
             raise TransferError(_receive(connection, length).decode(errors="replace"))
-        _send_image(connection, found, rate, meter)
+        _send_image(connection, found, rate, meter, wanted=wanted)
         answer = _receive(connection, len(KEPT))
         if answer == HARM and (problem := examine(found)):
             raise BadImage(problem)
@@ -426,11 +435,13 @@ def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
         piece = piece[count:]
 
 
-def _send_image(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float = 0.0) -> None:
+def _send_image(
+    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float = 0.0, wanted: Wanted = lambda: True
+) -> None:
     """Its bytes, and at the end that they were those of one image. room: seconds in which the other side may still make
     room for them, and takes none: what is sent first lies in the sockets until then."""
     try:
-        _send_bytes(connection, found, rate, meter, room)
+        _send_bytes(connection, found, rate, meter, room, wanted)
     except ConnectionError:
         _compare(found)  # whoever sees it torn takes no more of it
         raise
@@ -443,7 +454,9 @@ def _compare(found: Found) -> None:
         raise BadImage(f"{found.path}: overwritten while it was sent")
 
 
-def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float) -> None:
+def _send_bytes(
+    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float, wanted: Wanted
+) -> None:
     began, sent, until = time.monotonic(), 0, _latest(found.used)
     with found.path.open("rb") as file:
         while sent < found.used:
@@ -455,6 +468,8 @@ def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Met
             meter.add(count)
             if time.monotonic() > until:
                 raise TransferError(f"it went too slowly: {sent} of {found.used} bytes")
+            if not wanted():
+                raise Unwanted(sent, time.monotonic() - began, found.used)
             ahead = sent / rate - (time.monotonic() - began) if rate else 0.0
             if ahead > 0:
                 time.sleep(min(ahead, SILENT_SECONDS / 2))

@@ -108,7 +108,7 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing(here: Path, there, monk
     folder, server, _ = there
     _, found = image(here, KEY)
     served = threading.active_count()
-    monkeypatch.setattr(transfer, "_send_image", lambda connection, found, rate, meter: connection.sendall(b"some"))
+    monkeypatch.setattr(transfer, "_send_image", lambda connection, *_, **__: connection.sendall(b"some"))
     monkeypatch.setattr(transfer, "SILENT_SECONDS", 0.3)
     with pytest.raises(OSError):
         put(found, server.address, server.token, METER)
