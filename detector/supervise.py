@@ -132,8 +132,7 @@ class Child:
         """
         if not self.ended(seconds):
             return None
-        if self._process.returncode is None:
-            self.signal(signal.SIGKILL)  # before it is reaped: until then nobody else can get its number
+        self.signal(signal.SIGKILL)
         while self._readable() and self.pass_stderr():
             pass
         return self.poll()
@@ -142,7 +141,9 @@ class Child:
         return _readable(self.stderr, 0.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the whole process group."""
+        """Send a signal to the whole process group. Once it is reaped its number may be another's: that gets none."""
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 

@@ -125,6 +125,16 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(script, begin, tmp_path, m
     assert said == cold
 
 
+def test_a_process_that_was_reaped_gets_no_signal_though_its_number_may_be_anothers(monkeypatch) -> None:
+    child = Child([sys.executable, "-c", ""], dict(os.environ))
+    assert child.reap(60.0) == 0
+    sent: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: sent.append(group))
+    child.signal(signal.SIGKILL)
+    child.close()
+    assert not sent
+
+
 ENDS = {
     "nothing": "print('to the end')",
     "status": "import sys; sys.exit(7)",

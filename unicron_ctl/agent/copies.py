@@ -375,7 +375,7 @@ def _needed(order: wire.Cut, iteration: int) -> bool:
 def _blames(task: _Task, error: Exception) -> bool:
     """It was the other side, or the way there, and not what this node has or lacks."""
     if task.found is None:
-        return not isinstance(error, transfer.NoRoom)
+        return not isinstance(error, (transfer.NoRoom, transfer.Busy))
     return isinstance(error, OSError) and not isinstance(error, transfer.Busy) and error.filename is None
 
 

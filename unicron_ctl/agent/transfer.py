@@ -13,7 +13,7 @@ receiver makes room for a large image before it takes a byte, it is given the ti
     put: "go", or "no", length and why not, or "so" when so many others are served ->
                              <-  the image's bytes, then "whole" or nothing
     "kept", or "harm"        ->
-    get: length (8 bytes)    ->
+    get: length (8 bytes), or 0 when so many others are served ->
     the image's bytes, "whole"
                              <-  "kept", or "harm"
 """
@@ -68,7 +68,7 @@ class NoRoom(TransferError):
 
 
 class Busy(TransferError):
-    """Whoever is to take it serves others; it will."""
+    """Whoever is to take it, or to give it, serves others; it will."""
 
 
 class Unwanted(Exception):
@@ -191,8 +191,8 @@ class Server:
                 if not stays:
                     return
                 if not self._slots.acquire(blocking=False):
-                    if msgpack.unpackb(request)["what"] == "put":
-                        connection.sendall(SO)
+                    gets = msgpack.unpackb(request)["what"] == "get"
+                    connection.sendall(_LENGTH.pack(0) if gets else SO)
                     return
                 try:
                     connection.settimeout(SILENT_SECONDS)
@@ -358,11 +358,14 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0,
 
 
 def get(key: Key, folder: Path, address: str, token: str, meter: Meter) -> Found:
-    """Get an image from the agent at `address` into `folder`. Raises OSError, NoRoom where this side cannot take it,
-    BadImage."""
+    """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
+    it, BadImage."""
     with _connected(address, token, {"what": "get", "key": asdict(key)}) as connection:
+        length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+        if not length:
+            raise Busy("it serves others")
         try:
-            with _drafted(folder, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]) as draft:
+            with _drafted(folder, length) as draft:
                 draft.receive(connection, meter)
                 found = draft.keep()
         except Damaged:

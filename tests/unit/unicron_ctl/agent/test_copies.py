@@ -354,8 +354,16 @@ def test_nobody_is_blamed_who_serves_others(sides: tuple[Side, Side], monkeypatc
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.until(lambda: one.copies.failed == 1)
     assert one.copies.refusing(one.now) == {} and "it serves others" in one.said[0]
+    key = Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa")
+    other.image(key, name="copy")
+    wanted = wire.Fetch(image=wire.Image("state", 1, 70, 1, 2, 0, 1, 1, "aa"), holder=other.holder(1))
+    one.copies.fetch(wanted, one.now)
+    one.until(lambda: one.copies.failed >= 2 and "get a copy from" in one.said[-1])
+    assert one.copies.failing(one.now) == {} and "it serves others" in one.said[-1]
     other.copies._server._slots.release()
-    one.until(lambda: other.names() == ["copy-0-0-70.image"])
+    one.until(lambda: "copy-0-0-70.image" in other.names())
+    one.copies.fetch(wanted, one.now + AGAIN_SECONDS)
+    one.until(lambda: "copy-1-0-70.image" in one.names())
 
 
 def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side, Side], gone: wire.Holder) -> None:
