@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,18 +22,15 @@ from rich.console import Console
 
 from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
-from benchmarks.leaderboard.play import Limits
+from benchmarks.leaderboard.play import BROKE_OFF, Limits, said
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
 from benchmarks.leaderboard.systems.unicron import commit
-from unicron_ctl.errors import UserError
 
 FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)
 SEED = 1
 NO_TRAINING = "did not train:"
-# What ends one row, and not the hours of the others: a wait that was in vain, a command or a process that did not end.
-BROKE_OFF = (AssertionError, OSError, subprocess.SubprocessError, UserError)
 
 
 class Board:
@@ -74,21 +70,15 @@ def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: 
     except Absent as absent:
         row.why = str(absent)
     except Missed as error:
-        row.why = f"not struck: {error}"
+        row.why = f"not struck: {said(error)}"
     except BROKE_OFF as error:
-        row.why = told(error)
+        row.why = f"{NO_TRAINING} {said(error)}"
     else:
         figures = msgspec.structs.asdict(outcome.figures)
         row = Row(kind.name, row.version, failure, outcome.survived, why=outcome.why, **figures)
         row.loss_difference = notes.difference(outcome.losses, wanted)
         row.iterations_compared = notes.compared(outcome.losses, wanted)
     return row
-
-
-def told(error: Exception) -> str:
-    """For a row that has no figures."""
-    words = [NO_TRAINING, str(error) or type(error).__name__, getattr(error, "stderr", None) or ""]
-    return " ".join(str(word).strip()[-2000:] for word in words if word)
 
 
 def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
@@ -118,11 +108,12 @@ def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
         except Absent as absent:
             share.why = str(absent)
         except BROKE_OFF as error:
-            share.why = told(error)
+            share.why = f"{NO_TRAINING} {said(error)}"
         else:
             share.useful_share = found.share(statistics.mean(found.undisturbed))
             share.undisturbed, share.share_of_first = found.undisturbed, found.share(found.undisturbed[0])
             share.operator, share.struck, share.missed = found.operator, found.struck, found.missed
+            share.why = found.why
         share.machine, share.commit = machine(), commit()
         board.add(share)
         print("  ".join(rows.shares([share])[0])[:300], flush=True)

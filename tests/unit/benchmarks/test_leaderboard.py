@@ -405,6 +405,46 @@ def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, mon
     assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
 
 
+class Unending(Watched):
+    """It trains, and whatever ends it fails."""
+
+    def start(self) -> None:
+        self.notes = trained(range(play.WARM), 0.0)
+
+    def close(self) -> None:
+        raise UserError("slurmd of n2 does not end")
+
+    @classmethod
+    def version(cls) -> str:
+        return "1"
+
+
+def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(play, "_in_an_iteration", lambda _: None)
+    monkeypatch.setattr("benchmarks.leaderboard.systems.base.System.signal_rank", lambda *_: None)
+    whole = iter([True, False])
+    monkeypatch.setattr(play, "_recover", lambda *_: next(whole))
+    good, bad = (one(Unending, "hang", tmp_path / name, QUICK, {3: 97.0}) for name in ("good", "bad"))
+    assert (good.survived, good.micro_batches_again, good.iterations_compared) == (True, 0, 1)
+    assert good.why == "its end failed: slurmd of n2 does not end"
+    assert (bad.survived, bad.why) == (False, f"no further step within 60 s; {good.why}")
+
+    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0], struck=2)
+    monkeypatch.setattr(play, "_all_pieces", lambda *_: found)
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"unending": Unending})
+    board = Board(tmp_path / "results.json", append=False)
+    streams(board, argparse.Namespace(system=["unending"], stream_minutes=1.0, quick=True), tmp_path)
+    (share,) = board.shares
+    assert (share.useful_share, share.struck, share.why) == (pytest.approx(0.95), 2, good.why)
+
+
+def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Unending, "start", lambda _: subprocess.run(["false"], check=True))
+    made = one(Unending, "hang", tmp_path / "run", QUICK, {})
+    assert made.survived is None and made.why.startswith("did not train: Command '['false']'")
+    assert made.why.endswith("its end failed: slurmd of n2 does not end")
+
+
 def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_path, monkeypatch) -> None:
     def stays(_: object) -> None:
         raise TimeoutError("slurmctld is still there")
