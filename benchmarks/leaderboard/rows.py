@@ -75,9 +75,10 @@ def encode(row: Row | Share) -> dict[str, Any]:
     return {key: str(it) if isinstance(it, float) and not math.isfinite(it) else it for key, it in objects}
 
 
-def decode(objects: Iterable[dict[str, Any]]) -> list[Row | Share]:
-    """What was written as JSON."""
-    return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in objects]
+def decode(objects: Any) -> list[Row | Share]:
+    """What was written as JSON. Raises msgspec.ValidationError for anything else."""
+    rows = msgspec.convert(objects, list[dict[str, Any]])
+    return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in rows]
 
 
 def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:

@@ -312,8 +312,7 @@ def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
     asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost"
     assert set(asked.split()) | {"micro_batches_again", "loss_difference"} <= set(first)
     assert {"system", "useful_share"} <= set(second) and "failure" not in second
-    again = Board(path, append=True)
-    assert again.rows == board.rows and Board(path, append=False).rows == []
+    assert Board(path, append=True).rows == board.rows
 
 
 def test_each_row_says_at_which_commit_it_was_taken() -> None:
@@ -460,7 +459,7 @@ def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_p
 
 def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "results.json"
-    words = ["leaderboard", "--json", str(path), "--repetitions", "0", "--stream-minutes", "0"]
+    words = ["leaderboard", "--json", str(path), *NO_RUN]
     Board(path, append=False).add(row("torchft", "hang"))
     before = path.read_text()
     monkeypatch.setattr(sys, "argv", words)
@@ -474,6 +473,57 @@ def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, caps
     path.write_text("[]\n")
     monkeypatch.setattr(sys, "argv", words)
     assert main() == 0
+
+
+NO_RUN = ["--repetitions", "0", "--stream-minutes", "0"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--json", "none/results.json"], "none/results.json cannot be written (No such file or directory)"),
+        (["--json", "."], ". cannot be written (Is a directory)"),
+        (["--json", "foreign.json/results.json"], "cannot be written (Not a directory)"),
+        (["--append", "--json", "broken.json"], "broken.json has no results of this benchmark"),
+        (["--append", "--json", "binary.json"], "binary.json has no results of this benchmark"),
+        (["--append", "--json", "object.json"], "object.json has no results of this benchmark"),
+        (["--append", "--json", "foreign.json"], "foreign.json has no results of this benchmark"),
+        (["--json", "new.json", "--repetitions", "-1"], "--repetitions and --stream-minutes are at least 0"),
+        (["--json", "new.json", "--stream-minutes", "-1"], "--repetitions and --stream-minutes are at least 0"),
+        (["--json", "new.json", "--stream-minutes", "nan"], "--repetitions and --stream-minutes are at least 0"),
+        (["--json", "new.json", "--keep", "foreign.json"], "foreign.json cannot be made (File exists)"),
+        (["--json", "new.json", "--keep", "."], "has files: name another"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(words, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    contents = {
+        "broken": b'{"a":',
+        "binary": b"\xff\x00",
+        "object": b'{"system": "a"}',
+        "foreign": b'[{"system": "x"}]',
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["leaderboard", *NO_RUN, *words])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and said in line
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in contents}
+
+
+def test_only_this_runs_rows_say_that_a_system_did_not_train(tmp_path, monkeypatch, capsys) -> None:
+    """Those that the file had before are shown, of whatever system they are."""
+    path = tmp_path / "results.json"
+    Board(path, append=False).add(row("gone", "hang", None, why="did not train: it was another day"))
+    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", *NO_RUN])
+    assert main() == 0
+    assert "gone: 1" in capsys.readouterr().out.splitlines()
+    board = Board(path, append=True)
+    assert not board.untrained
+    board.add(Share("torchft", None, why="did not train: no port"))
+    assert board.untrained and len(board.rows) == 2
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
