@@ -125,6 +125,27 @@ def test_ranks_that_live_on_and_go_back_drop_nothing_whoever_says_so_first() -> 
     assert {len(each) for each in notes.losses(run).values()} == {RANKS}
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["who had noted it", "who had not"])
+def test_an_iteration_that_few_had_noted_is_held_by_all_who_take_it_again(order) -> None:
+    """Rank 0 alone has noted iteration 10 when the others break off; all go back to it."""
+    run = [*started(-1.0, range(RANKS)), *staggered(trained(range(10), -0.5))]
+    run += [note for note in trained([10], 8.9) if note.process == "0"]
+    run += staggered(trained([10], 12.0, order))
+    run += staggered(trained([11, 12], 13.0))
+    found = figures(run)
+    assert (found.iterations_lost, found.micro_batches_dropped, found.next_step_seconds) == (1, 0, 3.0)
+    assert {len(each) for each in notes.losses(run).values()} == {RANKS}
+    assert notes.useful(run, 9.95, 20.0, MICRO) == 2 * MICRO and notes.useful(run, 9.7, 20.0, MICRO) == 3 * MICRO
+
+
+def test_a_peers_late_note_does_not_outlive_what_is_undone() -> None:
+    """Rank 3 notes iteration 10 after rank 0 and is killed; the others and a new one take it again."""
+    run = [*started(-1.0, range(RANKS)), *staggered(trained(range(10), -0.5))]
+    run += [msgspec.structs.replace(n, loss=1.0) for n in staggered(trained([10], 8.9)) if n.process in ("0", "3")]
+    run += [*started(11.0, [3], "new"), *staggered(trained([10, 11], 12.0, [1, 2, 0]))]
+    assert notes.losses(run)[10] == [90.0] * 3
+
+
 def test_the_longest_pause_counts_wherever_it_comes() -> None:
     """The iteration under way ends, and then they wait."""
     run = [*started(-1.0, range(RANKS)), *trained(range(10), 0.0), *trained([10], 9.2), *trained([11, 12], 14.0)]
@@ -147,6 +168,19 @@ def test_work_that_is_done_twice_or_undone_is_of_no_use() -> None:
     assert notes.useful(run, 2.0, 10.0, MICRO) == 8 * MICRO
     assert notes.useful([*run, *trained([5, 6], 12.0, more="again")], 2.0, 20.0, MICRO) == 5 * MICRO
     assert notes.useful(run, 30.0, 40.0, MICRO) == 0
+
+
+def test_what_is_of_use_does_not_depend_on_when_one_begins_to_count() -> None:
+    """Ranks note a step one after the other, and whoever begins between them has seen the step."""
+    survived = [*staggered(trained(range(10), 0.0)), *staggered(trained(range(10, 20), 11.0, [0, 1, 2]))]
+    lived_on = [*staggered(trained(range(10), 0.0)), *staggered(trained(range(7, 20), 12.0))]
+    replaced = [*staggered(trained(range(10), 0.0)), *staggered(trained(range(7, 20), 12.0, more="again"))]
+    for run in (survived, lived_on, replaced):
+        for note in notes.steps(run):
+            assert notes.useful(run, note.time + 0.005, 40.0, MICRO) == (19 - note.iteration) * MICRO
+        assert notes.useful(run, 0.0, 40.0, MICRO) == 20 * MICRO
+    thin = [note for note in survived if (note.what, note.process, note.iteration) != ("step", "1", 15)]
+    assert notes.useful(thin, 5.005, 40.0, MICRO) == notes.useful(survived, 5.005, 40.0, MICRO) - 3
 
 
 def test_a_spell_tells_the_usual_rate_only_where_all_ranks_trained_all_the_time() -> None:
