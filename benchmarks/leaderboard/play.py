@@ -223,7 +223,7 @@ class _Streamed:
             self.found.seconds += ended - began
 
     def disturbed(self, seconds: float, due: list[Due]) -> None:
-        """These failures, each at its time, and their repairs."""
+        """These failures, each at its time, and their repairs. It lasts longer where an operator, or a repair, does."""
         began = time.time()
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
@@ -242,9 +242,10 @@ class _Streamed:
                 each.repair()
             else:
                 self.found.missed += 1  # the operator was at work all the time
+        ended = time.time()
         self._system.read()
-        self.found.micro_batches += notes.useful(self._system.notes, began, began + seconds, MICRO_BATCHES)
-        self.found.seconds += seconds
+        self.found.micro_batches += notes.useful(self._system.notes, began, ended, MICRO_BATCHES)
+        self.found.seconds += ended - began
 
     def _do(self, due: Due) -> Repair | None:
         if due.repair:

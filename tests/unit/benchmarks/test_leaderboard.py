@@ -67,6 +67,38 @@ def test_the_useful_share_is_over_what_an_undisturbed_job_does_in_that_time() ->
     assert play.Stream(micro_batches=900, seconds=10.0, undisturbed=[100.0]).share(100.0) == pytest.approx(0.9)
 
 
+class Watched(System):
+    name, settings = "watched", ""
+
+
+class Clock:
+    """A time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("restart, counted", [(50.0, 95.0), (0.0, 60.0)])
+def test_an_operator_who_works_past_the_end_of_a_piece_counts_against_the_job(
+    restart, counted, tmp_path, monkeypatch
+) -> None:
+    """The job stands still from the beginning, and is started again once nobody has seen a step for a while."""
+    clock = Clock()
+    monkeypatch.setattr(play, "time", clock)
+    system = Watched(tmp_path / "run")
+    monkeypatch.setattr(system, "begin_again", lambda: clock.sleep(restart))
+    streamed = play._Streamed(system)
+    streamed.disturbed(60.0, [])
+    assert (streamed.found.operator, streamed.found.micro_batches) == (1, 0)
+    assert streamed.found.seconds == pytest.approx(counted, abs=2 * play.LOOK)
+
+
 class Struck:
     """A system that notes what is done to it."""
 
@@ -191,10 +223,6 @@ def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypat
     made = one(SYSTEMS["torchft"], "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.version == "" and made.next_step_seconds is None
     assert made.why == "no environment .peers/torchft: make leaderboard makes it" and not (tmp_path / "run").exists()
-
-
-class Watched(System):
-    name, settings = "watched", ""
 
 
 def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
