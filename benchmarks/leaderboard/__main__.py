@@ -114,11 +114,9 @@ def one(kind: type[System], failure: str, folder: Path, limits: Limits, wanted: 
     return row
 
 
-def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
-    """All systems by turns, each failure after the other."""
-    limits, iterations = (QUICK, 400) if options.quick else (FULL, 1200)
-    wanted = play.reference(folder / "reference", iterations)
-    names = options.system
+def failures(board: Board, options: argparse.Namespace, folder: Path, wanted: dict[int, float]) -> None:
+    """All systems by turns, each failure after the other. wanted: the losses of an undisturbed run."""
+    names, limits = options.system, QUICK if options.quick else FULL
     for repetition in range(options.repetitions):
         for turn, failure in enumerate(options.failure):
             first = (repetition + turn) % len(names)
@@ -129,8 +127,8 @@ def failures(board: Board, options: argparse.Namespace, folder: Path) -> None:
                 print("  ".join(rows.lines([row])[0])[:300], flush=True)
 
 
-def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
-    """A failure every half minute, for each system by itself."""
+def streams(board: Board, options: argparse.Namespace, folder: Path, wanted: dict[int, float]) -> None:
+    """A failure every half minute, for each system by itself. wanted: the losses of an undisturbed run."""
     for name in options.system:
         kind, minutes = SYSTEMS[name], options.stream_minutes
         share = Share(name, None, minutes=minutes)
@@ -146,6 +144,8 @@ def streams(board: Board, options: argparse.Namespace, folder: Path) -> None:
             share.useful_share = found.share(statistics.mean(found.undisturbed))
             share.undisturbed, share.share_of_first = found.undisturbed, found.share(found.undisturbed[0])
             share.operator, share.struck, share.missed = found.operator, found.struck, found.missed
+            share.loss_difference = notes.difference(found.losses, wanted)
+            share.iterations_compared = notes.compared(found.losses, wanted)
             share.why = found.why
         share.machine, share.commit = machine(), commit()
         board.add(share)
@@ -224,10 +224,13 @@ def main() -> int:
         parser.exit(error.exit_code, f"{one_line(str(error))}\n")
     with tempfile.TemporaryDirectory(prefix="leaderboard-") as name:
         folder = options.keep or Path(name)
+        wanted: dict[int, float] = {}
+        if options.repetitions or options.stream_minutes:
+            wanted = play.reference(folder / "reference", 400 if options.quick else 1200)
         if options.repetitions:
-            failures(board, options, folder)
+            failures(board, options, folder, wanted)
         if options.stream_minutes:
-            streams(board, options, folder)
+            streams(board, options, folder, wanted)
     show(board, options.markdown)
     return int(board.untrained)
 

@@ -51,7 +51,7 @@ class Stream(msgspec.Struct):
     """What a job made of a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
     spells in which not all ranks trained. undisturbed: micro-batches a second in each other spell, in their order; the
     first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
-    those that did not."""
+    those that did not. losses: of the whole run, by iteration."""
 
     micro_batches: int = 0
     seconds: float = 0.0
@@ -59,6 +59,7 @@ class Stream(msgspec.Struct):
     operator: int = 0
     struck: int = 0
     missed: int = 0
+    losses: dict[int, list[float]] = {}
     why: str = ""
 
     def share(self, undisturbed: float) -> float:
@@ -197,6 +198,7 @@ def _all_pieces(system: System, seconds: float, undisturbed: float, seed: int) -
     for begin, length, planned in rounds(seconds, schedule(seconds, seed, NODES)):
         streamed.disturbed(length, [Due(at - begin, failure, node) for at, failure, node in planned])
         streamed.quiet(undisturbed)
+    streamed.found.losses = notes.losses(system.notes)
     return streamed.found
 
 

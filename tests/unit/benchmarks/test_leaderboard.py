@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ class Clock:
     def time(self) -> float:
         return self.now
 
+    monotonic = time
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
@@ -97,6 +100,25 @@ def test_an_operator_who_works_past_the_end_of_a_piece_counts_against_the_job(
     streamed.disturbed(60.0, [])
     assert (streamed.found.operator, streamed.found.micro_batches) == (1, 0)
     assert streamed.found.seconds == pytest.approx(counted, abs=2 * play.LOOK)
+
+
+def test_a_stream_has_the_losses_of_its_whole_run(tmp_path, monkeypatch) -> None:
+    """One step a second, of all ranks: two seconds without failures, three of the stream before its first, two more."""
+    clock = Clock()
+    monkeypatch.setattr(play, "time", clock)
+    system = Watched(tmp_path / "run")
+
+    def read() -> list[Note]:
+        steps = range(len(system.notes) // RANKS, round(clock.now - 1000.0))
+        ranks = [(n, rank, tuple(range(rank, play.MICRO_BATCHES, RANKS))) for n in steps for rank in range(RANKS)]
+        new = [Note("step", 1000.5 + n, f"{r}", n, loss=9.0 - n, world=RANKS, micro=some) for n, r, some in ranks]
+        system.notes += new
+        return new
+
+    monkeypatch.setattr(system, "read", read)
+    found = play._all_pieces(system, 3.0, 2.0, 1)
+    assert found.losses == {n: [9.0 - n] * RANKS for n in range(7)}
+    assert found.micro_batches == 3 * play.MICRO_BATCHES and len(found.undisturbed) == 2
 
 
 class Struck:
@@ -280,7 +302,7 @@ def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, mon
     monkeypatch.setattr("benchmarks.leaderboard.play.stream", lambda *words: next(streamed)(*words))
     monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"first": Watched, "second": Watched})
     board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["first", "second"], stream_minutes=1.0, quick=True), tmp_path)
+    streams(board, argparse.Namespace(system=["first", "second"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
     first, second = board.shares
     assert first.useful_share is None and first.why == made.why and first.version == "1"
     assert (second.useful_share, second.why) == (pytest.approx(0.95), "")
@@ -313,13 +335,18 @@ def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatc
     assert good.why == "its end failed: slurmd of n2 does not end"
     assert (bad.survived, bad.why) == (False, f"no further step within 60 s; {good.why}")
 
-    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0], struck=2)
+    losses = {3: [97.0, 97.97], 9: [91.0]}
+    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0], struck=2, losses=losses)
     monkeypatch.setattr(play, "_all_pieces", lambda *_: found)
     monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"unending": Unending})
     board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["unending"], stream_minutes=1.0, quick=True), tmp_path)
+    streams(board, argparse.Namespace(system=["unending"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
     (share,) = board.shares
     assert (share.useful_share, share.struck, share.why) == (pytest.approx(0.95), 2, good.why)
+    assert (share.loss_difference, share.iterations_compared) == (pytest.approx(0.01), 1)
+    (line,) = rows.shares([share])
+    said = dict(zip(rows.SHARE_HEADS, line, strict=True))
+    assert (said["loss difference"], said["of iterations"]) == ("1.0e-02", "1")
 
 
 def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp_path, monkeypatch) -> None:
@@ -409,6 +436,30 @@ def test_only_this_runs_rows_say_that_a_system_did_not_train(tmp_path, monkeypat
     assert not board.untrained
     board.add(Share("torchft", None, why="did not train: no port"))
     assert board.untrained and len(board.rows) == 2
+
+
+def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkeypatch) -> None:
+    lengths: list[int] = []
+
+    def reference(folder: Path, iterations: int) -> dict[int, float]:
+        lengths.append(iterations)
+        return {0: 2.0}
+
+    nothing = notes.Figures(None, None, None, 0, 0)
+    monkeypatch.setattr(play, "reference", reference)
+    monkeypatch.setattr(play, "fail", lambda *_: play.Outcome(True, nothing, {0: [2.0]}))
+    found = play.Stream(950, 10.0, [100.0], losses={0: [3.0]})
+    monkeypatch.setattr(play, "stream", lambda *_: found)
+    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
+    path = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--quick", "--failure", "hang"])
+    assert main() == 0 and lengths == [400]
+    failed, streamed = rows.decode(json.loads(path.read_text()))
+    assert (failed.loss_difference, failed.iterations_compared) == (0.0, 1)
+    assert (streamed.loss_difference, streamed.iterations_compared) == (0.5, 1)
+    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", "--repetitions", "0"])
+    assert main() == 0 and lengths == [400, 1200]
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
