@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
 import statistics
 import sys
@@ -25,6 +26,7 @@ from planner.simulate.causes import CAUSES
 from planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson
 from planner.simulate.policies import detection_seconds
 from planner.simulate.trace import DAY, TraceEvent, make
+from unicron_ctl.errors import WRONG_USE
 
 REPORTED_RATIO, REPORTED_FAILURES, REPORTED_DAYS = 0.6228, 11145.6, 256.0
 MINUTE = 60.0
@@ -194,6 +196,8 @@ def main() -> int:
     parser.add_argument("--days", type=float, default=REPORTED_DAYS, help="of work, for AIReSim's job")
     parser.add_argument("--runs", type=int, default=5, help="of AIReSim's job")
     options = parser.parse_args()
+    if options.runs < 1 or not 0 < options.days < math.inf:
+        parser.exit(WRONG_USE, "--runs is at least 1, and --days above 0\n")
     checks: list[Callable[[], bool]] = [lambda: airesim(options.days, options.runs), closed_form]
     return 0 if all([check() for check in checks]) else 1
 

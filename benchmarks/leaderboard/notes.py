@@ -60,34 +60,35 @@ def steps(notes: Iterable[Note]) -> list[Note]:
     return sorted((note for note in notes if note.what == "step"), key=lambda note: note.time)
 
 
-def newest(notes: Iterable[Note], until: float = float("inf")) -> int:
+def newest(notes: Iterable[Note]) -> int:
     """The last iteration that any rank has stepped; -1 before the first."""
-    return max((note.iteration for note in notes if note.what == "step" and note.time <= until), default=-1)
+    return max((note.iteration for note in notes if note.what == "step"), default=-1)
 
 
 def steps_after(notes: Sequence[Note], struck: float) -> list[Note]:
     """The steps that were taken after a failure, by time.
 
-    A step of the iteration that was the newest when it struck is only a peer's note of the same step, unless its
-    process had stepped that iteration before, or began later.
+    A step of the iteration that was the newest when it struck is only a peer's note of the same step, until the
+    training goes back to it or behind it.
     """
-    last = newest(notes, struck)
-    before = {(note.process, note.iteration) for note in notes if note.what == "step" and note.time <= struck}
-    began = {note.process: note.time for note in notes if note.what == "start"}
-    found = []
-    for note in steps(notes):
-        again = (note.process, note.iteration) in before or began.get(note.process, 0.0) > struck
-        if note.time > struck and (note.iteration != last or again):
-            found.append(note)
-    return found
+    ordered = steps(notes)
+    back = list(rollbacks(ordered, _began(notes)))
+    since = max((note.time for note, _ in back if note.time <= struck), default=0.0)
+    last = max((note.iteration for note in ordered if since <= note.time <= struck), default=-1)
+    anew = min((note.time for note, undone in back if note.time > struck and last in undone), default=math.inf)
+    return [note for note in ordered if note.time > struck and (note.iteration != last or note.time >= anew)]
+
+
+def _began(notes: Iterable[Note]) -> dict[str, float]:
+    """When each process did."""
+    return {note.process: note.time for note in notes if note.what == "start"}
 
 
 def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int) -> Figures:
     """What the failure at `struck` has cost a job of so many ranks."""
     after = steps_after(notes, struck)
     whole = next((note for note in after if note.world == ranks), None)
-    began = {note.process: note.time for note in notes if note.what == "start"}
-    lost = sum(len(undone) for note, undone in rollbacks(steps(notes), began) if note.time > struck)
+    lost = sum(len(undone) for note, undone in rollbacks(steps(notes), _began(notes)) if note.time > struck)
     return Figures(
         after[0].time - struck if after else None,
         whole.time - struck if whole else None,
@@ -104,23 +105,29 @@ def rollbacks(stepped: Iterable[Note], began: Mapping[str, float]) -> Iterator[t
     each process did; of those that are not there only a step behind the newest one tells that they are new.
 
     A step of an iteration that was taken is only a peer's note of the same step, unless its process had taken that
-    iteration before, or began later.
+    iteration before, or began later. Of one that had not noted it, and is the first to take it again, the next one
+    tells: it came right before that, and nearer to it than to the step that is undone.
     """
     reached, taken, newest_of = -1, dict[int, float](), dict[str, int]()
+    run = list[Note]()  # the last steps, as far as they are of one iteration
     for note in stepped:
+        run = run if run and run[-1].iteration == note.iteration else []
+        first = taken.get(note.iteration, 0.0)
         if note.process in newest_of:
             anew = newest_of[note.process] >= note.iteration
         else:
             unknown = math.inf if note.iteration < reached else 0.0
-            anew = began.get(note.process, unknown) > taken.get(note.iteration, 0.0)
+            anew = began.get(note.process, unknown) > first
         if note.iteration <= reached and anew:
-            yield note, range(note.iteration, reached + 1)
+            run = [each for each in run if note.time - each.time < each.time - first]
+            yield [*run, note][0], range(note.iteration, reached + 1)
             reached = note.iteration - 1
             taken = {iteration: time for iteration, time in taken.items() if iteration <= reached}
             newest_of = {process: min(newest, reached) for process, newest in newest_of.items()}
+        run.append(note)
         reached = max(reached, note.iteration)
-        taken.setdefault(note.iteration, note.time)
-        newest_of[note.process] = note.iteration
+        taken.setdefault(note.iteration, run[0].time)
+        newest_of |= {each.process: each.iteration for each in run}
 
 
 def again(notes: Iterable[Note], since: float) -> int:
@@ -181,14 +188,16 @@ def compared(found: Iterable[int], reference: Iterable[int]) -> int:
 
 
 def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:
-    """Micro-batches by which the training came forward between two times: what was lost or dropped does not count."""
+    """Micro-batches by which the training came forward between two times: what was lost or dropped does not count. Of
+    the iteration that was stepped last before them some ranks may note their part later."""
     ordered = steps(notes)
     before = [note for note in ordered if note.time <= begin]
     within = [note for note in ordered if begin < note.time <= end]
     if not within:
         return 0
     first = before[-1].iteration if before else -1
-    return (within[-1].iteration - first) * micro_batches - dropped(within, micro_batches)
+    missing = dropped([note for note in steps_after(notes, begin) if note.time <= end], micro_batches)
+    return (within[-1].iteration - first) * micro_batches - missing
 
 
 def steady(notes: Iterable[Note], begin: float, end: float, ranks: int, pause: float) -> bool:

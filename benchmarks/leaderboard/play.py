@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,6 +17,7 @@ from benchmarks.leaderboard.notes import Figures
 from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
 from tests.support.processes import of_a_world, wait_for
+from unicron_ctl.errors import UserError
 
 START_LIMIT = 120.0  # seconds for all ranks to train
 WARM = 25  # iterations of the whole job before anything happens
@@ -27,6 +27,8 @@ MORE = 5  # iterations after the job is whole again, for the loss curve
 SETTLED = 4.0  # seconds that are watched after the last repair, and within which a job that trains takes a step
 REFERENCE_LIMIT = 600.0  # seconds for the undisturbed run
 OPERATOR = 45.0  # seconds without a step, in the stream, after which an operator starts the job again
+# What ends one row, and not the hours of the others: a wait that was in vain, a command or a process that did not end.
+BROKE_OFF = (AssertionError, OSError, subprocess.SubprocessError, UserError)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class Stream(msgspec.Struct):
     """What a job made of a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
     spells in which not all ranks trained. undisturbed: micro-batches a second in each other spell, in their order; the
     first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
-    those that did not."""
+    those that did not. losses: of the whole run, by iteration."""
 
     micro_batches: int = 0
     seconds: float = 0.0
@@ -57,6 +59,8 @@ class Stream(msgspec.Struct):
     operator: int = 0
     struck: int = 0
     missed: int = 0
+    losses: dict[int, list[float]] = {}
+    why: str = ""
 
     def share(self, undisturbed: float) -> float:
         """Of what a job with that rate would have done in the same time."""
@@ -72,16 +76,38 @@ class Due(NamedTuple):
     repair: Callable[[], None] | None = None
 
 
-@contextmanager
-def training(kind: type[System], folder: Path) -> Iterator[System]:
-    """A job of this system that has trained some iterations with all its ranks. Raises AssertionError."""
+Seen = TypeVar("Seen", Outcome, Stream)
+
+
+def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Seen:
+    """What `look` sees of a job of this system that has trained some iterations with all its ranks. A job's end that
+    fails takes nothing of that away: `why` has it. Raises AssertionError when it does not train."""
     system = kind(folder)
     try:
         system.start()
         wait_for(lambda: _trains(system), lambda: f"{kind.name} trains\n{system.logs()}", START_LIMIT)
-        yield system
-    finally:
+        found = look(system)
+    except BaseException as error:
+        if ended := _end(system):
+            error.add_note(ended)
+        raise
+    found.why = "; ".join(filter(None, (found.why, _end(system))))
+    return found
+
+
+def _end(system: System) -> str:
+    """Of its job. What failed there, or nothing."""
+    try:
         system.close()
+    except BROKE_OFF as error:
+        return f"its end failed: {said(error)}"
+    return ""
+
+
+def said(error: BaseException) -> str:
+    """What an error tells, with what a command has said and what failed after it."""
+    words = [str(error) or type(error).__name__, getattr(error, "stderr", None), *getattr(error, "__notes__", ())]
+    return " ".join(str(word).strip()[-2000:] for word in words if word)
 
 
 def _trains(system: System) -> bool:
@@ -114,25 +140,28 @@ def _in_an_iteration(system: System) -> None:
 
 def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outcome:
     """One failure of a job of its own. Raises AssertionError when it does not train before, or Missed."""
-    with training(kind, folder) as system:
-        _in_an_iteration(system)
-        struck = time.time()
-        repair = FAILURES[failure].strike(system, NODE)
-        recovered = _recover(system, struck, repair, limits)
-        figures = notes.figures(system.notes, struck, NODES, MICRO_BATCHES)
-        losses = notes.losses(system.notes)
-        if recovered:
-            return Outcome(True, figures, losses)
-        why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
-        none = (
-            "next_step_seconds",
-            "full_strength_seconds",
-            "longest_pause_seconds",
-            "iterations_lost",
-            "ranks_at_end",
-        )
-        nothing = msgspec.structs.replace(figures, **dict.fromkeys(none))
-        return Outcome(False, nothing, losses, f"{why} within {limits.next_step:g} s")
+    return seen(kind, folder, lambda system: _one_failure(system, failure, limits))
+
+
+def _one_failure(system: System, failure: str, limits: Limits) -> Outcome:
+    _in_an_iteration(system)
+    struck = time.time()
+    repair = FAILURES[failure].strike(system, NODE)
+    recovered = _recover(system, struck, repair, limits)
+    figures = notes.figures(system.notes, struck, NODES, MICRO_BATCHES)
+    losses = notes.losses(system.notes)
+    if recovered:
+        return Outcome(True, figures, losses)
+    why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
+    none = (
+        "next_step_seconds",
+        "full_strength_seconds",
+        "longest_pause_seconds",
+        "iterations_lost",
+        "ranks_at_end",
+    )
+    nothing = msgspec.structs.replace(figures, **dict.fromkeys(none))
+    return Outcome(False, nothing, losses, f"{why} within {limits.next_step:g} s")
 
 
 def _recover(system: System, struck: float, repair: Repair | None, limits: Limits) -> bool:
@@ -159,14 +188,18 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
 def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, folder: Path) -> Stream:
     """The failures of :func:`schedule`, with so many seconds without any before the first, after each ROUND and at the
     end. Raises AssertionError when it does not train before."""
-    with training(kind, folder) as system:
-        streamed = _Streamed(system)
+    return seen(kind, folder, lambda system: _all_pieces(system, seconds, undisturbed, seed))
+
+
+def _all_pieces(system: System, seconds: float, undisturbed: float, seed: int) -> Stream:
+    streamed = _Streamed(system)
+    streamed.quiet(undisturbed)
+    assert streamed.found.undisturbed, f"all ranks train, undisturbed\n{system.logs()}"
+    for begin, length, planned in rounds(seconds, schedule(seconds, seed, NODES)):
+        streamed.disturbed(length, [Due(at - begin, failure, node) for at, failure, node in planned])
         streamed.quiet(undisturbed)
-        assert streamed.found.undisturbed, f"all ranks train, undisturbed\n{system.logs()}"
-        for begin, length, planned in rounds(seconds, schedule(seconds, seed, NODES)):
-            streamed.disturbed(length, [Due(at - begin, failure, node) for at, failure, node in planned])
-            streamed.quiet(undisturbed)
-        return streamed.found
+    streamed.found.losses = notes.losses(system.notes)
+    return streamed.found
 
 
 class _Streamed:
@@ -192,7 +225,7 @@ class _Streamed:
             self.found.seconds += ended - began
 
     def disturbed(self, seconds: float, due: list[Due]) -> None:
-        """These failures, each at its time, and their repairs."""
+        """These failures, each at its time, and their repairs. It lasts longer where an operator, or a repair, does."""
         began = time.time()
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
@@ -211,9 +244,10 @@ class _Streamed:
                 each.repair()
             else:
                 self.found.missed += 1  # the operator was at work all the time
+        ended = time.time()
         self._system.read()
-        self.found.micro_batches += notes.useful(self._system.notes, began, began + seconds, MICRO_BATCHES)
-        self.found.seconds += seconds
+        self.found.micro_batches += notes.useful(self._system.notes, began, ended, MICRO_BATCHES)
+        self.found.seconds += ended - began
 
     def _do(self, due: Due) -> Repair | None:
         if due.repair:

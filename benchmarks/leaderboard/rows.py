@@ -51,7 +51,7 @@ class Share(msgspec.Struct):
     """What a system made of its time under a stream of failures, over its own undisturbed rate: the mean of the spells
     without failures before, between and after them, `undisturbed` in their order. share_of_first: over the first of
     them alone, in which no rank had been started again. struck: failures that found whom to strike; None where that
-    was not counted. missed: those that did not."""
+    was not counted. missed: those that did not. loss_difference and iterations_compared are as a Row's."""
 
     system: str
     useful_share: float | None
@@ -67,6 +67,8 @@ class Share(msgspec.Struct):
     why: str = ""
     machine: str = ""
     commit: str = ""
+    loss_difference: float | None = None
+    iterations_compared: int | None = None
 
 
 def encode(row: Row | Share) -> dict[str, Any]:
@@ -75,9 +77,10 @@ def encode(row: Row | Share) -> dict[str, Any]:
     return {key: str(it) if isinstance(it, float) and not math.isfinite(it) else it for key, it in objects}
 
 
-def decode(objects: Iterable[dict[str, Any]]) -> list[Row | Share]:
-    """What was written as JSON."""
-    return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in objects]
+def decode(objects: Any) -> list[Row | Share]:
+    """What was written as JSON. Raises msgspec.ValidationError for anything else."""
+    rows = msgspec.convert(objects, list[dict[str, Any]])
+    return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in rows]
 
 
 def spread(values: Sequence[float], digits: Callable[[float], str]) -> str:
@@ -144,6 +147,8 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
             ", ".join(f"{rate:.1f}" for rate in row.undisturbed) or "-",
             "-" if row.struck is None else f"{row.struck} of {row.struck + row.missed}",
             str(row.operator),
+            "-" if row.loss_difference is None else f"{row.loss_difference:.1e}",
+            "-" if row.iterations_compared is None else str(row.iterations_compared),
             row.why,
         ]
         for row in rows
@@ -151,7 +156,8 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
 
 
 SHARE_HEADS = ["system", "useful share", "over the first spell", "minutes", "micro-batches/s undisturbed, by spells"]
-SHARE_HEADS += ["failures that struck", "begun again by hand", "remarks"]
+SHARE_HEADS += ["failures that struck", "begun again by hand"]
+SHARE_HEADS += [COLUMNS["loss_difference"], COLUMNS["iterations_compared"], "remarks"]
 
 
 def table(title: str, heads: Sequence[str], body: Iterable[Sequence[str]]) -> Table:

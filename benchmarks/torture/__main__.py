@@ -74,10 +74,14 @@ def opened(options: argparse.Namespace) -> tuple[Progress, dict[str, str]]:
     if (options.folder / progress.FILE).exists():
         path = options.folder
         raise UserError(f"{path} holds a run: go on with --resume, name another --folder, or remove it", WRONG_USE)
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{options.folder} cannot be made ({error.strerror})"
+        raise UserError(f"{why}: name another --folder", WRONG_USE) from None
     left_out = refused(tuple(schedule.KINDS))
     kinds = [kind for kind in schedule.KINDS if kind not in left_out]
     seed = options.seed if options.seed is not None else random.randrange(1_000_000)
-    options.folder.mkdir(parents=True, exist_ok=True)
     return Progress(seed, options.failures, options.every, kinds), left_out
 
 

@@ -363,6 +363,14 @@ def test_an_admin_takes_back_what_others_took_out_of_service_and_not_what_has_no
     assert admin.seen == {}
 
 
+@pytest.mark.parametrize("name, why", [("file", "File exists"), ("file/run", "Not a directory")])
+def test_a_folder_that_cannot_be_made_is_one_line(name, why, tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert command.main(["--folder", str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"torture: {tmp_path / name} cannot be made ({why}): name another --folder"
+
+
 def test_the_proof_of_a_job_goes_over_all_legs(tmp_path: Path) -> None:
     """A leg that never trained, one that was interrupted at iteration 3, its last checkpoint of 2, and the last one."""
     training = TRAININGS[0]
