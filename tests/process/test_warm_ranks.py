@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.support import jobs
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, PLAIN, Job, World
+from tests.support.moments import fault
 from tests.support.processes import is_alive, unicronctl, wait_for
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
@@ -100,6 +102,21 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         world.agents[1].kill()
         wait_for(lambda: not is_alive(ranks[1]), "the rank ends with its agent")
         wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its template")
+
+
+@pytest.mark.wide
+def test_in_a_container_with_an_agent_that_is_its_first_process_ranks_start_warm_too(tmp_path, monkeypatch) -> None:
+    """Namespaces of its own, as container runtimes make them: orphans come to the agent anyway, and pids are others."""
+    container = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    container += [] if os.getuid() == 0 else ["--map-root-user"]
+    monkeypatch.setattr(jobs, "AGENT", [*container, *jobs.AGENT])
+    faults = json.dumps([fault(1, 5, "fetch")])
+    with World(tmp_path, nodes=2, TINY_ITERATIONS="30", TINY_SLOW="0.02", TINY_FAULT=faults) as world:
+        world.wait(lambda: world.rank(1).get("incarnation") == 1 and world.trains([0, 1], 8), "slot 1 is back")
+        assert world.rank(0)["pid"] < 100 and [world.rank(slot)["start"] for slot in (0, 1)] == ["warm", "warm"]
+        world.wait(lambda: world.job().get("ended"), "it is trained to its end")
+        assert [agent.wait() for agent in world.agents.values()] == [0, 0]
+        assert world.job()["ended"]["code"] == 0 and not world.events("started_cold")
 
 
 @pytest.mark.wide
