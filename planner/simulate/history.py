@@ -28,7 +28,7 @@ from planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Po
 COMMAND = "sacct -a -D -X -P -S START -o JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
 COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
 AGAIN_SECONDS = 86400.0  # a job of the same name that is submitted so soon after a failure goes on from it [choice]
-EARLY_SECONDS = 600.0  # who ends with an error so soon after the start, has made it [choice]
+EARLY_SECONDS = 600.0  # what fails so soon after its start has done it itself, unless its node went [choice]
 TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (planner.simulate.cases)
 HOUR = 3600.0
 
@@ -200,7 +200,7 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
         cause = cause_of(run)
         if cause is None or not math.isfinite(run.end):
             continue
-        if cause.name == "exited_abnormally" and run.end - run.start < EARLY_SECONDS:
+        if cause.severity > 1 and run.end - run.start < EARLY_SECONDS:
             early += 1
             continue
         following = _next(run, by_job[run.job], -math.inf, taken)

@@ -106,9 +106,17 @@ def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
     assert judged(tmp_path, *siblings).left == 1
 
 
-def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path):
-    found = judged(tmp_path, row("7", "FAILED", 0, 0.1, code="1:0"), row("8", "COMPLETED", 1, 2))
+@pytest.mark.parametrize(
+    "state,code", [("FAILED", "1:0"), ("FAILED", "0:11"), ("FAILED", "139:0"), ("OUT_OF_MEMORY", "0:125")]
+)
+def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path, state, code):
+    found = judged(tmp_path, row("7", state, 0, 0.1, code=code), row("8", "COMPLETED", 1, 2))
     assert (found.failures, found.early) == ((), 1)
+
+
+def test_a_node_may_fail_soon_after_the_start(tmp_path):
+    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 0.1), row("7", "COMPLETED", 1, 2))
+    assert ([failure.cause.name for failure in found.failures], found.early) == (["node_failed"], 0)
 
 
 def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
