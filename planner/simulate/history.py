@@ -2,9 +2,10 @@
 
 The history is what `sacct` prints (see COMMAND). Of each run of a job that a failure has ended, and that went on later,
 three things were lost on all of its nodes: the wait until it ran again, which the history tells; the start; and the
-work since the last checkpoint, on average half of the time between two. With Unicron the others go on: all of them wait
-for detection and transition, and compute at most half an iteration again; the place of a lost node is empty for as long
-as the wait was. Waiting is told apart, too: it delays the job, but others may use its nodes meanwhile.
+work since the last checkpoint, on average half of the time between two. The last two are no more than the run itself.
+With Unicron the others go on: all of them wait for detection and transition, and compute at most half an iteration
+again; the place of a lost node is empty for as long as the wait was. Waiting is told apart, too: it delays the job, but
+others may use its nodes meanwhile.
 
 Hangs, and jobs that ran slowly, are not in such a history. Nor is why a run waited: that its user had to mend a bug
 first counts as any other wait. Runs of the same user, name and size may be independent of each other.
@@ -227,7 +228,7 @@ def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[R
 
 def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
     policy = costs.policy
-    lost = run.nodes * (waited + costs.setup + min(costs.checkpoint / 2, run.end - run.start))
+    lost = run.nodes * (waited + min(costs.setup + costs.checkpoint / 2, run.end - run.start))
     transition = policy.transition[cause.severity]
     stands = detection_seconds(policy, cause) + policy.redo * ITERATION
     stands += costs.transition if transition is None else transition

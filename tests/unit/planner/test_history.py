@@ -45,6 +45,15 @@ def test_a_requeued_job_by_hand(tmp_path):
     assert told["saved_waiting_node_hours"] == 7 and told["lost_node_hours"] == found.lost / 3600
 
 
+@pytest.mark.parametrize("minutes,lost", [(6, 6), (12, 12), (24, 24), (60, 29)])
+def test_no_failure_costs_more_than_the_run_that_it_has_ended(tmp_path, minutes, lost):
+    """14 min to start and half of 30 are 29 min, of which the shorter runs have not done so much."""
+    found = judged(
+        tmp_path, row("7", "NODE_FAIL", 0, minutes / 60), row("7", "COMPLETED", minutes / 60, 20), costs=Costs()
+    )
+    assert found.lost == 8 * 60 * lost
+
+
 @pytest.mark.parametrize(
     "state,code,cause",
     [
