@@ -7,7 +7,8 @@
 - CSV with a header that names a node, a start and a stop.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
-seconds. A node is away from its first open fault until the last one has ended.
+seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
+the last one has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ DAY = 86400.0
 NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machine", "machine_id", "server", "instance")
 STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "timestart", "event_start_time")
 STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
+OPEN = ("", "none", "null", "unknown", "nan", "inf")  # ends that nobody knows
+BARE_DATE = re.compile(r"(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
+LATEST = 1e11  # seconds; Unix times in milliseconds are above
 CAUSE_NAMES = ("cause", "reason", "fault", "fault_type", "type", "desc", "description")
 # Words of public traces, in the order in which they count, and what they are in our table.
 WORDS = (
@@ -180,6 +184,10 @@ def read_csv(text: str) -> list[tuple[int, list[str]]]:
 
 # ------------------------------------------------------------ both
 def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
+    if _bare_dates(rows):
+        raise PlanError(
+            f"{path}: its times may be dates or seconds: write dates as 2025-01-31, or count seconds from 0"
+        )
     spans: list[tuple[str, float, float, Cause]] = []
     dated = False
     for position, row in enumerate(rows, 1):
@@ -192,6 +200,19 @@ def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
         spans.append((_named(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
     zero = min((span[1] for span in spans), default=0.0) if dated else 0.0
     return [Away(node, begin - zero, end - zero, cause) for node, begin, end, cause in spans]
+
+
+def _bare_dates(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """All times are eight digits that could be a date: nobody knows which of the two they are."""
+    found = False
+    for row in rows:
+        for names in (STARTS, STOPS):
+            text = _text(_first(row, names))
+            if BARE_DATE.fullmatch(text):
+                found = True
+            elif text.lower() not in OPEN:
+                return False
+    return found
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -207,8 +228,8 @@ def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
 
 def _moment(path: str | Path, number: int, value: object, open_end: bool = False) -> tuple[float, bool]:
     """(seconds, whether it was a date)."""
-    text = str(value).strip() if value is not None else ""
-    if open_end and text.lower() in ("", "none", "null", "unknown", "nan", "inf"):
+    text = _text(value)
+    if open_end and text.lower() in OPEN:
         return math.inf, False
     moment = _date(text)
     if moment is None:
@@ -216,6 +237,10 @@ def _moment(path: str | Path, number: int, value: object, open_end: bool = False
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=datetime.UTC)
     return moment.timestamp(), True
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value).strip()
 
 
 def _date(text: str) -> datetime.datetime | None:
@@ -235,4 +260,6 @@ def _number(path: str | Path, number: int, value: object) -> float:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
         raise PlanError(f"{path}, line {number}: the time {value!r} is neither a number of 0 or more nor an ISO date")
+    if seconds > LATEST:
+        raise PlanError(f"{path}, line {number}: the time {value!r} is after the year 5000: give seconds or ISO dates")
     return seconds
