@@ -91,13 +91,14 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
         number = numbers.get(event.node)
         if event.event == "join":
             if number is None:
-                number = gone.pop(0) if gone else most
+                number = gone[0] if gone else most
                 numbers[event.node] = number
                 most = max(most, number + 1)
-            up.add(number)
-            if number in gone:
+            back = number in gone
+            if back:
                 gone.remove(number)
-            if event.seconds <= 0:
+            up.add(number)
+            if event.seconds <= 0 and not back:
                 start.add(number)
                 continue
         else:

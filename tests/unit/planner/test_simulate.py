@@ -15,6 +15,7 @@ from planner.simulate import POLICIES, simulate
 from planner.simulate import load as load_trace
 from planner.simulate.cases import CASES, case
 from planner.simulate.causes import CAUSES, find
+from planner.simulate.clairvoyant import spans
 from planner.simulate.figure import draw, page
 from planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
 from planner.simulate.placement import split
@@ -227,6 +228,22 @@ def test_more_nodes_than_the_cluster_has(tmp_path):
     assert simulate(scenario, joins, POLICIES["unicron"]).ideal_waf == 6e15
     with pytest.raises(PlanError, match="more nodes"):
         simulate(small(), make([fail(i, f"n{i}", "ecc_error") for i in range(9)]), POLICIES["unicron"])
+
+
+def test_a_fault_of_no_length_at_the_very_start_keeps_no_node_away():
+    """n0 goes and is back at 0 s; later n1 goes for an hour."""
+    later = [fail(7200, "n1", "node_failed"), TraceEvent(10800, "join", "n1")]
+    events = [fail(0, "n0", "node_failed"), TraceEvent(0, "join", "n0"), *later]
+    trace = make(events, until=20000)
+    result = simulate(small(), trace, POLICIES["unicron"])
+    assert result.series[-1][1] == result.ideal_waf == 4e15
+    assert [span.nodes for span in spans(small(), trace)[0]] == [4, 3, 4]
+
+
+def test_a_newcomer_in_the_place_of_a_node_that_goes_at_the_very_start_is_there():
+    events = [fail(0, "n0", "node_failed"), fail(0, "n1", "hardware_warning"), TraceEvent(0, "join", "x")]
+    found, most = spans(small(nodes=2), make(events, until=100))
+    assert ({span.nodes for span in found}, most) == ({2}, 2)
 
 
 def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
