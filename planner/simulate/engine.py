@@ -78,21 +78,27 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
     """(events with node numbers, nodes that are there at the start, nodes ever there).
 
     Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
-    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows."""
+    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. Who comes back after
+    its place was taken is a new name."""
     first: dict[str, str] = {}
     for event in trace.events:
         first.setdefault(event.node, event.event)
     numbers = {name: number for number, name in enumerate(list(first)[:nodes])}
+    names = dict(enumerate(numbers))
     absent = {number for name, number in numbers.items() if first[name] == "join"}
     up, most = set(range(nodes)) - absent, nodes
     gone: list[int] = []
+    replaced: set[str] = set()
     start, out = set(up), []
     for event in trace.events:
         number = numbers.get(event.node)
         if event.event == "join":
             if number is None:
                 number = gone[0] if gone else most
-                numbers[event.node] = number
+                if number in names:
+                    del numbers[names[number]]
+                    replaced.add(names[number])
+                numbers[event.node], names[number] = number, event.node
                 most = max(most, number + 1)
             back = number in gone
             if back:
@@ -101,15 +107,16 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
             if event.seconds <= 0 and not back:
                 start.add(number)
                 continue
-        else:
-            if number is None:
-                raise PlanError(
-                    f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
-                    "a scenario with more nodes"
-                )
-            if event.failure.severity == 1 and number in up:
-                up.remove(number)
-                gone.append(number)
+        elif number is None:
+            if event.node in replaced:  # it is away
+                continue
+            raise PlanError(
+                f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give a scenario with "
+                "more nodes"
+            )
+        elif event.failure.severity == 1 and number in up:
+            up.remove(number)
+            gone.append(number)
         out.append((event.seconds, event, number))
     return out, start, most
 

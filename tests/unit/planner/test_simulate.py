@@ -246,6 +246,22 @@ def test_a_newcomer_in_the_place_of_a_node_that_goes_at_the_very_start_is_there(
     assert ({span.nodes for span in found}, most) == ({2}, 2)
 
 
+def test_who_comes_back_after_its_place_was_taken_gets_another():
+    """a goes, d comes in its place, a comes back beside it, d goes, a goes; what fails while it is away is nothing."""
+    there = [TraceEvent(1, "join", name) for name in "abc"]
+    events = [fail(10, "a", "others"), fail(20, "a", "node_failed"), TraceEvent(30, "join", "d")]
+    events += [fail(35, "a", "others"), TraceEvent(40, "join", "a"), fail(50, "d", "node_failed")]
+    found, most = spans(small(nodes=3), make([*there, *events, fail(60, "a", "node_failed")], until=70))
+    assert [(span.begin, span.nodes) for span in found if span.begin >= 20] == [
+        (20, 2),
+        (30, 3),
+        (40, 4),
+        (50, 3),
+        (60, 2),
+    ]
+    assert most == 4
+
+
 def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(
