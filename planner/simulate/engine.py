@@ -31,8 +31,8 @@ LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 @dataclass
 class Task:
     """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until
-    they are noticed. level: F while it runs. worked: seconds of progress, for checkpoints. worst: severity of what is
-    not noticed."""
+    they are noticed. level: F while it runs. worst: severity of what is not noticed. ready: when the transition under
+    way is over, failures or not. worked: seconds of progress, for checkpoints. debt: seconds to be computed again."""
 
     job: Job
     size: int = 0
@@ -43,6 +43,7 @@ class Task:
     epoch: int = 0
     until: float = 0.0
     worst: int = 4
+    ready: float = 0.0
     worked: float = 0.0
     debt: float = 0.0
 
@@ -199,7 +200,15 @@ class Simulation:
         self.now = when
 
     def _enter(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
-        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between."""
+        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
+        during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
+        if task.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
+            task.debt = task.until - self.now
+        if phase == TRANSITION:
+            seconds = max(seconds, task.ready - self.now)
+            task.ready = self.now + seconds
+        elif phase == IDLE:
+            task.ready = self.now
         task.phase, task.until = phase, self.now + seconds
         task.epoch += 1
         if then is not None:
@@ -279,11 +288,15 @@ class Simulation:
         self._enter(task, TRANSITION, seconds, self._recompute)
 
     def _recompute(self, task: Task) -> None:
-        debt, task.debt = task.debt, 0.0
-        if debt > 0:
-            self._enter(task, RECOMPUTE, debt, self._settle)
+        """All that is due; until then a failure makes all of it due again."""
+        if task.debt > 0:
+            self._enter(task, RECOMPUTE, task.debt, self._recomputed)
         else:
             self._settle(task)
+
+    def _recomputed(self, task: Task) -> None:
+        task.debt = 0.0
+        self._settle(task)
 
     def _settle(self, task: Task) -> None:
         task.level = self._f(task, task.size)

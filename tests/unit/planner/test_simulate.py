@@ -106,6 +106,49 @@ def test_megatron_waits_for_repair_and_goes_back_to_a_checkpoint():
     assert result.lost["sub_healthy"] * 20000 == pytest.approx(10000 - 6800)
 
 
+def runs_from(result) -> list[float]:
+    """When work is done again, seconds."""
+    return [round(when, 6) for when, waf in result.series if waf]
+
+
+def test_a_failure_during_a_transition_ends_it_no_sooner():
+    """One node of 3 is lost at 1,000 s: 0.3 s to detect, 100 s to regroup, half an iteration again. At 1,010 s a
+    connection breaks, which by itself would take 5.3 s."""
+    scenario = small(nodes=3, jobs=(Job("a", FLOPS),))
+    events = [fail(1000, "n0", "ecc_error"), fail(1010, "n1", "connection_reset")]
+    result = simulate(scenario, make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, 1000.3 + 100 + ITERATION / 2]
+
+
+def test_what_is_stopped_in_a_transition_starts_anew():
+    """The job moves at 1,000 s, which takes 600 s; the other node goes at 1,010 s, and the first is back 10 s later."""
+    job = Job("a", {1: 1e15}, transition={"move": 600.0, "restart": 30.0})
+    events = [fail(1000, "n0", "ecc_error"), fail(1010, "n1", "ecc_error"), TraceEvent(1020, "join", "n0")]
+    result = simulate(small(nodes=2, jobs=(job,)), make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, 1020 + 30 + ITERATION / 2]
+
+
+def test_a_failure_during_a_recompute_makes_all_of_it_due_again():
+    """Fails 1,700 s after the last checkpoint; 30 min to detect, 23 to restart; of 1,700 s to compute again 1,620 are
+    done at 6,500 s."""
+    scenario = small(nodes=2, jobs=(Job("a", {2: 1e15}),))
+    events = [fail(when, "n0", "exited_abnormally") for when in (1700, 6500)]
+    result = simulate(scenario, make(events, until=20000), POLICIES["megatron"])
+    assert result.lost["recompute"] * 20000 == pytest.approx(1620 + 1700)
+    assert runs_from(result) == [0, 6500 + 1800 + 1380 + 1700]
+
+
+def test_a_planned_change_during_a_recompute_leaves_the_rest_of_it_due():
+    """1.8 s to detect, 100 s to restart; of 15 s to compute again 5 are done when the fourth node joins."""
+    noticed = 1000 + 1.8
+    events = [TraceEvent(noticed + 105, "join", "n0"), fail(1000, "n1", "exited_abnormally")]
+    events += [fail(1, f"n{number}", "hardware_warning") for number in (2, 3)]
+    scenario = small(jobs=(Job("a", FLOPS),))
+    result = simulate(scenario, make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, noticed + 105 + 100 + 10]
+    assert result.lost["recompute"] * 9000 * 4 == pytest.approx(3 * 5 + 4 * 10)
+
+
 def test_megatron_takes_a_hot_spare():
     scenario = small(nodes=4, jobs=(Job("a", FLOPS, max_nodes=3),))
     result = simulate(scenario, make([fail(5000, "n0", "node_failed")], until=20000), POLICIES["megatron"])
