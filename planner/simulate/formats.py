@@ -94,9 +94,7 @@ def from_json(path: str | Path, text: str) -> list[Away]:
         raise PlanError(f"{path} is not valid JSON: {error}") from None
     if isinstance(told, Mapping):
         told = [
-            {"node": node, "start": pair[0], "end": pair[1]}
-            if _is_pair(pair)
-            else {"node": node, **_object(path, pair)}
+            {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
             for node, pairs in told.items()
             for pair in _list(path, pairs)
         ]
@@ -106,18 +104,26 @@ def from_json(path: str | Path, text: str) -> list[Away]:
     return merged(_between(path, rows))
 
 
+def _of_node(node: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A fault in the list of that name: the node's, unless the fault names one itself."""
+    return row if _first(row, NODES) is not None else {**row, "node": node}
+
+
 def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
-    """Events of faults, times in days. One that ends on a node without having begun there is left out."""
-    found: list[Away] = []
-    opened: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """Events of faults in any order, times in days. One that ends on a node without having begun there is left out."""
+    events: list[tuple[float, bool, str, str]] = []
     for number, row in enumerate(rows, 1):
         what, node, fault = row.get("event_type"), _named(path, number, row), _words(row.get("fault_type"))
+        if what not in ("fault_start", "fault_end"):
+            raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
         when = _number(path, number, row.get("event_time")) * DAY
-        if what == "fault_start":
+        events.append((when, what == "fault_end", node, fault))
+    found: list[Away] = []
+    opened: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for when, ends, node, fault in sorted(events):
+        if not ends:
             opened[node, fault].append(len(found))
             found.append(Away(node, when, math.inf, cause_of(fault)))
-        elif what != "fault_end":
-            raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
         elif opened[node, fault]:
             at = opened[node, fault].pop(0)
             found[at] = found[at]._replace(end=when)
@@ -220,7 +226,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
-    name = str(_first(row, NODES) or "").strip()
+    name = _text(_first(row, NODES))
     if not name:
         raise PlanError(f"{path}, line {number}: the node's name is missing")
     return name

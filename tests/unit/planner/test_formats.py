@@ -51,6 +51,42 @@ def test_faults_that_start_and_end_are_in_days(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_faults_may_be_told_in_any_order(tmp_path, backwards):
+    """One of no length among them, and one that begins when the one before it ends."""
+    told = [
+        fault("a", 1.0, "fault_start"),
+        fault("a", 1.5, "fault_end"),
+        fault("a", 1.5, "fault_start"),
+        fault("b", 2.0, "fault_start"),
+        fault("b", 2.0, "fault_end"),
+        fault("a", 3.0, "fault_end"),
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(told[::-1] if backwards else told))
+    assert [(seconds / DAY, what, node) for seconds, what, node, _ in rows(path)] == [
+        (1.0, "fail", "a"),
+        (2.0, "fail", "b"),
+        (2.0, "join", "b"),
+        (3.0, "join", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [{"node_id": 0, "start": 10, "end": 20}, {"node_id": 1, "start": 12, "end": 18}],
+        {"faults": [{"node_id": 0, "start": 10, "end": 20}, {"node_id": 1, "start": 12, "end": 18}]},
+        {"0": [{"start": 10, "end": 20}], "1": [{"node_id": "", "start": 12, "end": 18}]},
+    ],
+    ids=["list", "named list", "by node"],
+)
+def test_a_node_may_be_0_and_a_fault_names_it_best_itself(tmp_path, told):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(told))
+    assert [(seconds, node) for seconds, _, node, _ in rows(path)] == [(10, "0"), (12, "1"), (18, "1"), (20, "0")]
+
+
 @pytest.mark.parametrize(
     "told",
     [
