@@ -165,6 +165,9 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Aw
     node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
     cause = _column(header, CAUSE_NAMES)
     assert node is not None and start is not None and stop is not None
+    if "event_type" in header:
+        why = "event_type may mark the times between outages, too: keep the rows of the outages, without this column"
+        raise PlanError(f"{path}: {why}")
     told = []
     for number, row in rows[1:]:
         if len(row) <= max(node, start, stop):

@@ -213,6 +213,7 @@ def test_only_a_line_break_ends_a_line(tmp_path):
         ("node,start,stop\na,20250101,20250102\nb,20250103,unknown\n", "write dates as 2025-01-31"),
         ('[{"node": "a", "start": 20250101, "end": 20250102}]', "write dates as 2025-01-31"),
         (f"node,start,stop\na,{UNIX}000,{UNIX + 60}000\n", "give seconds"),
+        ("node_id,event_type,event_start_time,event_stop_time\n7,1,0,36\n7,0,36,40\n", "keep the rows of the outages"),
         ("x,y,z\n1,2,3\n", "the first line must be"),
         ("", "is empty"),
     ],
