@@ -81,13 +81,14 @@ class Costs:
 @dataclass(frozen=True)
 class History:
     """worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
-    own; left: those after which nobody went on."""
+    own; left: those after which nobody went on; requeued: runs that ended so, whoever and whatever asked for it."""
 
     runs: int
     worked: float
     failures: tuple[Failure, ...]
     early: int
     left: int
+    requeued: int
 
     @property
     def lost(self) -> float:
@@ -112,7 +113,11 @@ class History:
             "waiting_node_hours": waiting / HOUR,
             "waiting_node_hours_with_unicron": waiting_with_unicron / HOUR,
             "saved_waiting_node_hours": (waiting - waiting_with_unicron) / HOUR,
-            "not_counted": {"script's own": self.early, "nobody went on": self.left},
+            "not_counted": {
+                "script's own": self.early,
+                "nobody went on": self.left,
+                "requeued, why is not told": self.requeued,
+            },
         }
 
 
@@ -213,7 +218,8 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
             left += 1
     last = max((run.start if math.isinf(run.end) else run.end for run in counted), default=0.0)
     worked = math.fsum(run.nodes * (min(run.end, last) - run.start) for run in counted)
-    return History(len(counted), worked, tuple(failures), early, left)
+    requeued = sum(run.state == "REQUEUED" for run in counted)
+    return History(len(counted), worked, tuple(failures), early, left, requeued)
 
 
 def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[Run]) -> Run | None:

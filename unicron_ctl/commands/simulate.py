@@ -173,7 +173,7 @@ def _told(found, costs) -> Iterator[str]:
     yield "waiting delays the jobs, on all of their nodes; others may have used these meanwhile"
     yield (
         f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
-        "which nobody went on; hangs are not in such a history"
+        f"which nobody went on, {found.requeued} that were requeued (why is not told); hangs are not in such a history"
     )
     yield (
         f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "

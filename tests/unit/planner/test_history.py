@@ -75,6 +75,13 @@ def test_what_is_no_failure(tmp_path, state):
     assert judged(tmp_path, row("7", state, 0, 10), row("7", "COMPLETED", 11, 12)).failures == ()
 
 
+def test_what_was_requeued_without_a_word_is_told_apart(tmp_path):
+    found = judged(tmp_path, row("7", "REQUEUED", 0, 10, code="1:0"), row("7", "COMPLETED", 11, 12))
+    assert found.failures == ()
+    told = found.to_dict()["not_counted"]
+    assert told == {"script's own": 0, "nobody went on": 0, "requeued, why is not told": 1}
+
+
 def test_what_nobody_goes_on_with_is_not_counted(tmp_path):
     others = [
         row("8", "COMPLETED", 11, 12, name="other"),
