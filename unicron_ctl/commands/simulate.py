@@ -149,9 +149,13 @@ def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
     from planner.simulate import history
     from planner.simulate.figure import draw_history
 
-    given = {"checkpoint": checkpoint_minutes, "setup": setup_minutes}
-    seconds = {name: 60.0 * number(m, f"--{name}-minutes") for name, m in given.items() if m is not None}
-    costs = history.Costs(**seconds)
+    def seconds(minutes: float | None, option: str, default: float) -> float:
+        return default if minutes is None else 60.0 * number(minutes, option)
+
+    costs = history.Costs(
+        checkpoint=seconds(checkpoint_minutes, "--checkpoint-minutes", history.Costs.checkpoint),
+        setup=seconds(setup_minutes, "--setup-minutes", history.Costs.setup),
+    )
     found = history.judge(history.load(path), costs)
     if figure:
         draw_history(found, figure, f"{Path(path).name}: node-hours lost to failures")
