@@ -198,16 +198,18 @@ def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
             f"{path}: its times may be dates or seconds: write dates as 2025-01-31, or count seconds from 0"
         )
     spans: list[tuple[str, float, float, Cause]] = []
-    dated = False
+    dated: set[bool] = set()
     for position, row in enumerate(rows, 1):
         number = row.get("line", position)
         begin, date = _moment(path, number, _first(row, STARTS))
-        end, _ = _moment(path, number, _first(row, STOPS), open_end=True)
+        end, end_date = _moment(path, number, _first(row, STOPS), open_end=True)
+        dated |= {date, end_date if math.isfinite(end) else date}
+        if len(dated) > 1:
+            raise PlanError(f"{path}, line {number}: some times are dates and others seconds: write all in one way")
         if end < begin:
             raise PlanError(f"{path}, line {number}: ends before it starts")
-        dated |= date
         spans.append((_named(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
-    zero = min((span[1] for span in spans), default=0.0) if dated else 0.0
+    zero = min((span[1] for span in spans), default=0.0) if True in dated else 0.0
     return [Away(node, begin - zero, end - zero, cause) for node, begin, end, cause in spans]
 
 

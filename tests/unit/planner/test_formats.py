@@ -214,6 +214,8 @@ def test_only_a_line_break_ends_a_line(tmp_path):
         ('[{"node": "a", "start": 20250101, "end": 20250102}]', "write dates as 2025-01-31"),
         (f"node,start,stop\na,{UNIX}000,{UNIX + 60}000\n", "give seconds"),
         ("node_id,event_type,event_start_time,event_stop_time\n7,1,0,36\n7,0,36,40\n", "keep the rows of the outages"),
+        ('{"a": [[0, 100]], "b": [["2026-01-01", "2026-01-02"]]}', "write all in one way"),
+        ("node,start,stop\na,2026-01-01,5\n", "write all in one way"),
         ("x,y,z\n1,2,3\n", "the first line must be"),
         ("", "is empty"),
     ],
