@@ -3,8 +3,8 @@
 Sizes change where the trace has an event, which is no worse than any other moment, for between two events nothing else
 changes. A change costs D_transition at the throughput of the new size, as it does for every policy of the simulator; a
 failure of severity 1 takes its node, and any other one costs one job, of the plan's choice, the repair in place or a
-change, unless a node is idle. What is lost until a lost node is noticed, and which
-nodes a job has, is left out: the bound is above every real plan.
+change, unless a node is idle. What is lost until a lost node is noticed, and which nodes a job has, is left out; what
+comes while an earlier failure may not be noticed costs what is least: the bound is above every real plan.
 
 The sum over jobs is held together by the number of nodes at each moment alone. With a price for that (Lagrange
 multipliers) each job is a shortest path over (event, size), and the sum is a bound whatever the prices are; a
@@ -15,7 +15,7 @@ are whole: the smaller one counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from planner.model import Job, Scenario
 from planner.simulate.causes import REPORTED, Cause
 from planner.simulate.engine import Result, node_slots
-from planner.simulate.policies import ITERATION, Policy, detection_seconds
+from planner.simulate.policies import ITERATION, POLICIES, Policy, detection_seconds
 from planner.simulate.trace import Trace
 from planner.solve import solve
 
@@ -32,32 +32,36 @@ STEPS = 150  # of the search for prices
 CLOSE = 2e-4  # share: so near to what has been reached it ends
 TINY = 1e-9  # instead of 0: what cannot be run stays minus infinity
 PATIENCE = 8  # steps without a smaller bound; then they are halved
+UNNOTICED = max(max(policy.detect.values()) for policy in POLICIES.values())  # seconds that a loss may be
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Between two events: seconds, nodes that are up, and the failure, other than a lost node, with which it begins."""
+    """Between two events: seconds, nodes that are up, and the failures of these with which it begins. soon: after a
+    node was lost, which may not be noticed yet."""
 
     begin: float
     seconds: float
     nodes: int
-    failure: Cause | None = None
+    failures: tuple[Cause, ...] = ()
+    soon: bool = False
 
 
 def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
     """(all of the replay, nodes ever there)."""
     events, up, most = node_slots(trace, scenario.nodes)
     out: list[Span] = []
-    begin, failure = 0.0, None
-    present = set(up)
+    begin, soon, lost, present = 0.0, False, -np.inf, set(up)
+    failed: list[tuple[int, Cause]] = []
 
     def until(when: float) -> None:
-        nonlocal begin, failure
+        nonlocal begin, soon
         if when > begin:
-            out.append(Span(begin, when - begin, len(present), failure))
-            begin, failure = when, None
+            out.append(Span(begin, when - begin, len(present), tuple(cause for _, cause in failed), soon))
+            begin, soon = when, False
+            failed.clear()
 
     for when, event, number in events:
         if when >= trace.until:
@@ -67,13 +71,17 @@ def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
             if there:
                 continue
             until(when)
+            soon |= when <= lost + UNNOTICED
             present.add(number)
         elif there and event.failure.name not in REPORTED:
             until(when)
+            soon |= when <= lost + UNNOTICED
             if event.failure.severity == 1:
                 present.discard(number)
+                lost = when
+                failed[:] = [each for each in failed if each[0] != number]  # it disturbs nobody who is left
             else:
-                failure = event.failure  # of several at one moment one counts: the bound is above
+                failed.append((number, event.failure))
     until(trace.until)
     return out, most
 
@@ -84,7 +92,7 @@ class _Jobs:
     def __init__(self, scenario: Scenario, policy: Policy, most: int):
         self.sizes = np.arange(most + 1, dtype=float)
         self.work = np.full((len(scenario.jobs), most + 1), -np.inf)
-        self.grow, self.shrink, self.start, self.move = (np.zeros(self.work.shape) for _ in range(4))  # seconds
+        self.grow, self.shrink, self.start, self.move, self.least = (np.zeros(self.work.shape) for _ in range(5))
         for row, job in enumerate(scenario.jobs):
             sizes = job.options(most)
             for before, size, after in zip([0, *sizes], sizes, [*sizes[1:], None], strict=False):
@@ -94,8 +102,8 @@ class _Jobs:
         self.level = np.where(np.isfinite(self.work), self.work, 0.0)
 
     def _seconds(self, scenario: Scenario, row: int, job: Job, before: int, size: int, after: int | None) -> None:
-        """Of a change to `size`: from a smaller one, a larger one, none, and as many nodes. What kind it is does not
-        depend on how much smaller or larger."""
+        """Of a change to `size`: from a smaller one, a larger one, none, and as many nodes, and of the least of these.
+        What kind it is does not depend on how much smaller or larger."""
 
         def seconds(nodes: int, lost: bool) -> float:
             return scenario.d_transition(replace(job, nodes=nodes, lost_worker=lost), size)
@@ -104,6 +112,8 @@ class _Jobs:
         self.grow[row, size] = seconds(before, False) if before else 0.0
         self.shrink[row, size] = seconds(after, True) if after else 0.0
         self.move[row, size] = seconds(size, True)
+        ways = [self.start, self.move, *([self.grow] if before else ()), *([self.shrink] if after else ())]
+        self.least[row, size] = min(way[row, size] for way in ways)
 
 
 @dataclass
@@ -134,9 +144,9 @@ class _Search:
         self.seconds = np.array([span.seconds for span in found])
         self.nodes = np.array([span.nodes for span in found], dtype=float)
         self.best = policy.healthy * np.array([best[span.nodes] for span in found])
-        self.failed = np.array([span.failure is not None for span in found])
+        self.failed = np.array([bool(span.failures) for span in found])
         self.failed[0] = False  # nothing was running yet
-        self.repair = [_repair(policy, span.failure) for span in found]
+        self.repair = _repairs(policy, found)
 
     def least(self, reached: float) -> float:
         """The smallest bound that is found, weighted FLOP."""
@@ -187,7 +197,7 @@ class _Search:
             value = before + self._gain(number, prices)
             steps.append(step)
         at = value.argmax(axis=1)
-        spare = np.where(self.failed, self.nodes - 1.0, 0.0)
+        spare = np.where(self.failed, np.maximum(self.nodes - 1.0, 0.0), 0.0)
         given = prices.node * self.nodes + prices.whole * self.best
         total = value[rows, at].sum() + np.dot(given, self.seconds) + np.dot(prices.hit, spare)
         over, unhit, more = -self.nodes, -spare, -self.best
@@ -210,6 +220,9 @@ class _Search:
     def _step(self, number: int, reward: float, value: Floats) -> tuple[Floats, _Steps]:
         """Into the next span. value: of each size in the one before."""
         jobs, seconds = self.jobs, self.spans[number].seconds
+        grow, shrink, start, move = jobs.grow, jobs.shrink, jobs.start, jobs.move
+        if self.spans[number].soon:  # who has not missed the lost node yet pays one change where there are two here
+            grow = shrink = start = move = jobs.least
         level, index = jobs.level, np.broadcast_to(jobs.sizes, value.shape)
         runs = index > 0
         smaller, smaller_at = _best_below(np.where(runs, value, -np.inf))
@@ -218,12 +231,12 @@ class _Search:
         paid = runs * reward
         ways = [
             (value, index, False),
-            (smaller - level * np.minimum(jobs.grow, seconds) + paid, smaller_at, True),
-            (larger - level * np.minimum(jobs.shrink, seconds) + paid, larger_at, True),
-            (np.where(runs, value[:, :1], -np.inf) - level * np.minimum(jobs.start, seconds) + paid, 0 * index, True),
+            (smaller - level * np.minimum(grow, seconds) + paid, smaller_at, True),
+            (larger - level * np.minimum(shrink, seconds) + paid, larger_at, True),
+            (np.where(runs, value[:, :1], -np.inf) - level * np.minimum(start, seconds) + paid, 0 * index, True),
         ]
         if self.failed[number]:
-            repair = np.minimum(np.minimum(jobs.move, self.repair[number](jobs.move)), seconds)
+            repair = np.minimum(move, min(self.repair[number], seconds))
             ways.append((np.where(runs, value - level * repair, -np.inf) + paid, index, True))
         values = np.stack([way[0] for way in ways])
         chosen = values.argmax(axis=0)[None]
@@ -241,17 +254,17 @@ def _best_below(value: Floats) -> tuple[Floats, Floats]:
     return np.hstack([none, most[:, :-1]]), np.hstack([np.zeros_like(none), where[:, :-1]])
 
 
-def _repair(policy: Policy, failure: Cause | None) -> Callable[[Floats], Floats]:
-    """Seconds that the job loses that the failure hits, from those that a change takes it."""
-
-    def seconds(move: Floats) -> Floats:
-        if failure is None:
-            return move
-        transition = policy.transition[failure.severity]
-        lost = detection_seconds(policy, failure) + policy.redo * ITERATION
-        return lost + (move if transition is None else np.full_like(move, transition))
-
-    return seconds
+def _repairs(policy: Policy, found: list[Span]) -> Floats:
+    """Seconds, of each span, that the repair of its failures in place costs a job at least; infinite: only a change
+    repairs them. Several at one moment are repaired together, and so are those before an earlier one is noticed."""
+    out, known = [], list[float]()  # when failures are noticed
+    for span in found:
+        noticed = [span.begin + detection_seconds(policy, cause) for cause in span.failures]
+        known = [*(when for when in known if when > span.begin), *noticed]
+        transitions = [policy.transition[cause.severity] for cause in span.failures]
+        least = min((seconds for seconds in transitions if seconds is not None), default=np.inf)
+        out.append(min(known, default=span.begin) - span.begin + policy.redo * ITERATION + least)
+    return np.array(out)
 
 
 def bound(scenario: Scenario, trace: Trace, policy: Policy, reached: float) -> Result:
@@ -277,6 +290,6 @@ def bound(scenario: Scenario, trace: Trace, policy: Policy, reached: float) -> R
             "sub_healthy": 1.0 - unchanged / ideal,
         },
         tuple((span.begin, policy.healthy * best[span.nodes]) for span in found),
-        tuple(span.begin for span in found if span.failure is not None),
+        tuple(span.begin for span in found if span.failures),
         0,
     )

@@ -31,8 +31,8 @@ LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 @dataclass
 class Task:
     """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until
-    they are noticed. level: F while it runs. worked: seconds of progress, for checkpoints. worst: severity of what is
-    not noticed."""
+    they are noticed. level: F while it runs. worst: severity of what is not noticed. ready: when the transition under
+    way is over, failures or not. worked: seconds of progress, for checkpoints. debt: seconds to be computed again."""
 
     job: Job
     size: int = 0
@@ -43,6 +43,7 @@ class Task:
     epoch: int = 0
     until: float = 0.0
     worst: int = 4
+    ready: float = 0.0
     worked: float = 0.0
     debt: float = 0.0
 
@@ -78,37 +79,45 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
     """(events with node numbers, nodes that are there at the start, nodes ever there).
 
     Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
-    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows."""
+    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. Who comes back after
+    its place was taken is a new name."""
     first: dict[str, str] = {}
     for event in trace.events:
         first.setdefault(event.node, event.event)
     numbers = {name: number for number, name in enumerate(list(first)[:nodes])}
+    names = dict(enumerate(numbers))
     absent = {number for name, number in numbers.items() if first[name] == "join"}
     up, most = set(range(nodes)) - absent, nodes
     gone: list[int] = []
+    replaced: set[str] = set()
     start, out = set(up), []
     for event in trace.events:
         number = numbers.get(event.node)
         if event.event == "join":
             if number is None:
-                number = gone.pop(0) if gone else most
-                numbers[event.node] = number
+                number = gone[0] if gone else most
+                if number in names:
+                    del numbers[names[number]]
+                    replaced.add(names[number])
+                numbers[event.node], names[number] = number, event.node
                 most = max(most, number + 1)
-            up.add(number)
-            if number in gone:
+            back = number in gone
+            if back:
                 gone.remove(number)
-            if event.seconds <= 0:
+            up.add(number)
+            if event.seconds <= 0 and not back:
                 start.add(number)
                 continue
-        else:
-            if number is None:
-                raise PlanError(
-                    f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give "
-                    "a scenario with more nodes"
-                )
-            if event.failure.severity == 1 and number in up:
-                up.remove(number)
-                gone.append(number)
+        elif number is None:
+            if event.node in replaced:  # it is away
+                continue
+            raise PlanError(
+                f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give a scenario with "
+                "more nodes"
+            )
+        elif event.failure.severity == 1 and number in up:
+            up.remove(number)
+            gone.append(number)
         out.append((event.seconds, event, number))
     return out, start, most
 
@@ -191,7 +200,15 @@ class Simulation:
         self.now = when
 
     def _enter(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
-        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between."""
+        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
+        during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
+        if task.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
+            task.debt = task.until - self.now
+        if phase == TRANSITION:
+            seconds = max(seconds, task.ready - self.now)
+            task.ready = self.now + seconds
+        elif phase == IDLE:
+            task.ready = self.now
         task.phase, task.until = phase, self.now + seconds
         task.epoch += 1
         if then is not None:
@@ -271,11 +288,15 @@ class Simulation:
         self._enter(task, TRANSITION, seconds, self._recompute)
 
     def _recompute(self, task: Task) -> None:
-        debt, task.debt = task.debt, 0.0
-        if debt > 0:
-            self._enter(task, RECOMPUTE, debt, self._settle)
+        """All that is due; until then a failure makes all of it due again."""
+        if task.debt > 0:
+            self._enter(task, RECOMPUTE, task.debt, self._recomputed)
         else:
             self._settle(task)
+
+    def _recomputed(self, task: Task) -> None:
+        task.debt = 0.0
+        self._settle(task)
 
     def _settle(self, task: Task) -> None:
         task.level = self._f(task, task.size)

@@ -7,7 +7,8 @@
 - CSV with a header that names a node, a start and a stop.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
-seconds. A node is away from its first open fault until the last one has ended.
+seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
+the last one has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ DAY = 86400.0
 NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machine", "machine_id", "server", "instance")
 STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "timestart", "event_start_time")
 STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
+OPEN = ("", "none", "null", "unknown", "nan", "inf")  # ends that nobody knows
+BARE_DATE = re.compile(r"(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
+LATEST = 1e11  # seconds; Unix times in milliseconds are above
 CAUSE_NAMES = ("cause", "reason", "fault", "fault_type", "type", "desc", "description")
 # Words of public traces, in the order in which they count, and what they are in our table.
 WORDS = (
@@ -90,9 +94,7 @@ def from_json(path: str | Path, text: str) -> list[Away]:
         raise PlanError(f"{path} is not valid JSON: {error}") from None
     if isinstance(told, Mapping):
         told = [
-            {"node": node, "start": pair[0], "end": pair[1]}
-            if _is_pair(pair)
-            else {"node": node, **_object(path, pair)}
+            {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
             for node, pairs in told.items()
             for pair in _list(path, pairs)
         ]
@@ -102,18 +104,26 @@ def from_json(path: str | Path, text: str) -> list[Away]:
     return merged(_between(path, rows))
 
 
+def _of_node(node: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A fault in the list of that name: the node's, unless the fault names one itself."""
+    return row if _first(row, NODES) is not None else {**row, "node": node}
+
+
 def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
-    """Events of faults, times in days. One that ends on a node without having begun there is left out."""
-    found: list[Away] = []
-    opened: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """Events of faults in any order, times in days. One that ends on a node without having begun there is left out."""
+    events: list[tuple[float, bool, str, str]] = []
     for number, row in enumerate(rows, 1):
         what, node, fault = row.get("event_type"), _named(path, number, row), _words(row.get("fault_type"))
+        if what not in ("fault_start", "fault_end"):
+            raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
         when = _number(path, number, row.get("event_time")) * DAY
-        if what == "fault_start":
+        events.append((when, what == "fault_end", node, fault))
+    found: list[Away] = []
+    opened: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for when, ends, node, fault in sorted(events):
+        if not ends:
             opened[node, fault].append(len(found))
             found.append(Away(node, when, math.inf, cause_of(fault)))
-        elif what != "fault_end":
-            raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
         elif opened[node, fault]:
             at = opened[node, fault].pop(0)
             found[at] = found[at]._replace(end=when)
@@ -155,6 +165,9 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Aw
     node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
     cause = _column(header, CAUSE_NAMES)
     assert node is not None and start is not None and stop is not None
+    if "event_type" in header:
+        why = "event_type may mark the times between outages, too: keep the rows of the outages, without this column"
+        raise PlanError(f"{path}: {why}")
     told = []
     for number, row in rows[1:]:
         if len(row) <= max(node, start, stop):
@@ -180,18 +193,37 @@ def read_csv(text: str) -> list[tuple[int, list[str]]]:
 
 # ------------------------------------------------------------ both
 def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
+    if _bare_dates(rows):
+        raise PlanError(
+            f"{path}: its times may be dates or seconds: write dates as 2025-01-31, or count seconds from 0"
+        )
     spans: list[tuple[str, float, float, Cause]] = []
-    dated = False
+    dated: set[bool] = set()
     for position, row in enumerate(rows, 1):
         number = row.get("line", position)
         begin, date = _moment(path, number, _first(row, STARTS))
-        end, _ = _moment(path, number, _first(row, STOPS), open_end=True)
+        end, end_date = _moment(path, number, _first(row, STOPS), open_end=True)
+        dated |= {date, end_date if math.isfinite(end) else date}
+        if len(dated) > 1:
+            raise PlanError(f"{path}, line {number}: some times are dates and others seconds: write all in one way")
         if end < begin:
             raise PlanError(f"{path}, line {number}: ends before it starts")
-        dated |= date
         spans.append((_named(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
-    zero = min((span[1] for span in spans), default=0.0) if dated else 0.0
+    zero = min((span[1] for span in spans), default=0.0) if True in dated else 0.0
     return [Away(node, begin - zero, end - zero, cause) for node, begin, end, cause in spans]
+
+
+def _bare_dates(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """All times are eight digits that could be a date: nobody knows which of the two they are."""
+    found = False
+    for row in rows:
+        for names in (STARTS, STOPS):
+            text = _text(_first(row, names))
+            if BARE_DATE.fullmatch(text):
+                found = True
+            elif text.lower() not in OPEN:
+                return False
+    return found
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -199,7 +231,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
-    name = str(_first(row, NODES) or "").strip()
+    name = _text(_first(row, NODES))
     if not name:
         raise PlanError(f"{path}, line {number}: the node's name is missing")
     return name
@@ -207,8 +239,8 @@ def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
 
 def _moment(path: str | Path, number: int, value: object, open_end: bool = False) -> tuple[float, bool]:
     """(seconds, whether it was a date)."""
-    text = str(value).strip() if value is not None else ""
-    if open_end and text.lower() in ("", "none", "null", "unknown", "nan", "inf"):
+    text = _text(value)
+    if open_end and text.lower() in OPEN:
         return math.inf, False
     moment = _date(text)
     if moment is None:
@@ -216,6 +248,10 @@ def _moment(path: str | Path, number: int, value: object, open_end: bool = False
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=datetime.UTC)
     return moment.timestamp(), True
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value).strip()
 
 
 def _date(text: str) -> datetime.datetime | None:
@@ -235,4 +271,6 @@ def _number(path: str | Path, number: int, value: object) -> float:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
         raise PlanError(f"{path}, line {number}: the time {value!r} is neither a number of 0 or more nor an ISO date")
+    if seconds > LATEST:
+        raise PlanError(f"{path}, line {number}: the time {value!r} is after the year 5000: give seconds or ISO dates")
     return seconds

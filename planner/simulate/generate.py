@@ -42,6 +42,8 @@ LLAMA3_COUNTS = {
 LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
 RSC1_PER_NODE_DAY = 6.50 / 1000
+DAYS = 365.0  # of a generated trace, where nothing is asked for
+FIXED_DAYS = {"trace-a": 56.0, "trace-b": 7.0}  # their failures are counted
 REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron), so log-normal within 1 h..7 d [choice]
 
 
@@ -125,12 +127,12 @@ def counted(
 
 def trace_a(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-a as recalled: 8 weeks, 10 failures of severity 1 and 33 others."""
-    return counted(nodes, 56 * DAY, 10, 33, seed, "trace-a", repair)
+    return counted(nodes, FIXED_DAYS["trace-a"] * DAY, 10, 33, seed, "trace-a", repair)
 
 
 def trace_b(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-b as recalled: 7 days, 26 failures of severity 1 and 80 others."""
-    return counted(nodes, 7 * DAY, 26, 80, seed, "trace-b", repair)
+    return counted(nodes, FIXED_DAYS["trace-b"] * DAY, 26, 80, seed, "trace-b", repair)
 
 
 GENERATORS = {

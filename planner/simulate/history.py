@@ -2,9 +2,10 @@
 
 The history is what `sacct` prints (see COMMAND). Of each run of a job that a failure has ended, and that went on later,
 three things were lost on all of its nodes: the wait until it ran again, which the history tells; the start; and the
-work since the last checkpoint, on average half of the time between two. With Unicron the others go on: all of them wait
-for detection and transition, and compute at most half an iteration again; the place of a lost node is empty for as long
-as the wait was. Waiting is told apart, too: it delays the job, but others may use its nodes meanwhile.
+work since the last checkpoint, on average half of the time between two. The last two are no more than the run itself.
+With Unicron the others go on: all of them wait for detection and transition, and compute at most half an iteration
+again; the place of a lost node is empty for as long as the wait was. Waiting is told apart, too: it delays the job, but
+others may use its nodes meanwhile.
 
 Hangs, and jobs that ran slowly, are not in such a history. Nor is why a run waited: that its user had to mend a bug
 first counts as any other wait. Runs of the same user, name and size may be independent of each other.
@@ -16,8 +17,8 @@ import bisect
 import datetime
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Po
 COMMAND = "sacct -a -D -X -P -S START -o JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
 COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
 AGAIN_SECONDS = 86400.0  # a job of the same name that is submitted so soon after a failure goes on from it [choice]
-EARLY_SECONDS = 600.0  # who ends with an error so soon after the start, has made it [choice]
+EARLY_SECONDS = 600.0  # what fails so soon after its start has done it itself, unless its node went [choice]
 TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (planner.simulate.cases)
 HOUR = 3600.0
 
@@ -80,13 +81,14 @@ class Costs:
 @dataclass(frozen=True)
 class History:
     """worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
-    own; left: those after which nobody went on."""
+    own; left: those after which nobody went on; requeued: runs that ended so, whoever and whatever asked for it."""
 
     runs: int
     worked: float
     failures: tuple[Failure, ...]
     early: int
     left: int
+    requeued: int
 
     @property
     def lost(self) -> float:
@@ -111,16 +113,20 @@ class History:
             "waiting_node_hours": waiting / HOUR,
             "waiting_node_hours_with_unicron": waiting_with_unicron / HOUR,
             "saved_waiting_node_hours": (waiting - waiting_with_unicron) / HOUR,
-            "not_counted": {"script's own": self.early, "nobody went on": self.left},
+            "not_counted": {
+                "script's own": self.early,
+                "nobody went on": self.left,
+                "requeued, why is not told": self.requeued,
+            },
         }
 
 
 # ------------------------------------------------------------ reading
 def load(path: str | Path) -> list[Run]:
-    """The runs in a file that COMMAND has made, by start; those that never started are left out. Raises PlanError, one
-    line."""
+    """The runs in a file that COMMAND has made, or in several of them joined, by start; those that never started are
+    left out. Raises PlanError, one line."""
     try:
-        text = Path(path).read_bytes().decode("utf-8", errors="replace")
+        text = Path(path).read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise PlanError(f"can't read {path}: {error.strerror or error}") from None
     rows = [(number, line.split("|")) for number, line in enumerate(text.split("\n"), 1) if line.strip("| \t\r")]
@@ -130,10 +136,27 @@ def load(path: str | Path) -> list[Run]:
         raise PlanError(f"{path} has no column {', '.join(missing)}: make it with {COMMAND} > FILE")
     runs = []
     for number, row in rows[1:]:
+        if row == rows[0][1]:
+            continue
         run = _run(path, number, dict(zip(header, _fields(path, number, row, header), strict=True)))
         if run is not None:
             runs.append(run)
-    return sorted(runs, key=lambda run: (run.start, run.job))
+    return sorted(_whole(runs), key=lambda run: (run.start, run.job))
+
+
+def _whole(runs: Sequence[Run]) -> Iterator[Run]:
+    """Each run once: where files are joined it may be there twice, and at first without its end; and one of the
+    components of a heterogeneous job (7+0, 7+1), which start and end together."""
+    parts: dict[tuple[str, float, float], dict[str, Run]] = {}
+    for run in runs:
+        job, _, component = run.job.partition("+")
+        known = parts.setdefault((job, run.submit, run.start), {})
+        if component not in known or math.isinf(known[component].end):
+            known[component] = run
+    for (job, *_), known in parts.items():
+        told = min(known.values(), key=_severity)
+        nodes, end = sum(run.nodes for run in known.values()), max(run.end for run in known.values())
+        yield replace(told, job=job, nodes=nodes, end=end)
 
 
 def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[str]) -> list[str]:
@@ -186,6 +209,11 @@ def cause_of(run: Run) -> Cause | None:
     return None
 
 
+def _severity(run: Run) -> float:
+    cause = cause_of(run)
+    return math.inf if cause is None else cause.severity
+
+
 def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     """What the failures have cost, and would have. runs: by start, as of :func:`load`."""
     costs = costs or Costs()
@@ -195,39 +223,56 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
         if run.job not in by_job:  # its later runs go on with nothing but itself
             alike[run.user, run.name, run.nodes].append(run)
         by_job[run.job].append(run)
+    for others in alike.values():
+        others.sort(key=lambda run: run.submit)
     failures, early, left, taken = [], 0, 0, set[Run]()
     for run in sorted(counted, key=lambda run: run.end):
         cause = cause_of(run)
         if cause is None or not math.isfinite(run.end):
             continue
-        if cause.name == "exited_abnormally" and run.end - run.start < EARLY_SECONDS:
+        if cause.severity > 1 and run.end - run.start < EARLY_SECONDS:
             early += 1
             continue
-        following = _next(run, by_job[run.job], -math.inf, taken)
-        following = following or _next(run, alike[run.user, run.name, run.nodes], run.start, taken)
+        following = _requeued(run, by_job[run.job]) or _next(run, alike[run.user, run.name, run.nodes], taken)
         if following is not None:
             taken.add(following)
-            failures.append(_failure(run, cause, following.start - run.end, costs))
+            waited = following.start - run.end
+            failures.append(_failure(run, cause, waited if waited >= 0 else waited + HOUR, costs))
         else:
             left += 1
     last = max((run.start if math.isinf(run.end) else run.end for run in counted), default=0.0)
     worked = math.fsum(run.nodes * (min(run.end, last) - run.start) for run in counted)
-    return History(len(counted), worked, tuple(failures), early, left)
+    requeued = sum(run.state == "REQUEUED" for run in counted)
+    return History(len(counted), worked, tuple(failures), early, left, requeued)
 
 
-def _next(run: Run, others: Sequence[Run], submitted: float, taken: Collection[Run]) -> Run | None:
-    """Which of the others, submitted after that and not too late, goes on with what `run` was at, if one does. Those
-    that are taken go on with something else."""
-    place = bisect.bisect_left(others, run.end, key=lambda other: other.start)
-    for other in others[place:]:
-        if other is not run and other not in taken and submitted <= other.submit <= run.end + AGAIN_SECONDS:
-            return other
-    return None
+def _requeued(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The next run of the same job, if it is not too late. In the hour that is there twice, when clocks go back, it
+    seems to begin before this one has ended: sacct prints no time zone."""
+    place = bisect.bisect_right(runs, run.start, key=lambda other: other.start)
+    soon = place < len(runs) and runs[place].submit <= run.end + AGAIN_SECONDS
+    return runs[place] if soon and runs[place].start >= run.end - HOUR else None
+
+
+def _next(run: Run, others: Sequence[Run], taken: Collection[Run]) -> Run | None:
+    """Which of the others, by their submission after this one's start and not too late, goes on with what `run` was at,
+    if one does. Those that are taken go on with something else, and tasks of one array with nothing of each other."""
+    begin = bisect.bisect_left(others, run.start, key=lambda other: other.submit)
+    end = bisect.bisect_right(others, run.end + AGAIN_SECONDS, key=lambda other: other.submit)
+    found = (other for other in others[begin:end] if other.start >= run.end and _array(other) != _array(run))
+    return min(
+        (other for other in found if other not in taken), key=lambda other: (other.start, other.job), default=None
+    )
+
+
+def _array(run: Run) -> str:
+    """The job's id without its task."""
+    return run.job.partition("_")[0]
 
 
 def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
     policy = costs.policy
-    lost = run.nodes * (waited + costs.setup + min(costs.checkpoint / 2, run.end - run.start))
+    lost = run.nodes * (waited + min(costs.setup + costs.checkpoint / 2, run.end - run.start))
     transition = policy.transition[cause.severity]
     stands = detection_seconds(policy, cause) + policy.redo * ITERATION
     stands += costs.transition if transition is None else transition

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.model import PlanError
@@ -21,6 +21,7 @@ from planner.simulate.causes import CAUSES, Cause
 HEADER = ["seconds", "event", "node", "cause"]
 LARGEST = 5_000_000  # lines
 DAY = 86400.0
+UNIX = 1e8  # seconds, 3 years: a trace that begins so late counts from 1970
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     after the last event."""
     text = _text(path)
     if text.lstrip()[:1] in ("[", "{"):
-        return make(_nodes_away(formats.from_json(path, text)), until, Path(path).stem)
+        return make(_from_zero(_nodes_away(formats.from_json(path, text))), until, Path(path).stem)
     try:
         lines = formats.read_csv(text)
     except csv.Error:
@@ -63,7 +64,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
         raise PlanError(f"{path} has more than {LARGEST} lines")
     if not lines:
         raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
-    return make(_events(path, lines), until, Path(path).stem)
+    return make(_from_zero(_events(path, lines)), until, Path(path).stem)
 
 
 def _text(path: str | Path) -> str:
@@ -88,6 +89,12 @@ def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> list[Tr
         f"{path}: the first line must be the header {','.join(HEADER)}, a header with node, start and stop, or be "
         "ms,add|remove,node"
     )
+
+
+def _from_zero(events: list[TraceEvent]) -> list[TraceEvent]:
+    """Unix times count from the earliest: else decades without a failure would come first."""
+    zero = min((event.seconds for event in events), default=0.0)
+    return [replace(event, seconds=event.seconds - zero) for event in events] if zero >= UNIX else events
 
 
 def _nodes_away(rows: Iterable[formats.Away]) -> list[TraceEvent]:

@@ -34,8 +34,8 @@ from unicron_ctl.errors import WRONG_USE, UserError
     "--checkpoint-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Between checkpoints there [30]."
 )
 @click.option("--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Of a start there [14].")
-@click.option("--days", type=float, default=365.0, show_default=True, help="Length of a generated trace.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
+@click.option("--days", type=float, help="Length of a generated trace [365; trace-a always 56, trace-b 7].")
+@click.option("--seed", type=int, help="Seed of a generated trace [0].")
 @click.option(
     "--scenario", type=click.Path(), metavar="SCENARIO.toml", help="Cluster and jobs; without it six jobs on 16 nodes."
 )
@@ -74,10 +74,13 @@ def command(
     """Replay a failure trace under several policies, or say what a site's failures have cost."""
     if [bool(trace_path), bool(generate), bool(history)].count(True) != 1:
         raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
-    if history and (names or scenario or html_path or save_trace):
+    given = [option is not None for option in (days, seed, nodes, until)]
+    if history and (names or scenario or html_path or save_trace or sources or any(given)):
         raise click.UsageError("--from-sacct goes with --figure, --json, --checkpoint-minutes and --setup-minutes only")
     if not history and (checkpoint_minutes is not None or setup_minutes is not None):
         raise click.UsageError("--checkpoint-minutes and --setup-minutes are for --from-sacct")
+    if trace_path and (days is not None or seed is not None):
+        raise click.UsageError("--days and --seed are for --generate: leave them out")
     if scenario and nodes:
         raise click.UsageError("--nodes is for the six jobs: leave --scenario or --nodes out")
     try:
@@ -142,11 +145,17 @@ def _run(
 
 
 def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
+    from planner.model import number
     from planner.simulate import history
     from planner.simulate.figure import draw_history
 
-    given = {"checkpoint": checkpoint_minutes, "setup": setup_minutes}
-    costs = history.Costs(**{name: 60.0 * minutes for name, minutes in given.items() if minutes is not None})
+    def seconds(minutes: float | None, option: str, default: float) -> float:
+        return default if minutes is None else 60.0 * number(minutes, option)
+
+    costs = history.Costs(
+        checkpoint=seconds(checkpoint_minutes, "--checkpoint-minutes", history.Costs.checkpoint),
+        setup=seconds(setup_minutes, "--setup-minutes", history.Costs.setup),
+    )
     found = history.judge(history.load(path), costs)
     if figure:
         draw_history(found, figure, f"{Path(path).name}: node-hours lost to failures")
@@ -173,7 +182,7 @@ def _told(found, costs) -> Iterator[str]:
     yield "waiting delays the jobs, on all of their nodes; others may have used these meanwhile"
     yield (
         f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
-        "which nobody went on; hangs are not in such a history"
+        f"which nobody went on, {found.requeued} that were requeued (why is not told); hangs are not in such a history"
     )
     yield (
         f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "
@@ -191,16 +200,20 @@ def _loaded(path: str, until: float | None):
     return load(path, until)
 
 
-def _generated(name: str, days: float, seed: int, nodes: int, until: float | None):
+def _generated(name: str, days: float | None, seed: int | None, nodes: int, until: float | None):
     from planner.model import number
-    from planner.simulate.generate import GENERATORS
+    from planner.simulate.generate import DAYS, FIXED_DAYS, GENERATORS
     from planner.simulate.trace import make
 
     if name not in GENERATORS:
         raise PlanError(f"unknown generator {name!r}: use {', '.join(GENERATORS)}")
-    if number(days, "--days", positive=True) > 36500:
+    length = FIXED_DAYS.get(name, DAYS)
+    days = length if days is None else number(days, "--days", positive=True)
+    if name in FIXED_DAYS and days != length:
+        raise PlanError(f"{name} is {length:g} days long: leave --days out, or end it sooner with --until SECONDS")
+    if days > 36500:
         raise PlanError("--days is more than 100 years")
-    trace = GENERATORS[name](nodes, days, seed)
+    trace = GENERATORS[name](nodes, days, seed or 0)
     return trace if until is None else make(trace.events, until, trace.name)
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.model import Job, Scenario
-from planner.simulate import POLICIES, simulate
+from planner.simulate import POLICIES, clairvoyant, simulate
 from planner.simulate.cases import case
 from planner.simulate.causes import CAUSES
 from planner.simulate.clairvoyant import spans
@@ -50,6 +50,45 @@ def test_no_policy_passes_the_bound(rows, nodes, flops, transition):
     for name in OURS:
         assert simulate(scenario, trace, POLICIES[name]).mean_waf <= bound.mean_waf * (1 + 1e-9), name
     assert bound.efficiency <= 1 + 1e-12
+
+
+AT_ONCE = {
+    "two failures are repaired together": [fail(1000, "n0", "connection_reset"), fail(1000, "n0", "nccl_timeout")],
+    "one comes before another is noticed": [fail(1000, "n0", "connection_reset"), fail(1000.2, "n0", "link_flapping")],
+    "a node is back before anybody has missed it": [
+        fail(1000, "n0", "host_hardware_error"),
+        TraceEvent(1000.1, "join", "n0"),
+    ],
+    "one comes before a lost node is missed": [fail(1000, "n1", "node_failed"), fail(1001, "n0", "others")],
+}
+
+
+@pytest.mark.parametrize("events", AT_ONCE.values(), ids=AT_ONCE)
+def test_nor_does_one_for_which_failures_come_together(events):
+    """The bound is sought below what the policies get: it must not be found there."""
+    job = Job("a", {1: 1e15, 2: 2e15}, transition={"restart": 900.0, "move": 300.0, "continue": 200.0})
+    nodes = len({event.node for event in events})
+    scenario, trace = cluster(nodes, job, transition=1000.0), make(events, until=10000)
+    got = {name: simulate(scenario, trace, POLICIES[name]).mean_waf for name in OURS}
+    least = clairvoyant.bound(scenario, trace, BOUND, 0.9 * got["unicron"]).mean_waf
+    assert least > 0 and {name: waf for name, waf in got.items() if waf > least * (1 + 1e-9)} == {}
+
+
+def test_the_last_node_may_go_in_the_second_of_another_failure():
+    jobs = Job("a", {1: 7e14}, transition={"restart": 30.0}), Job("b", {1: 2.4e15}, weight=0.5)
+    failures = [fail(420, "n0", "others"), fail(420, "n0", "kernel_error")]
+    trace = make([TraceEvent(120, "join", "n0"), *failures], until=660)
+    scenario = cluster(1, *jobs, transition=900.0)
+    bound = simulate(scenario, trace, BOUND)
+    assert 0 < simulate(scenario, trace, POLICIES["by_weight"]).mean_waf <= bound.mean_waf
+
+
+def test_a_failure_on_a_node_that_goes_in_the_same_second_disturbs_nobody_else():
+    events = [fail(1000, "n0", "others"), fail(1000, "n1", "others"), fail(1000, "n0", "node_failed")]
+    found, _ = spans(cluster(4, Job("a", LINEAR)), make(events, until=2000))
+    assert [(span.nodes, [cause.name for cause in span.failures]) for span in found] == [(4, []), (3, ["others"])]
+    found, _ = spans(cluster(4, Job("a", LINEAR)), make(events[::2], until=2000))
+    assert found[1].failures == ()
 
 
 def test_one_lost_node_costs_its_share_and_one_change():

@@ -51,6 +51,42 @@ def test_faults_that_start_and_end_are_in_days(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_faults_may_be_told_in_any_order(tmp_path, backwards):
+    """One of no length among them, and one that begins when the one before it ends."""
+    told = [
+        fault("a", 1.0, "fault_start"),
+        fault("a", 1.5, "fault_end"),
+        fault("a", 1.5, "fault_start"),
+        fault("b", 2.0, "fault_start"),
+        fault("b", 2.0, "fault_end"),
+        fault("a", 3.0, "fault_end"),
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(told[::-1] if backwards else told))
+    assert [(seconds / DAY, what, node) for seconds, what, node, _ in rows(path)] == [
+        (1.0, "fail", "a"),
+        (2.0, "fail", "b"),
+        (2.0, "join", "b"),
+        (3.0, "join", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [{"node_id": 0, "start": 10, "end": 20}, {"node_id": 1, "start": 12, "end": 18}],
+        {"faults": [{"node_id": 0, "start": 10, "end": 20}, {"node_id": 1, "start": 12, "end": 18}]},
+        {"0": [{"start": 10, "end": 20}], "1": [{"node_id": "", "start": 12, "end": 18}]},
+    ],
+    ids=["list", "named list", "by node"],
+)
+def test_a_node_may_be_0_and_a_fault_names_it_best_itself(tmp_path, told):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(told))
+    assert [(seconds, node) for seconds, _, node, _ in rows(path)] == [(10, "0"), (12, "1"), (18, "1"), (20, "0")]
+
+
 @pytest.mark.parametrize(
     "told",
     [
@@ -109,6 +145,42 @@ def test_eight_digits_are_seconds_and_no_date(tmp_path, kind, start, stop):
     ]
 
 
+UNIX = 1_767_225_600  # 2026-01-01
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"node,start,stop\na,{UNIX + 3600},{UNIX + 7200}\nb,{UNIX},unknown\n",
+        f'{{"a": [[{UNIX + 3600}, {UNIX + 7200.0}]], "b": [[{UNIX}, null]]}}',
+        f"seconds,event,node,cause\n{UNIX + 3600},fail,a,\n{UNIX + 7200},join,a,\n{UNIX},fail,b,\n",
+        f"{UNIX}000,remove,b\n{UNIX + 3600}000,remove,a\n{UNIX + 7200}000,add,a\n",
+        json.dumps(
+            [
+                fault("b", UNIX / DAY, "fault_start"),
+                fault("a", (UNIX + 3600) / DAY, "fault_start"),
+                fault("a", (UNIX + 7200) / DAY, "fault_end"),
+            ]
+        ),
+    ],
+    ids=["csv", "json", "ours", "churn", "days"],
+)
+def test_unix_times_count_from_the_earliest(tmp_path, text):
+    path = tmp_path / "t"
+    path.write_text(text)
+    assert [(round(seconds, 3), what, node) for seconds, what, node, _ in rows(path)] == [
+        (0, "fail", "b"),
+        (3600, "fail", "a"),
+        (7200, "join", "a"),
+    ]
+
+
+def test_years_in_seconds_stay_as_they_are(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("node,start,stop\na,5,10\na,1000000000,1000000010\n")
+    assert [seconds for seconds, *_ in rows(path)] == [5, 10, 1000000000, 1000000010]
+
+
 def test_a_date_without_dashes_is_one_by_its_time(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("node,start,stop\na,20260101T000000,20260101T010000Z\n")
@@ -138,6 +210,12 @@ def test_only_a_line_break_ends_a_line(tmp_path):
         ('[{"node_id": "a", "event_time": 1, "event_type": "boom"}]', "fault_start or fault_end"),
         ("node,start,stop\na,1\n", "line 2: expected 3 fields, found 2"),
         ("node,start,stop\na,-1,2\n", "line 2: the time '-1'"),
+        ("node,start,stop\na,20250101,20250102\nb,20250103,unknown\n", "write dates as 2025-01-31"),
+        ('[{"node": "a", "start": 20250101, "end": 20250102}]', "write dates as 2025-01-31"),
+        (f"node,start,stop\na,{UNIX}000,{UNIX + 60}000\n", "give seconds"),
+        ("node_id,event_type,event_start_time,event_stop_time\n7,1,0,36\n7,0,36,40\n", "keep the rows of the outages"),
+        ('{"a": [[0, 100]], "b": [["2026-01-01", "2026-01-02"]]}', "write all in one way"),
+        ("node,start,stop\na,2026-01-01,5\n", "write all in one way"),
         ("x,y,z\n1,2,3\n", "the first line must be"),
         ("", "is empty"),
     ],

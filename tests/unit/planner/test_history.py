@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from planner.model import PlanError
 from planner.simulate.figure import draw_history
-from planner.simulate.history import COMMAND, Costs, judge, load
+from planner.simulate.history import COMMAND, Costs, Run, judge, load
 
 HEADER = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 FREE = Costs(checkpoint=0.0, setup=0.0)
@@ -45,6 +47,15 @@ def test_a_requeued_job_by_hand(tmp_path):
     assert told["saved_waiting_node_hours"] == 7 and told["lost_node_hours"] == found.lost / 3600
 
 
+@pytest.mark.parametrize("minutes,lost", [(6, 6), (12, 12), (24, 24), (60, 29)])
+def test_no_failure_costs_more_than_the_run_that_it_has_ended(tmp_path, minutes, lost):
+    """14 min to start and half of 30 are 29 min, of which the shorter runs have not done so much."""
+    found = judged(
+        tmp_path, row("7", "NODE_FAIL", 0, minutes / 60), row("7", "COMPLETED", minutes / 60, 20), costs=Costs()
+    )
+    assert found.lost == 8 * 60 * lost
+
+
 @pytest.mark.parametrize(
     "state,code,cause",
     [
@@ -64,6 +75,13 @@ def test_causes(tmp_path, state, code, cause):
 @pytest.mark.parametrize("state", ["COMPLETED", "TIMEOUT", "CANCELLED by 1000", "PREEMPTED", "RUNNING", "DEADLINE"])
 def test_what_is_no_failure(tmp_path, state):
     assert judged(tmp_path, row("7", state, 0, 10), row("7", "COMPLETED", 11, 12)).failures == ()
+
+
+def test_what_was_requeued_without_a_word_is_told_apart(tmp_path):
+    found = judged(tmp_path, row("7", "REQUEUED", 0, 10, code="1:0"), row("7", "COMPLETED", 11, 12))
+    assert found.failures == ()
+    told = found.to_dict()["not_counted"]
+    assert told == {"script's own": 0, "nobody went on": 0, "requeued, why is not told": 1}
 
 
 def test_what_nobody_goes_on_with_is_not_counted(tmp_path):
@@ -102,13 +120,63 @@ def test_a_requeued_run_goes_on_with_itself_though_another_began_before(tmp_path
 
 
 def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
-    siblings = [row("7_0", "NODE_FAIL", 1, 10, submit=0), row("7_1", "COMPLETED", 11, 12, submit=0)]
-    assert judged(tmp_path, *siblings).left == 1
+    for start in (1, 0):  # 0: it began in the second of its submission
+        siblings = [row("7_0", "NODE_FAIL", start, 10, submit=0), row("7_1", "COMPLETED", 11, 12, submit=0)]
+        assert judged(tmp_path, *siblings).left == 1
 
 
-def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path):
-    found = judged(tmp_path, row("7", "FAILED", 0, 0.1, code="1:0"), row("8", "COMPLETED", 1, 2))
+def test_the_tasks_of_a_large_array_are_judged_at_once():
+    """Where each was compared with all others, this took minutes."""
+    runs = [
+        Run(f"7_{task}", "ann", "sweep", "FAILED", "1:0", 0.0, 300.0 * task, 300.0 * task + 50_000, 8)
+        for task in range(50_000)
+    ]
+    assert judge(runs).left == 50_000
+
+
+def test_the_components_of_a_heterogeneous_job_fail_once(tmp_path):
+    failed = [row("7+0", "FAILED", 0, 10, nodes=1, code="1:0"), row("7+1", "NODE_FAIL", 0, 10, nodes=3)]
+    again = [row("8+0", "COMPLETED", 12, 20, nodes=1, submit=11), row("8+1", "COMPLETED", 12, 20, nodes=3, submit=11)]
+    found = judged(tmp_path, *failed, *again)
+    (failure,) = found.failures
+    assert (failure.run.job, failure.run.nodes, failure.cause.name) == ("7", 4, "node_failed")
+    assert (found.runs, failure.lost) == (2, 4 * 2 * 3600)
+
+
+def test_of_files_that_were_joined_each_run_counts_once(tmp_path):
+    failed, again = row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20)
+    once = judged(tmp_path, failed, again)
+    found = judged(tmp_path, failed, row("7", "RUNNING", 11, None), HEADER, failed, again)
+    assert found == once and found.runs == 2
+
+
+def test_a_run_goes_on_with_itself_in_the_hour_that_is_there_twice(tmp_path, monkeypatch):
+    """02:50 in summer time, 02:05 in winter time: a quarter of an hour."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        found = judged(
+            tmp_path,
+            "7|ann|gpt|NODE_FAIL|0:0|2025-10-25T00:00:00|2025-10-25T00:00:00|2025-10-26T02:50:00|8",
+            "7|ann|gpt|COMPLETED|0:0|2025-10-26T02:50:10|2025-10-26T02:05:00|2025-10-26T09:10:00|8",
+        )
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [failure.waited for failure in found.failures] == [900]
+
+
+@pytest.mark.parametrize(
+    "state,code", [("FAILED", "1:0"), ("FAILED", "0:11"), ("FAILED", "139:0"), ("OUT_OF_MEMORY", "0:125")]
+)
+def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path, state, code):
+    found = judged(tmp_path, row("7", state, 0, 0.1, code=code), row("8", "COMPLETED", 1, 2))
     assert (found.failures, found.early) == ((), 1)
+
+
+def test_a_node_may_fail_soon_after_the_start(tmp_path):
+    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 0.1), row("7", "COMPLETED", 1, 2))
+    assert ([failure.cause.name for failure in found.failures], found.early) == (["node_failed"], 0)
 
 
 def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
@@ -129,7 +197,7 @@ def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
 def test_a_jobs_name_may_hold_what_parts_fields_or_lines_elsewhere(tmp_path, name):
     path = tmp_path / "history.txt"
     rows = [HEADER, row("7", "NODE_FAIL", 0, 10, name=name), "", row("8", "COMPLETED", 11, 12, name=name, submit=10.5)]
-    path.write_bytes("\r\n".join(rows).encode())
+    path.write_bytes("\ufeff".encode() + "\r\n".join(rows).encode())
     first, second = load(path)
     assert (first.name, first.state, first.nodes, second.name) == (name, "NODE_FAIL", 8, name)
     assert [failure.waited for failure in judge([first, second], FREE).failures] == [3600]

@@ -15,6 +15,7 @@ from planner.simulate import POLICIES, simulate
 from planner.simulate import load as load_trace
 from planner.simulate.cases import CASES, case
 from planner.simulate.causes import CAUSES, find
+from planner.simulate.clairvoyant import spans
 from planner.simulate.figure import draw, page
 from planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
 from planner.simulate.placement import split
@@ -103,6 +104,49 @@ def test_megatron_waits_for_repair_and_goes_back_to_a_checkpoint():
     assert result.lost["transition"] * 20000 == pytest.approx(1380)
     assert result.lost["recompute"] * 20000 == pytest.approx(1400)
     assert result.lost["sub_healthy"] * 20000 == pytest.approx(10000 - 6800)
+
+
+def runs_from(result) -> list[float]:
+    """When work is done again, seconds."""
+    return [round(when, 6) for when, waf in result.series if waf]
+
+
+def test_a_failure_during_a_transition_ends_it_no_sooner():
+    """One node of 3 is lost at 1,000 s: 0.3 s to detect, 100 s to regroup, half an iteration again. At 1,010 s a
+    connection breaks, which by itself would take 5.3 s."""
+    scenario = small(nodes=3, jobs=(Job("a", FLOPS),))
+    events = [fail(1000, "n0", "ecc_error"), fail(1010, "n1", "connection_reset")]
+    result = simulate(scenario, make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, 1000.3 + 100 + ITERATION / 2]
+
+
+def test_what_is_stopped_in_a_transition_starts_anew():
+    """The job moves at 1,000 s, which takes 600 s; the other node goes at 1,010 s, and the first is back 10 s later."""
+    job = Job("a", {1: 1e15}, transition={"move": 600.0, "restart": 30.0})
+    events = [fail(1000, "n0", "ecc_error"), fail(1010, "n1", "ecc_error"), TraceEvent(1020, "join", "n0")]
+    result = simulate(small(nodes=2, jobs=(job,)), make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, 1020 + 30 + ITERATION / 2]
+
+
+def test_a_failure_during_a_recompute_makes_all_of_it_due_again():
+    """Fails 1,700 s after the last checkpoint; 30 min to detect, 23 to restart; of 1,700 s to compute again 1,620 are
+    done at 6,500 s."""
+    scenario = small(nodes=2, jobs=(Job("a", {2: 1e15}),))
+    events = [fail(when, "n0", "exited_abnormally") for when in (1700, 6500)]
+    result = simulate(scenario, make(events, until=20000), POLICIES["megatron"])
+    assert result.lost["recompute"] * 20000 == pytest.approx(1620 + 1700)
+    assert runs_from(result) == [0, 6500 + 1800 + 1380 + 1700]
+
+
+def test_a_planned_change_during_a_recompute_leaves_the_rest_of_it_due():
+    """1.8 s to detect, 100 s to restart; of 15 s to compute again 5 are done when the fourth node joins."""
+    noticed = 1000 + 1.8
+    events = [TraceEvent(noticed + 105, "join", "n0"), fail(1000, "n1", "exited_abnormally")]
+    events += [fail(1, f"n{number}", "hardware_warning") for number in (2, 3)]
+    scenario = small(jobs=(Job("a", FLOPS),))
+    result = simulate(scenario, make(events, until=9000), POLICIES["unicron"])
+    assert runs_from(result) == [0, noticed + 105 + 100 + 10]
+    assert result.lost["recompute"] * 9000 * 4 == pytest.approx(3 * 5 + 4 * 10)
 
 
 def test_megatron_takes_a_hot_spare():
@@ -227,6 +271,38 @@ def test_more_nodes_than_the_cluster_has(tmp_path):
     assert simulate(scenario, joins, POLICIES["unicron"]).ideal_waf == 6e15
     with pytest.raises(PlanError, match="more nodes"):
         simulate(small(), make([fail(i, f"n{i}", "ecc_error") for i in range(9)]), POLICIES["unicron"])
+
+
+def test_a_fault_of_no_length_at_the_very_start_keeps_no_node_away():
+    """n0 goes and is back at 0 s; later n1 goes for an hour."""
+    later = [fail(7200, "n1", "node_failed"), TraceEvent(10800, "join", "n1")]
+    events = [fail(0, "n0", "node_failed"), TraceEvent(0, "join", "n0"), *later]
+    trace = make(events, until=20000)
+    result = simulate(small(), trace, POLICIES["unicron"])
+    assert result.series[-1][1] == result.ideal_waf == 4e15
+    assert [span.nodes for span in spans(small(), trace)[0]] == [4, 3, 4]
+
+
+def test_a_newcomer_in_the_place_of_a_node_that_goes_at_the_very_start_is_there():
+    events = [fail(0, "n0", "node_failed"), fail(0, "n1", "hardware_warning"), TraceEvent(0, "join", "x")]
+    found, most = spans(small(nodes=2), make(events, until=100))
+    assert ({span.nodes for span in found}, most) == ({2}, 2)
+
+
+def test_who_comes_back_after_its_place_was_taken_gets_another():
+    """a goes, d comes in its place, a comes back beside it, d goes, a goes; what fails while it is away is nothing."""
+    there = [TraceEvent(1, "join", name) for name in "abc"]
+    events = [fail(10, "a", "others"), fail(20, "a", "node_failed"), TraceEvent(30, "join", "d")]
+    events += [fail(35, "a", "others"), TraceEvent(40, "join", "a"), fail(50, "d", "node_failed")]
+    found, most = spans(small(nodes=3), make([*there, *events, fail(60, "a", "node_failed")], until=70))
+    assert [(span.begin, span.nodes) for span in found if span.begin >= 20] == [
+        (20, 2),
+        (30, 3),
+        (40, 4),
+        (50, 3),
+        (60, 2),
+    ]
+    assert most == 4
 
 
 def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):

@@ -12,6 +12,7 @@ from planner.scenario import to_dict
 from planner.simulate.cases import case
 from unicron_ctl.cli import run, unicronctl
 
+SACCT = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 SCENARIO = """
 [cluster]
 nodes = 16
@@ -95,6 +96,13 @@ def test_simulate_shows_each_policy_beside_the_bound(capsys):
     assert 99.0 < float(ours.split()[-2]) < 100.0 and bound.split()[-2] == "100.00"
 
 
+@pytest.mark.parametrize("words", [(), ("--days", "7"), ("--seed", "0")], ids=" ".join)
+def test_trace_b_has_its_own_length(capsys, words):
+    assert call(capsys, "simulate", "--generate", "trace-b") == call(
+        capsys, "simulate", "--generate", "trace-b", *words
+    )
+
+
 def test_simulate_generates_draws_and_saves(files, capsys):
     status, _, _ = call(
         capsys,
@@ -120,14 +128,16 @@ def test_simulate_generates_draws_and_saves(files, capsys):
 
 
 def test_simulate_tells_waiting_apart_and_what_a_history_does_not_say(files, capsys):
-    rows = ["JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"]
+    rows = [SACCT]
     rows += ["7|ann|gpt|NODE_FAIL|0:0|2026-01-01T00:00:00|2026-01-01T00:00:00|2026-01-01T10:00:00|8"]
     rows += ["7|ann|gpt|COMPLETED|0:0|2026-01-01T10:00:00|2026-01-01T11:00:00|2026-01-01T12:00:00|8"]
+    rows += ["8|ann|gpt|REQUEUED|0:0|2026-01-01T00:00:00|2026-01-01T00:00:00|2026-01-01T10:00:00|8"]
     (files / "h.txt").write_text("\n".join(rows))
     status, out, _ = call(capsys, "simulate", "--from-sacct", "h.txt", "--setup-minutes", "0")
     lines = [line.split() for line in out.splitlines()]
     waiting = [line[3] for line in lines if line[:3] == ["of", "it", "waiting"]]
     assert (status, waiting) == (0, ["8.0", "1.0", "7.0"])
+    assert "1 that were requeued (why is not told)" in out
     assert "others may have used these meanwhile" in out and "not known: whether a user had to mend a bug" in out
 
 
@@ -153,13 +163,21 @@ WRONG = [
     ["simulate", "--trace", "t.csv", "--html", "no/such/a.html"],
     ["simulate", "--generate", "nothing"],
     ["simulate", "--generate", "rsc1", "--days", "nan"],
+    ["simulate", "--generate", "trace-b", "--days", "1"],
     ["simulate", "--trace", "t.csv", "--generate", "rsc1"],
+    ["simulate", "--trace", "t.csv", "--days", "7"],
+    ["simulate", "--trace", "t.csv", "--seed", "0"],
+    *(
+        ["simulate", "--from-sacct", "h.txt", *words.split()]
+        for words in ("--until 5", "--nodes 3", "--sources", "--days 7", "--seed 0", "--checkpoint-minutes nan")
+    ),
 ]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
 def test_wrong_use_is_one_line_and_status_2(files, capsys, arguments):
     (files / "minima.toml").write_text(SCENARIO.replace("min_nodes = 2", "min_nodes = 16"), encoding="utf-8")
+    (files / "h.txt").write_text(f"{SACCT}\n7|ann|gpt|FAILED|1:0|{3 * '2026-01-01T00:00:00|'}8\n", encoding="utf-8")
     status, out, err = call(capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("unicronctl: ") and err.count("\n") == 1 and "Error" not in err
