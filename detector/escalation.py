@@ -297,20 +297,23 @@ def decide(
     uptime: float | None = None,
     worked: bool = True,
     job_nodes: int = 1,
+    apart: bool = False,
 ) -> Decision:
     """What to do about a verdict on a slot of a job on a node. Pure: record the outcome with ``History.record``.
 
     ``uptime``: seconds since the rank started, None if unknown. ``worked``: whether it finished an iteration since.
     ``job_nodes``: on how many nodes the job runs; a program that fails on one of several may have a bad node.
+    ``apart``: the job trains without the slot, so its deaths say nothing of the job, however long an iteration takes.
     """
     fault = as_fault(verdict, now, job=job, slot=slot, node=node, uptime=uptime, worked=worked)
     state = history.state(job, slot, now)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
-    event, why = _event(history, fault, state, job_nodes)
+    event, why = _event(history, fault, state, job_nodes, apart)
     following, action = _step(state, event, fault.scope)
     repeats = history.same_cause(job, slot, verdict.cause, now)
-    wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) else 0.0
+    # Where a node is to be left and there is no other one, the process is started again in place.
+    wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) or apart else 0.0
     reason = f"{verdict.reason}; {why}" if why else verdict.reason
     if state is State.ENDED:
         reason = f"{verdict.reason}; the job was ended before, nothing more is done"
@@ -363,14 +366,14 @@ def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> 
     history.set(job, slot, State.RESTARTING, now)
 
 
-def _event(history: History, fault: Fault, state: State, job_nodes: int) -> tuple[Event, str]:
+def _event(history: History, fault: Fault, state: State, job_nodes: int, apart: bool) -> tuple[Event, str]:
     """Which event the fault is, the most far-reaching first, and why."""
     if fault.severity is Severity.SEV1:
         return Event.FAULT1, ""
-    bug = own_bug(history, fault, job_nodes)
+    bug = "" if apart else own_bug(history, fault, job_nodes)
     if bug:
         return Event.OWN_BUG, bug
-    suspect = _bad_node(history, fault)
+    suspect = _flaps(history, fault) or ("" if apart else _bad_node(history, fault))
     if suspect:
         return Event.FLAPPING, suspect
     elsewhere = history.elsewhere(fault)
@@ -430,13 +433,19 @@ def _quick_deaths(stuck: list[Fault], fault: Fault, policy: Policy) -> list[Faul
 
 
 def _bad_node(history: History, fault: Fault) -> str:
-    """Why the job should leave the node although this one fault does not say so; empty when it should not."""
+    """Why the job should try another node although this one fault does not say so; empty when it should not."""
     policy = history.policy
     stuck = [*history.since_progress.get(fault.job, ()), fault]
     quick = [other for other in _quick_deaths(stuck, fault, policy) if other.node == fault.node]
-    if len(quick) >= policy.quick_deaths:
-        died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
-        return f"{died}, and on {fault.node} only: it is tried on another node"
+    if len(quick) < policy.quick_deaths:
+        return ""
+    died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
+    return f"{died}, and on {fault.node} only: it is tried on another node"
+
+
+def _flaps(history: History, fault: Fault) -> str:
+    """Why the job should leave the node, which has failed too often; empty when it should not."""
+    policy = history.policy
     if fault.scope not in BLAMING or not fault.node or history.elsewhere(fault):
         return ""
     times = history.node_moments(fault.node, fault.time, fault)

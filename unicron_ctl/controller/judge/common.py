@@ -16,16 +16,17 @@ from unicron_ctl.controller.nodes import isolation
 
 
 def escalate(
-    view: View, job: JobView, slot: int, verdict: Verdict, uptime: float | None
+    view: View, job: JobView, slot: int, verdict: Verdict, uptime: float | None, apart: bool = False
 ) -> tuple[Decision, records.Escalated]:
-    """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log."""
+    """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log. apart: the job
+    trains without the slot."""
     state = job.state
     identity = job.identity(slot)
     worked = identity is not None and state.worked.get(slot) == identity
     where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
     known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
     size = max(1, len(state.agents))
-    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known, job_nodes=size)
+    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known, job_nodes=size, apart=apart)
     fault = as_fault(verdict, view.now, **where, **known)
     memory = records.Escalated(
         slot=slot,

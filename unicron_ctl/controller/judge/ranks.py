@@ -49,7 +49,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
     if decision is None:
-        decision, memory = escalate(view, job, slot, verdict, end.lived)
+        decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot))
     seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
@@ -71,6 +71,11 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"
     return with_remedy(view, job, record, decision, why, identity.incarnation + 1)
+
+
+def _apart(job: JobState, slot: int) -> bool:
+    """The job trains without the slot. In restart mode nobody does."""
+    return job.phase is not Phase.FORMING and not job.restart_mode and bool(job.members) and slot not in job.members
 
 
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:

@@ -433,23 +433,27 @@ def test_a_withdrawn_offer_is_no_break_in_the_table_either(offering):
     assert found == Happening(Event.WITHDRAW, "slot 3 is gone")
 
 
-def never_starts(world: World, slot: int, seconds: int = 60) -> None:
-    """Each process of the slot dies of the same mistake, right after its start; the others train on, if they do."""
-    agent = world.agents[slot]
-    for _ in range(seconds):
+def never_starts(world: World, *slots: int, every: float = 1.0, seconds: int = 90) -> None:
+    """Each process of the slots dies of the same mistake, right after its start; the others train on, if they do: an
+    iteration in so many seconds."""
+    for second in range(seconds):
         world.run(1.0)
-        if agent.ranks[slot].state != "exited":
-            agent.die(slot, code=1, lived=3.0, last_line="SyntaxError: invalid syntax")
-        if world.job().phase == "running":
+        for slot in slots:
+            if world.agents[slot].ranks[slot].state != "exited":
+                world.agents[slot].die(slot, code=1, lived=3.0, last_line="SyntaxError: invalid syntax")
+        if world.job().phase == "running" and second % every == every - 1:
             train(world, 1)
 
 
-def test_a_newcomer_that_cannot_start_costs_those_who_train_its_slot_and_no_more() -> None:
+@pytest.mark.parametrize(("slots", "every"), [([2], 1), ([2], 60), ([1, 2], 60)])
+def test_newcomers_that_cannot_start_cost_those_who_train_their_slots_and_no_more(slots: list[int], every: int) -> None:
     world = started()
-    world.agents[2].die(2)
-    never_starts(world, 2)
-    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1]
-    assert len(world.job().failures) > 4 and world.job().slot(2).wanted > 4, "it is tried again"
+    for slot in slots:
+        world.agents[slot].die(slot)
+    never_starts(world, *slots, every=every)
+    assert world.job().phase == "running" and sorted(world.job().members) == sorted({0, 1, 2} - set(slots))
+    assert all(4 < world.job().slot(slot).wanted < 10 for slot in slots), "it is tried again, at growing distances"
+    assert {failure.action for failure in world.job().failures} == {"restart"}
     world.check_replay()
 
 
