@@ -38,8 +38,7 @@ class Seeds:
         @functools.wraps(call)
         def noting(*arguments: Any, **more: Any) -> None:
             call(*arguments, **more)
-            chosen = (*arguments, *more.values())
-            self._chosen = any(one is not None for one in chosen)  # seed() draws from the system
+            self._chosen = (arguments[0] if arguments else more.get("a")) is not None  # else it draws from the system
 
         return noting
 

@@ -212,6 +212,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "MOST_LOOK_SECONDS", 60.0, "at most, between two whether a checkpoint is whole, and older ones go"),
     Limit("agent", "TURN_SECONDS", 5.0, "without a sign that the node before saves a place's state at the job's end"),
     Limit("agent", "FILES_SECONDS", 60.0, "at the end of a training, for files that are still being made"),
+    Limit("agent", "SAVE_SECONDS", 600.0, "at the end by an error, for the files of what memory has"),
     Limit("agent", "UNFINISHED_SECONDS", 5.0, "for a file to be left unfinished when the agent ends"),
     Limit("agent", "TOUCH_SECONDS", 10.0, "between two signs of an agent that its folder of shared memory is in use"),
     Limit("agent", "BUSY_SECONDS", 0.05, "before forgotten memory that was held just then is looked at again"),

@@ -26,9 +26,9 @@ from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.files import Files
 from unicron_ctl.agent.job_log import JobLog
 from unicron_ctl.agent.line import Line
-from unicron_ctl.agent.memory import Memory
+from unicron_ctl.agent.memory import Memory, within
 from unicron_ctl.agent.place import Place, memory_rate
-from unicron_ctl.agent.plans import AT_WORK, RESTING, Plans
+from unicron_ctl.agent.plans import AT_WORK, Plans
 from unicron_ctl.agent.polling import Polling
 from unicron_ctl.agent.processes import Processes
 from unicron_ctl.agent.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
@@ -47,6 +47,7 @@ from unicron_ctl.protocol import wire
 REGISTER_SECONDS = 0.5
 ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
+SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
 
 
 class Agent:
@@ -299,20 +300,20 @@ class Agent:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
                 self._stop_seconds = ENDING_SECONDS
-                self._save = self._saving(RESTING)
+                self._save = self._saving()
                 self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     @property
     def _states(self) -> set[str]:
         return {rank.status.state for rank in self.ranks.values()}
 
-    def _saving(self, resting: Sequence[str], prunes: bool = True) -> Callable[[], None] | None:
-        """What writes the training state of a job that ends in the middle of its training."""
-        if not self._plans.concern(self._states, resting):
+    def _saving(self, ended: bool = False) -> Callable[[], None] | None:
+        """What writes the training state of a job that ends in the middle of its training. ended: by an error."""
+        how = self._plans.saving(self._states, ended)
+        if how is None:
             return None
-        if self._states.isdisjoint(AT_WORK):
-            return partial(self._memory.persist, self._plans.keeps, cuts=self._copies.whole, prunes=prunes)
-        return partial(self._memory.persist, self._plans.turn, prunes=prunes)
+        write = partial(self._memory.persist, how.turn, None, self._copies.whole if how.rests else [], how.prunes)
+        return partial(within, SAVE_SECONDS, write) if ended else write
 
     # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
@@ -465,7 +466,7 @@ class Agent:
         if message.code or message.reason:
             self._log.say(message.reason)
         if message.code:
-            self._ended, self._save = True, self._saving((*RESTING, "exited"), prunes=False)
+            self._ended, self._save = True, self._saving(ended=True)
             self._leave(message.code & 0xFF or 1, "ended by the controller")
             return
         self._over = True

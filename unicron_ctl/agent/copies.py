@@ -155,9 +155,9 @@ class Copies:
         return self._meter.moved
 
     @property
-    def whole(self) -> set[int]:
-        """Iterations of which all may lie in the nodes' memories."""
-        return {self.cut.good, self.cut.iteration}
+    def whole(self) -> list[int]:
+        """Iterations of which all may lie in the nodes' memories, the surest first."""
+        return [cut for cut in dict.fromkeys((self.cut.good, self.cut.iteration)) if cut >= 0]
 
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:

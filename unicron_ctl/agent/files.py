@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transition.memory import files, folders
@@ -37,7 +37,7 @@ class Files:
         self._memory, self._turn_of, self._rate, self._say = memory, turn, rate, say
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
-        self._cuts: Collection[int] = ()
+        self._cuts: Sequence[int] = ()
         self._stumbled: set[str] = set()  # over what looks came to nothing
         self._first = -1  # the iteration of which this agent wrote the first file, until older ones are removed
         self._prune_at = self._pause = 0.0
@@ -45,7 +45,7 @@ class Files:
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
         self._thread.start()
 
-    def ask(self, rests: bool, cuts: Collection[int] = ()) -> None:
+    def ask(self, rests: bool, cuts: Sequence[int] = ()) -> None:
         """Somebody wants a checkpoint: say where the next one is. rests: no rank of this node trains, so none will set
         anything aside; what their memory has is written, the cuts of these iterations first."""
         self._cuts = cuts

@@ -23,8 +23,7 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transition.memory import files, folders
@@ -111,34 +110,52 @@ class Memory:
         self,
         turn: Callable[[Key], Before | None],
         ends: threading.Event | None = None,
-        cuts: Collection[int] = (),
+        cuts: Sequence[int] = (),
         prunes: bool = True,
     ) -> None:
         """The job ends in the middle of its training: the newest states of each place go to the job's checkpoints, if
         its script makes some. turn(key): the nodes that have that place, too, and come first; None: this one does not
-        write it. ends: is set when nothing is waited for any more. cuts: iterations of which the nodes' memories have
-        all, where the newest ones may have been lost with a node; they are written before these. prunes: older
-        checkpoints go.
+        write it. ends: is set when nothing is waited for any more. prunes: older checkpoints go.
 
         The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
-        With a distributed optimizer that is so of each shard, which its own rank has. The first nodes begin at once. A
-        later one writes what is missing when those before it have done nothing for TURN_SECONDS each: they may have no
-        memory. It looks before it writes what it is first for, which may take long: so it sees what went on meanwhile.
+        With a distributed optimizer that is so of each shard, which its own rank has.
+
+        cuts: iterations of which the nodes' memories may have all, the surest first, where a part of the newest ones
+        may have been lost with a node. Each is written whole before the next one, for there may be little time.
         """
         where = files.destination(self.folder) if self.folder is not None else None
         if where is None or self.folder is None:
             return
+        ends = ends or threading.Event()
+        images = [each for each in inventory(self.folder) if turn(each.key) is not None and _fit_for_files(each)]
+        for cut in cuts:
+            of_it = [each for each in images if each.key.iteration == cut]
+            self._write_in_turn(_newest(of_it, 1), turn, where, ends, prunes, alone=True)
+        newer = [each for each in images if each.key.iteration not in cuts]
+        self._write_in_turn(_newest(newer, BOTH), turn, where, ends, prunes)
+
+    def _write_in_turn(
+        self,
+        parts: list[list[Found]],
+        turn: Callable[[Key], Before | None],
+        where: files.Destination,
+        ends: threading.Event,
+        prunes: bool,
+        alone: bool = False,
+    ) -> None:
+        """The first nodes begin at once. A later one writes what is missing when those before it have done nothing for
+        TURN_SECONDS each: they may have no memory. It looks before it writes what it is first for, which may take long:
+        so it sees what went on meanwhile. alone: files of later iterations are of no use in place of these."""
         turns: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
-        for each in _newest((found for found in inventory(self.folder) if turn(found.key) is not None), cuts):
+        for each in parts:
             before = turn(each[0].key)
             if before is not None and len(before) < TURNS:
                 turns[before][_part(each[0].key)] = each
         first = turns.pop((), {})
         now = time.monotonic()
-        waiting = _look([_Turn(due, len(before), now) for before, due in turns.items()], where.folder)
-        write = partial(self._write, where=where, cuts=cuts, prunes=prunes)
-        write(list(itertools.chain(*first.values())))
-        ends, pause = ends or threading.Event(), TURN_SECONDS / 16
+        waiting = _look([_Turn(due, len(before), now, alone) for before, due in turns.items()], where.folder)
+        self._write(list(itertools.chain(*first.values())), where, prunes)
+        pause = TURN_SECONDS / 16
         while waiting:
             if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
                 return
@@ -146,22 +163,14 @@ class Memory:
             now = time.monotonic()
             due = [found for each in waiting if now >= each.until for found in each.missing()]
             waiting = [each for each in waiting if now < each.until]
-            write(due, last_first=True)
+            self._write(due, where, prunes, last_first=True)
             pause *= 2
 
-    def _write(
-        self,
-        images: list[Found],
-        where: files.Destination,
-        cuts: Collection[int],
-        prunes: bool,
-        last_first: bool = False,
-    ) -> None:
-        """Their files, those of the cuts and then the others, the newest first. last_first: of each iteration the last
-        part first. So a node that writes what another one writes after all, which it could not see, meets it in the
-        middle: what is there stays as it is."""
+    def _write(self, images: list[Found], where: files.Destination, prunes: bool, last_first: bool = False) -> None:
+        """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
+        another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
         images = sorted(images, reverse=last_first, key=lambda each: _part(each.key))
-        for found in sorted(images, reverse=True, key=lambda each: (each.key.iteration in cuts, *_age(each.key))):
+        for found in sorted(images, reverse=True, key=lambda each: _age(each.key)):
             try:
                 path = files.persist(found, where.folder)
                 self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
@@ -185,14 +194,12 @@ class Memory:
         self.folder = None
 
 
-def _newest(images: Iterable[Found], cuts: Collection[int]) -> list[list[Found]]:
-    """Of each part that an image is fit for the newest two, and those of the cuts, the newest first."""
+def _newest(images: Iterable[Found], most: int) -> list[list[Found]]:
+    """Of each part that an image is of the newest so many, the newest first."""
     states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
     for found in images:
-        if _fit_for_files(found):
-            states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
-    ordered = ([each[age] for age in sorted(each, reverse=True)] for each in states.values())
-    return [each[:BOTH] + [found for found in each[BOTH:] if found.key.iteration in cuts] for each in ordered]
+        states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
+    return [[each[age] for age in sorted(each, reverse=True)[:most]] for each in states.values()]
 
 
 def _age(key: Key) -> tuple[int, int]:
@@ -205,14 +212,15 @@ def _part(key: Key) -> Part:
 
 class _Turn:
     """What the same nodes have, too, and come first for. nodes: how many; due: of each part the images, newest first.
+    alone: all of one iteration, which others make no difference to.
 
     A node writes its parts one after the other, so a file that comes or grows shows that all of these parts are in
     hand, also those that nobody has begun. It says nothing of parts that other nodes come first for, which may have no
     memory. Only what changes between two looks counts: what a process has left that died does not change.
     """
 
-    def __init__(self, due: Mapping[Part, list[Found]], nodes: int, now: float):
-        self._due, self._patience = due, nodes * TURN_SECONDS
+    def __init__(self, due: Mapping[Part, list[Found]], nodes: int, now: float, alone: bool):
+        self._due, self._patience, self._alone = due, nodes * TURN_SECONDS, alone
         self._seen: dict[Path, tuple[int, int]] = {}
         self._there: set[Part] = set()
         self.until = now + self._patience  # this node's turn, where nothing happens any more
@@ -224,10 +232,11 @@ class _Turn:
         if any(self._seen.get(path) != what for path, what in seen.items()):
             self.until = now + self._patience
         self._seen |= seen
-        self._there |= {each.part for each in ours if each.whole}
+        counts = (each for each in ours if not self._alone or each.iteration == self._oldest(each.part))
+        self._there |= {each.part for each in counts if each.whole}
 
     def missing(self) -> list[Found]:
-        """The images of the parts of which there is no file of their iterations or a later one."""
+        """The images of the parts of which there is no file of their iterations or, where that will do, a later one."""
         return [found for part, images in self._due.items() if part not in self._there for found in images]
 
     def _oldest(self, part: Part) -> float:
@@ -263,6 +272,13 @@ def _fit_for_files(found: Found) -> bool:
         return bool(files.file_head(found.key, found.read()[0]))
     except (OSError, BadImage, ValueError, TypeError):
         return False
+
+
+def within(seconds: float, what: Callable[[], None]) -> None:
+    """In a thread; what hangs, as on a file system that is away, is left behind."""
+    thread = threading.Thread(target=what, name="unicron-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:

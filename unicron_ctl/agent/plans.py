@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from transition.memory.images import SHARD, Key
 from unicron_ctl.protocol import sharing, wire
 
 PLANS_HELD = 4  # the ranks are in one of the last
-AT_WORK = ("entering", "running")  # states of ranks
-TRAINING = (*AT_WORK, "stopped")  # of those whose job has a plan with them
-RESTING = ("starting", "waiting")  # of those that begin anew
+AT_WORK = frozenset({"entering", "running"})  # states of ranks
+RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
+
+
+class Saving(NamedTuple):
+    """turn(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody trains,
+    as far as this node knows. prunes: older checkpoints go."""
+
+    turn: Callable[[Key], tuple[int, ...] | None]
+    rests: bool
+    prunes: bool
 
 
 class Plans:
@@ -34,13 +43,19 @@ class Plans:
     def _members(self) -> Sequence[int]:
         return sharing.whole(self._held[max(self._held)]).members if self._held else ()
 
-    def concern(self, states: Collection[str], resting: Collection[str]) -> bool:
-        """The job is in the middle of its training, and no plan goes on without this node. states: of its ranks; with
-        `resting` ones alone they had a part in the newest plan, and wait for another one."""
-        if any(state in TRAINING for state in states):
-            return True
+    def saving(self, states: Collection[str], ended: bool) -> Saving | None:
+        """How this node writes its part of a job that ends in the middle of its training; None where it writes none.
+        states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
+
+        Ranks that begin anew may be those of a job that waits. Or the others train without them, which nobody has told
+        this node: then it comes after them, and writes only where they have written nothing as late.
+        """
         member = any(slot in self._slots for slot in self._members)
-        return member and all(state in resting for state in states)
+        if not AT_WORK.isdisjoint(states):
+            return Saving(self.turn, False, not ended)
+        if "stopped" in states or (ended and member):
+            return Saving(self.keeps, True, not ended)
+        return Saving(self.last, True, False) if member and RESTING.issuperset(states) else None
 
     def turn(self, key: Key) -> tuple[int, ...] | None:
         """Those of the nodes that train a place of the layout that come before this one; None where it does not train
@@ -54,6 +69,11 @@ class Plans:
         """The same where nobody trains: who has a copy of what others train comes after all of these."""
         nodes, mine = self._nodes(key), self.turn(key)
         return tuple(nodes) if mine is None and nodes else mine
+
+    def last(self, key: Key) -> tuple[int, ...] | None:
+        """The same, and this node comes after all others in everything."""
+        here = min(self._slots) // len(self._slots)
+        return None if self.keeps(key) is None else tuple(node for node in self._nodes(key) if node != here)
 
     def _nodes(self, key: Key) -> list[int]:
         members = self._members

@@ -471,7 +471,7 @@ def _send_bytes(
             meter.add(count)
             if time.monotonic() > until:
                 raise TransferError(f"it went too slowly: {sent} of {found.used} bytes")
-            if not wanted():
+            if sent < found.used and not wanted():
                 raise Unwanted(sent, time.monotonic() - began, found.used)
             ahead = sent / rate - (time.monotonic() - began) if rate else 0.0
             if ahead > 0:

@@ -37,7 +37,10 @@ def test_what_imports_have_chosen_is_drawn_in_every_fork(choice: Callable[[], ob
         assert random.random() == wanted
 
 
-@pytest.mark.parametrize("calls", [(), (random.random,), (lambda: random.seed(1), lambda: random.seed())])
+@pytest.mark.parametrize(
+    "calls",
+    [(), (random.random,), (lambda: random.seed(1), lambda: random.seed()), (lambda: random.seed(version=2),)],
+)
 def test_what_nobody_has_chosen_is_each_forks_own(calls: tuple[Callable[[], object], ...]) -> None:
     seeds = _imports(*calls)
     before = random.getstate()

@@ -381,16 +381,17 @@ def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side
     assert list(status.failing) == [other.copies.address] and list(status.refusing) == [gone.address]
 
 
-@pytest.mark.parametrize(("elsewhere", "slow"), [(1e9, True), (2e7, False)])
+@pytest.mark.parametrize(("elsewhere", "slow"), [(1e9, True), (1e6, False)])
 def test_what_is_not_wanted_any_more_is_not_sent_on_and_who_takes_it_far_too_slowly_is_passed_over(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, elsewhere: float, slow: bool
 ) -> None:
     """By then a new cut is due, and another one would fare no better."""
     one, other = sides
-    plain = transfer._fill
+    plain, told = transfer._fill, threading.Event()
 
     def slowly(connection: socket.socket, piece: memoryview, meter: transfer.Meter) -> None:
-        time.sleep(0.2)  # 20 MB/s
+        time.sleep(0.1)  # 40 MB/s, of both sides' counts
+        assert meter.moved < 8 << 20 or told.wait(30.0)
         plain(connection, piece, meter)
 
     monkeypatch.setattr(transfer, "_fill", slowly)
@@ -399,9 +400,10 @@ def test_what_is_not_wanted_any_more_is_not_sent_on_and_who_takes_it_far_too_slo
     one.copies.rates[2] = elsewhere
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
     one.copies.turn(0.0)
-    wait_for(lambda: one.copies.moved > 16 << 20, "it is on its way")
+    wait_for(lambda: other.copies.moved >= 8 << 20, "it is on its way")
     one.copies.obey(wire.Cut(iteration=90, number=2, targets=[other.holder(1)]))
+    told.set()
     wait_for(lambda: one.copies.finish(1.0) or not one.copies._under_way, "it has ended")
     assert one.copies.moved < 48 << 20 and not other.names()
     assert list(one.copies.refusing(2.0)) == ([other.copies.address] if slow else [])
-    assert one.copies.failed == slow and 1e6 < one.copies.rates[1] < 1e8, "it is measured all the same"
+    assert one.copies.failed == slow and 0 < one.copies.rates[1] < 1e8, "it is measured all the same"

@@ -16,7 +16,7 @@ from tests.support.processes import wait_for
 from transition.memory import files, folders
 from transition.memory.images import Found, Image, Key
 from unicron_ctl.agent import memory as agent_memory
-from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep
+from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep, within
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.errors import UserError
@@ -200,30 +200,36 @@ def test_a_later_checkpoint_that_was_found_damaged_is_not_there(left: Memory, tm
     assert saved(tmp_path) == [8, 7]
 
 
-@pytest.mark.parametrize("kept_by_others", [None, 10])
-def test_where_a_node_was_lost_the_cut_is_written_that_memories_have_as_a_whole(
-    left: Memory, tmp_path: Path, monkeypatch, kept_by_others: int | None
+@pytest.mark.parametrize("there", [None, 7, 8])
+def test_where_a_node_was_lost_a_cut_is_written_whole_before_the_newest_states(
+    left: Memory, tmp_path: Path, monkeypatch, there: int | None
 ) -> None:
-    """Of the lost half there is a copy of 7; where the other node is there after all it has written 10."""
-    order: list[int] = []
+    """Of the lost half there is a copy of 7. Where the other node is there after all it writes that itself; what it had
+    written of a later one before it was lost is of no use. The cut of 9 is not known to be anywhere else."""
+    order: list[tuple[int, int]] = []
     persist = files.persist
 
     def noted(found: Found, folder: Path) -> Path:
-        order.append(found.key.iteration)
+        order.append((found.key.place, found.key.iteration))
         return persist(found, folder)
 
     monkeypatch.setattr(files, "persist", noted)
     for path in left.folder.glob("*.image"):
         path.unlink()
-    kept(left, 7, 9, 10, places=2)
-    for iteration in (9, 10):
+    kept(left, 7, 9, 10, 11, places=2)
+    for iteration in (9, 10, 11):
         (left.folder / f"state-1-{iteration}.image").unlink()
-    if kept_by_others is not None:
-        other = unfinished(tmp_path, kept_by_others).with_name(f"{MARK}.place-1-of-2.shard-0-of-1.image")
-        other.touch()
-    left.persist(lambda key: (1,) if key.place else (), cuts={7})
-    assert order == ([7, 10, 9, 7] if kept_by_others is None else [7, 10, 9])
-    assert saved(tmp_path) == ([7, 6, 5] if kept_by_others is None else [10, 6])
+    if there is not None:
+        unfinished(tmp_path, there).with_name(f"{MARK}.place-1-of-2.shard-0-of-1.image").touch()
+    left.persist(lambda key: (1,) if key.place else (), cuts=[7, 9])
+    assert order == [(0, 7), *([] if there == 7 else [(1, 7)]), (0, 9), (0, 11), (0, 10)]
+    assert saved(tmp_path) in ([7, 6], [7, 6, 5])
+
+
+def test_a_save_that_hangs_is_left_behind() -> None:
+    hangs = threading.Event()
+    within(0.01, hangs.wait)
+    hangs.set()
 
 
 def test_a_job_that_is_ended_by_an_error_keeps_the_checkpoints_from_before_it(left: Memory, tmp_path: Path) -> None:

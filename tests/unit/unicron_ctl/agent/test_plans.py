@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transition.memory.images import SHARD, STATE, Key
-from unicron_ctl.agent.plans import PLANS_HELD, RESTING, Plans
+from unicron_ctl.agent.plans import PLANS_HELD, Plans
 from unicron_ctl.protocol import sharing, wire
 
 
@@ -61,20 +61,37 @@ def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_plac
 
 
 @pytest.mark.parametrize(
-    ("states", "resting", "concern"),
+    ("states", "turn", "ended_turn"),
     [
-        (["running", "exited"], RESTING, True),
-        (["stopped"], RESTING, True),
-        (["waiting", "starting"], RESTING, True),
-        (["waiting", "exited"], RESTING, False),
-        (["waiting", "exited"], (*RESTING, "exited"), True),
-        (["finished"], RESTING, False),
+        (["running", "exited"], "turn", "turn"),
+        (["stopped", "waiting"], "keeps", "keeps"),
+        (["waiting", "starting"], "last", "keeps"),
+        (["waiting", "exited"], None, "keeps"),
+        (["finished"], None, "keeps"),
     ],
 )
-def test_whether_the_job_is_in_the_middle_of_its_training_with_this_node(states, resting, concern) -> None:
+def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, turn, ended_turn) -> None:
     plans = Plans([0, 1])
-    assert plans.concern(states, resting) == (concern and not {"running", "stopped"}.isdisjoint(states)), "no plan yet"
+
+    def found(ended: bool) -> str | None:
+        saving = plans.saving(states, ended)
+        assert saving is None or saving.rests == (saving.turn != plans.turn)
+        assert saving is None or saving.prunes == (not ended and saving.turn != plans.last)
+        return saving.turn.__name__ if saving is not None else None
+
+    alone = turn if turn in ("turn", "keeps") else None
+    assert [found(False), found(True)] == [alone, alone], "no plan yet"
     plans.hold(share(1, [0, 1, 2]), 1)
-    assert plans.concern(states, resting) == concern
+    assert [found(False), found(True)] == [turn, ended_turn]
     plans.hold(share(2, [2]), 2)
-    assert plans.concern(states, resting) == (concern and not {"running", "stopped"}.isdisjoint(states))
+    assert [found(False), found(True)] == [alone, alone], "the others go on without it"
+
+
+def test_whose_ranks_begin_anew_comes_after_all_others() -> None:
+    nodes = [Plans([slot]) for slot in range(3)]
+    for node in nodes:
+        node.hold(share(1, [0, 1], replica=1), 1)
+    key = Key(STATE, slot=0, iteration=7)
+    assert [node.last(key) for node in nodes] == [(1,), (0,), (0, 1)]
+    nodes[0].hold(share(2, [0]), 2)
+    assert nodes[0].last(key) == (), "there is nobody else"
