@@ -26,7 +26,7 @@ class Plans:
     """slots: of this node's ranks; each node has as many."""
 
     def __init__(self, slots: Collection[int]) -> None:
-        self._slots = slots
+        self._slots, self._here = slots, min(slots) // len(slots)
         self._held: dict[int, wire.PlanShare] = {}  # by generation
 
     def hold(self, share: wire.PlanShare, generation: int) -> None:
@@ -60,10 +60,10 @@ class Plans:
     def turn(self, key: Key) -> tuple[int, ...] | None:
         """Those of the nodes that train a place of the layout that come before this one; None where it does not train
         it. A shard is its rank's."""
-        nodes, here = self._nodes(key), min(self._slots) // len(self._slots)
+        nodes = self._nodes(key)
         if not nodes:
             return None if key.kind == SHARD else ()
-        return tuple(nodes[: nodes.index(here)]) if here in nodes else None
+        return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
 
     def keeps(self, key: Key) -> tuple[int, ...] | None:
         """The same where nobody trains: who has a copy of what others train comes after all of these."""
@@ -72,8 +72,7 @@ class Plans:
 
     def last(self, key: Key) -> tuple[int, ...] | None:
         """The same, and this node comes after all others in everything."""
-        here = min(self._slots) // len(self._slots)
-        return None if self.keeps(key) is None else tuple(node for node in self._nodes(key) if node != here)
+        return None if self.keeps(key) is None else tuple(node for node in self._nodes(key) if node != self._here)
 
     def _nodes(self, key: Key) -> list[int]:
         members = self._members
