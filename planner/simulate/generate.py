@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+from bisect import insort
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 
 from planner.model import PlanError
 from planner.simulate.causes import CAUSES
@@ -56,17 +58,21 @@ def _events(
     draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str], repair: float = REPAIR_HOURS
 ) -> list[TraceEvent]:
     """Failures at `times` on nodes that are up, each lost node joining again after its repair."""
-    back = [0.0] * nodes
+    up = list(range(nodes))
+    away: list[tuple[float, int]] = []
     out = []
     for when in sorted(times):
-        up = [node for node in range(nodes) if back[node] <= when]
+        while away and away[0][0] <= when:
+            insort(up, heappop(away)[1])
         if not up:
             continue
         node, cause = draw.choice(up), CAUSES[pick()]
         out.append(TraceEvent(when, "fail", f"n{node}", cause))
         if cause.severity == 1:
-            back[node] = when + repair_seconds(draw, repair)
-            out.append(TraceEvent(back[node], "join", f"n{node}"))
+            back = when + repair_seconds(draw, repair)
+            up.remove(node)
+            heappush(away, (back, node))
+            out.append(TraceEvent(back, "join", f"n{node}"))
     return out
 
 

@@ -26,14 +26,19 @@ def messages(union: Any, known: Known) -> st.SearchStrategy[bytes]:
     return st.one_of([inside(kind, known) for kind in kinds]).map(msgspec.msgpack.encode)
 
 
-@st.composite
-def beyond(draw: st.DrawFn, kind: inspect.Type, known: Known) -> tuple[str, bytes]:
+def beyond(kind: inspect.Type, known: Known) -> st.SearchStrategy[tuple[str, bytes]]:
     """(path, message): one field of the message, anywhere in it, is beyond its range."""
-    message = draw(inside(kind, known))
-    found = [(path, spot) for path, spot in fields(kind, message) if outside(spot[2])]
-    path, (holder, key, inner) = draw(st.sampled_from(found))
-    holder[key] = draw(st.sampled_from(outside(inner)))
-    return path, msgspec.msgpack.encode(message)
+    messages = inside(kind, known)
+
+    @st.composite
+    def spoilt(draw: st.DrawFn) -> tuple[str, bytes]:
+        message = draw(messages)
+        found = [(path, spot) for path, spot in fields(kind, message) if outside(spot[2])]
+        path, (holder, key, inner) = draw(st.sampled_from(found))
+        holder[key] = draw(st.sampled_from(outside(inner)))
+        return path, msgspec.msgpack.encode(message)
+
+    return spoilt()
 
 
 def fields(kind: Any, value: Any, path: str = "") -> list[tuple[str, tuple[Any, Any, Any]]]:
@@ -129,20 +134,27 @@ def _text(kind: inspect.StrType) -> st.SearchStrategy[str]:
     return st.sampled_from([text for text in (*NASTY, *long) if len(text) <= most]) | st.text(max_size=min(most, 40))
 
 
-@st.composite
-def _struct(draw: st.DrawFn, kind: inspect.StructType, known: Known) -> Any:
+def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
     """A struct with all that it must have, and some of what it may."""
-    values: dict[str, Any] = {kind.tag_field: kind.tag} if kind.tag_field else {}
-    for field in kind.fields:
-        if field.name == "v":
-            values["v"] = datagrams.HINT_VERSION if field.required else field.default
-        elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
-            values[field.encode_name] = draw(inside(field.type, known, field.name))
-    if "slots" in values:  # the element's, or the message is refused for them
-        count = values["settings"].setdefault("ranks_per_node", 1)
-        first = values["element"] * count
-        values["slots"] = list(range(first, first + count))
-    return list(values.values()) if kind.array_like else values
+    made: dict[str, st.SearchStrategy[Any]] = {}  # once: to make them is dearer than to draw
+
+    @st.composite
+    def struct(draw: st.DrawFn) -> Any:
+        values: dict[str, Any] = {kind.tag_field: kind.tag} if kind.tag_field else {}
+        for field in kind.fields:
+            if field.name == "v":
+                values["v"] = datagrams.HINT_VERSION if field.required else field.default
+            elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
+                if field.name not in made:
+                    made[field.name] = inside(field.type, known, field.name)
+                values[field.encode_name] = draw(made[field.name])
+        if "slots" in values:  # the element's, or the message is refused for them
+            count = values["settings"].setdefault("ranks_per_node", 1)
+            first = values["element"] * count
+            values["slots"] = list(range(first, first + count))
+        return list(values.values()) if kind.array_like else values
+
+    return struct()
 
 
 def _least(kind: inspect.IntType) -> int:

@@ -549,7 +549,7 @@ class World:
             core.events = []
             outbox, core.outbox = core.outbox, []
             requests, core.requests = core.requests, []
-            by_route = {agent.route: agent for agent in self.agents}
+            by_route = {agent.route: agent for agent in self.agents} if outbox else {}
             for send in outbox:
                 self.sent.append((send.route[0].decode(), send.message))
                 if send.route in by_route:
@@ -604,10 +604,11 @@ class World:
         return Reach.REFUSED if gone else Reach.SILENT  # without Slurm a silent agent is a lost node
 
     def run(self, seconds: float, heartbeats: bool = True) -> None:
-        """Time passes; living agents send their heartbeats."""
-        for turn in range(round(seconds / 0.05)):
-            self.now += 0.05
-            if heartbeats and turn % 10 == 0:
+        """Time passes; living agents send their heartbeats. In long spans the controller has a look less often."""
+        step = 0.05 if seconds <= 2.0 else 0.1
+        for turn in range(round(seconds / step)):
+            self.now += step
+            if heartbeats and turn % round(0.5 / step) == 0:
                 for agent in list(self.agents):
                     agent.status()
             self.core.tick(self.now)

@@ -172,7 +172,8 @@ class Core:
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
-        outcome = self.observer.filter(outcome, self.view)
+        if outcome:
+            outcome = self.observer.filter(outcome, self.view)
         if outcome.hurry:
             self.slurm.hurry(self.now)
         if not outcome:
