@@ -107,6 +107,7 @@ def build():
     chunks = [wrap(config, part(config, stage if VIRTUAL > 1 else None), overlap) for stage in range(VIRTUAL)]
     settings = OptimizerConfig(optimizer="adam", lr=RATE, min_lr=RATE / 10, weight_decay=0.01, clip_grad=1.0, bf16=BF16)
     settings.use_distributed_optimizer, settings.fp16 = DISTOPT, bool(FP16)
+    settings.adam_eps = 1e-4  # with 1e-8 the order of sums that are all but zero becomes steps
     settings.initial_loss_scale, settings.loss_scale_window = FP16 or 1.0, 2
     settings.hysteresis = 1  # one overflow halves the scale
     optimizer = get_megatron_optimizer(settings, chunks)
