@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -31,9 +32,14 @@ def order(world: World, *kinds: str) -> list[tuple[str, object]]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Four elements, three of which train, for ever; each test leaves one of the others as the spare. Ranks start cold,
-    so that one that dies takes longer to come back than a spare to come in."""
-    settings = {"UNICRON_SPARES": "1", "UNICRON_WARM": "0", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02"}
+    """Four elements, three of which train, for ever; each test leaves one of the others as the spare. While the file
+    "slow" is there, a process that takes a dead one's place takes long to start."""
+    slow = [
+        {"slot": slot, "incarnation": later, "iteration": -1, "at": "import", "kind": "sleep", "delay": 5, "file": "slow"}
+        for slot in range(4)
+        for later in (1, 2)
+    ]
+    settings = {"UNICRON_SPARES": "1", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(slow)}
     with World(tmp_path_factory.mktemp("spares"), 4, **settings) as started:
         started.wait(lambda: started.job().get("state") == "running", "the job trains")
         yield started
@@ -75,12 +81,15 @@ def test_the_lost_element_comes_back_as_the_spare_and_nobody_stops_for_it(world)
 def test_a_rank_whose_new_process_takes_long_is_replaced_and_becomes_the_spare(world):
     (spare,) = spares(world)
     victim = world.job()["members"][1]
+    slow = world.folder / "slow"
+    slow.touch()
     os.kill(world.rank(victim)["pid"], signal.SIGKILL)
     left = sorted({0, 1, 2, 3} - {victim})
     world.trains_on(left)
     joined = [event for event in world.events("offer") if event["joiners"] == [spare]][-1]
     assert f"takes the place of element {victim}" in joined["reason"]
     until_ready(world, victim)
+    slow.unlink()
     assert world.job()["members"] == left
 
 
