@@ -37,7 +37,7 @@ def strike(job: World, fault: str, **more) -> dict:
     ("fault", "cause", "by"),
     [
         ("rank-kill", "killed_from_outside", "process exit"),
-        ("exception:cuda", "illegal_memory_access", "exception"),
+        pytest.param("exception:cuda", "illegal_memory_access", "exception", marks=pytest.mark.wide),
         pytest.param("oom", "host_out_of_memory", "exception", marks=pytest.mark.wide),
         pytest.param("full-disk", "disk_full", "exception", marks=pytest.mark.wide),
         ("hang-gil", "task_hang", "statistics"),

@@ -34,15 +34,15 @@ MATRIX = [
 ]
 SPREAD = {
     ("dp", "sharded-overlap", "after"),
-    ("dp", "no-copies", "proof"),
-    ("tp", "sharded-no-copies", "step"),
     ("tp", "sharded", "after"),
     ("pp", "plain", "resume"),
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
-    ("pp", "bf16", "error"),
 }
 WIDER = {
+    ("dp", "no-copies", "proof"),
+    ("pp", "bf16", "error"),
+    ("tp", "sharded-no-copies", "step"),
     ("dp", "sharded-overlap", "twice"),
     ("tp", "dropout", "both"),
     ("pp", "tokens", "backward"),

@@ -88,7 +88,7 @@ def test_killed_around_the_reduce(run):
     assert len(kept) == 8 - 3, "rank 0's part was in the reduced gradient and was not computed again"
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("overlap", [pytest.param("0", marks=pytest.mark.wide), "1"])
 def test_killed_in_the_middle_of_the_reduce(run, overlap):
     """While the buckets are on their way; with overlap also in the first iteration, whose hooks start nothing."""
     ranks = run(
@@ -149,7 +149,10 @@ def test_a_second_failure_in_the_resumed_part(run):
     assert recomputed(ranks, 1) <= 2 and len([lost for _, lost, _ in ranks.breaks if lost]) == 4
 
 
-@pytest.mark.parametrize("at", ["enter", pytest.param("world", marks=pytest.mark.long), "entered"])
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param("enter", marks=pytest.mark.wide), pytest.param("world", marks=pytest.mark.long), "entered"],
+)
 def test_a_second_failure_while_groups_are_rebuilt(run, at):
     """Before, in the middle, and after the building of the groups, and at some moment of it."""
     ranks = run(

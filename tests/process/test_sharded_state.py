@@ -141,7 +141,7 @@ def undisturbed(tmp_path_factory):
         ("gather:1", FAILED, OVERLAP),
         pytest.param("copy:0", FAILED, {}, marks=pytest.mark.long),
         pytest.param("copy:0", FAILED, OVERLAP, marks=pytest.mark.long),
-        ("ack:0", FAILED + 1, {}),
+        pytest.param("ack:0", FAILED + 1, {}, marks=pytest.mark.wide),
         pytest.param("ack:0", FAILED + 1, {**OVERLAP, "bf16": True}, marks=pytest.mark.long),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),

@@ -70,7 +70,7 @@ SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-
         pytest.param(2, INTERLEAVED + OVERLAP, marks=pytest.mark.long),
         (4, TP + PP + SHARDED),
         pytest.param(4, TP + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
-        (4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather"),
+        pytest.param(4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.wide),
         (2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss"),
     ],
 )
