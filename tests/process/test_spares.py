@@ -34,11 +34,9 @@ def order(world: World, *kinds: str) -> list[tuple[str, object]]:
 def world(tmp_path_factory):
     """Four elements, three of which train, for ever; each test leaves one of the others as the spare. While the file
     "slow" is there, a process that takes a dead one's place takes long to start."""
-    slow = [
-        {"slot": slot, "incarnation": later, "iteration": -1, "at": "import", "kind": "sleep", "delay": 5, "file": "slow"}
-        for slot in range(4)
-        for later in (1, 2)
-    ]
+    when = {"iteration": -1, "at": "import", "file": "slow"}
+    again = [{"slot": slot, "incarnation": later} for slot in range(4) for later in (1, 2)]
+    slow = [each | when | {"kind": "sleep", "delay": 5} for each in again]
     settings = {"UNICRON_SPARES": "1", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(slow)}
     with World(tmp_path_factory.mktemp("spares"), 4, **settings) as started:
         started.wait(lambda: started.job().get("state") == "running", "the job trains")
