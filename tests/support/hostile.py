@@ -28,11 +28,11 @@ def messages(union: Any, known: Known) -> st.SearchStrategy[bytes]:
 
 def beyond(kind: inspect.Type, known: Known) -> st.SearchStrategy[tuple[str, bytes]]:
     """(path, message): one field of the message, anywhere in it, is beyond its range."""
-    messages = inside(kind, known)
+    sound = inside(kind, known)
 
     @st.composite
     def spoilt(draw: st.DrawFn) -> tuple[str, bytes]:
-        message = draw(messages)
+        message = draw(sound)
         found = [(path, spot) for path, spot in fields(kind, message) if outside(spot[2])]
         path, (holder, key, inner) = draw(st.sampled_from(found))
         holder[key] = draw(st.sampled_from(outside(inner)))
@@ -136,7 +136,7 @@ def _text(kind: inspect.StrType) -> st.SearchStrategy[str]:
 
 def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
     """A struct with all that it must have, and some of what it may."""
-    made: dict[str, st.SearchStrategy[Any]] = {}  # once: to make them is dearer than to draw
+    drawn = {field.name: inside(field.type, known, field.name) for field in kind.fields if field.name != "v"}
 
     @st.composite
     def struct(draw: st.DrawFn) -> Any:
@@ -145,9 +145,7 @@ def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
             if field.name == "v":
                 values["v"] = datagrams.HINT_VERSION if field.required else field.default
             elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
-                if field.name not in made:
-                    made[field.name] = inside(field.type, known, field.name)
-                values[field.encode_name] = draw(made[field.name])
+                values[field.encode_name] = draw(drawn[field.name])
         if "slots" in values:  # the element's, or the message is refused for them
             count = values["settings"].setdefault("ranks_per_node", 1)
             first = values["element"] * count

@@ -605,8 +605,11 @@ class World:
 
     def run(self, seconds: float, heartbeats: bool = True) -> None:
         """Time passes; living agents send their heartbeats. In long spans the controller has a look less often."""
-        step = 0.05 if seconds <= 2.0 else 0.1
-        for turn in range(round(seconds / step)):
+        turns, step = round(seconds / 0.05), 0.05
+        if seconds > 2.0:
+            turns //= 2
+            step = seconds / turns
+        for turn in range(turns):
             self.now += step
             if heartbeats and turn % round(0.5 / step) == 0:
                 for agent in list(self.agents):

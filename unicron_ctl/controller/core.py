@@ -172,8 +172,7 @@ class Core:
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
-        if outcome:
-            outcome = self.observer.filter(outcome, self.view)
+        outcome = self.observer.filter(outcome, self.view)
         if outcome.hurry:
             self.slurm.hurry(self.now)
         if not outcome:

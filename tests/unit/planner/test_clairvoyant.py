@@ -121,18 +121,13 @@ def best_by_hand(scenario: Scenario, trace) -> float:
     found, most = spans(scenario, trace)
     (job,) = scenario.jobs
     choices = [[size for size in job.options(most) if size <= span.nodes] for span in found]
-    gains = [{size: job.f(size) * span.seconds for size in job.options(most)} for span in found]
-    losses = [
-        {size: job.f(size) * min(scenario.transition_seconds, span.seconds) for size in job.options(most)}
-        for span in found
-    ]
+    rates = {size: job.f(size) for size in job.options(most)}
     best = 0.0
     for plan in itertools.product(*choices):
-        total = 0.0
-        for number, size in enumerate(plan):
-            total += gains[number][size]
-            if number and size != plan[number - 1]:
-                total -= losses[number][size]
+        total = sum(rates[size] * span.seconds for size, span in zip(plan, found, strict=True))
+        for number in range(1, len(plan)):
+            if plan[number] != plan[number - 1]:
+                total -= rates[plan[number]] * min(scenario.transition_seconds, found[number].seconds)
         best = max(best, total)
     return best
 
