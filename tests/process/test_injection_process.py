@@ -9,7 +9,8 @@ from unicron_ctl.errors import UserError
 
 pytestmark = pytest.mark.process
 SILENT = 8.0  # seconds for which the network is lost: well beyond the lease
-SETTINGS = "allow_inject = true\nhang_floor_seconds = 1.0\nlease_periods = 2.5\n"
+# Of the floor: a busy machine has kept a rank waiting for a second just before it was killed.
+SETTINGS = "allow_inject = true\nhang_floor_seconds = 3.0\nlease_periods = 2.5\n"
 
 
 @pytest.fixture(scope="module")
