@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from sbatch_templates import build_dataset, gpt_options
+from tests.support.controller import Controller
 from tests.support.jobs import Job
 
 
 @pytest.fixture(scope="session", autouse=True)
 def lent_templates() -> Iterator[None]:
-    """Agents of this tier are lent their first templates. Those of benchmarks make their own, as users' do."""
+    """Agents of this tier are lent their first templates, and controllers are forks. Those of benchmarks import all by
+    themselves, as users' do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "lent", True)
+        patch.setattr(Controller, "lent", True)
         yield
 
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, Job
+from tests.support.jobs import AGENT, FOREVER, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
@@ -207,7 +207,7 @@ SLEEPS = RANK + "time.sleep(600)\n"
 @pytest.fixture
 def sleeper(fake, tmp_path):
     """An agent whose rank says that it runs."""
-    job = Job(tmp_path, fake.address, "20", 1, [sys.executable, "-c", SLEEPS], UNICRON_MODE="session")
+    job = Job(tmp_path, fake.address, "20", 1, scripted(tmp_path, SLEEPS), UNICRON_MODE="session")
     fake.welcome()
     fake.rank(lambda rank: rank.state == "running", "its rank runs")
     yield job.agents[0]
@@ -235,7 +235,7 @@ def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tm
 def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_without_one(fake, tmp_path):
     """It was taken in; then the controller gave the whole job up. Its rank waits for a plan that will not come."""
     program = f"import os, sys\nif 'UNICRON_INCARNATION' not in os.environ:\n    sys.exit(5)\n{SLEEPS}"
-    command = [sys.executable, "-c", program]
+    command = scripted(tmp_path, program)
     job = Job(tmp_path, fake.address, "24", 1, command, UNICRON_MODE="session", SAYS="waiting")
     fake.welcome()
     pid = fake.rank(lambda rank: rank.state == "waiting", "its rank waits").pid
@@ -273,7 +273,7 @@ def test_a_script_that_trained_to_the_end_may_finish_its_work(fake, tmp_path, co
     saved, go = tmp_path / "saved", tmp_path / "go"
     work = f"import pathlib\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
     script = f"{RANK}{work}pathlib.Path({str(saved)!r}).write_text('all')\nsys.exit({code})\n"
-    job = Job(tmp_path, fake.address, "23", 1, [sys.executable, "-c", script], SAYS="finished", UNICRON_MODE="session")
+    job = Job(tmp_path, fake.address, "23", 1, scripted(tmp_path, script), SAYS="finished", UNICRON_MODE="session")
     try:
         fake.welcome()
         fake.rank(lambda rank: rank.state == "finished", "its rank is through")
@@ -316,7 +316,7 @@ worker = subprocess.Popen(["sleep", "600"])
 open({str(note)!r}, "w").write(str(worker.pid))
 os._exit(3)
 """
-    job = Job(tmp_path, fake.address, "25", 1, [sys.executable, "-c", script], UNICRON_MODE="session")
+    job = Job(tmp_path, fake.address, "25", 1, scripted(tmp_path, script), UNICRON_MODE="session")
     try:
         fake.welcome()
         assert fake.rank(lambda rank: rank.state == "exited", "its end").exit.code == 3

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from detector import blackhole
-from tests.support.jobs import Agent, Job
+from tests.support.jobs import SLEEPS, Agent, Job, scripted
 from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import sharing, wire
@@ -56,7 +56,7 @@ class TwoRanks:
 @pytest.fixture
 def two(fake, tmp_path):
     """Two ranks that run in generation 1, under a controller that asks for little by itself."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    command = scripted(tmp_path, SLEEPS)
     job = Job(tmp_path, fake.address, "27", 1, command, UNICRON_MODE="session", UNICRON_RANKS_PER_NODE="2")
     try:
         assert fake.welcome(heartbeat_period=30.0).number == 1

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from tests.support.controller import Controller
-from tests.support.jobs import Job
+from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
@@ -102,7 +102,9 @@ def test_everything_is_encrypted_and_nobody_hands_out_a_key(controller, realm, t
     secret = controller.state_folder / SECRET_FILE
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     plain = ScriptedAgent(controller.address, 0)
-    job = Job(tmp_path, controller.address, "21", 1, ["sleep", "600"], UNICRON_MODE="session", **realm.environment)
+    job = Job(
+        tmp_path, controller.address, "21", 1, scripted(tmp_path, SLEEPS), UNICRON_MODE="session", **realm.environment
+    )
     try:
         plain.register()
         controller.wait(lambda: controller.job("21"), "a real agent is taken in")
@@ -116,10 +118,12 @@ def test_everything_is_encrypted_and_nobody_hands_out_a_key(controller, realm, t
 
 def test_a_controller_that_lost_its_state_folder_is_found_again(controller, realm, tmp_path):
     """It has a new key then. Its agents ask for it and go on."""
-    job = Job(tmp_path, controller.address, "21", 1, ["sleep", "600"], UNICRON_MODE="session", **realm.environment)
+    job = Job(
+        tmp_path, controller.address, "21", 1, scripted(tmp_path, SLEEPS), UNICRON_MODE="session", **realm.environment
+    )
     try:
-        controller.wait(lambda: controller.rank(0, "21"), "the agent is taken in")
-        before, pid = key_of(controller), controller.rank(0, "21")["pid"]
+        pid = controller.wait(lambda: controller.rank(0, "21").get("pid"), "the agent is taken in, and its rank runs")
+        before = key_of(controller)
         controller.kill()
         shutil.rmtree(controller.state_folder)
         controller.start()

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support import megatron_lm
 from tests.support.jobs import World
-from tests.support.processes import call, of_a_world
+from tests.support.processes import call, of_a_world, outside_slurm
+from tests.support.warm import Script
 from transition.megatron_lm import seams
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
@@ -27,20 +28,21 @@ TOLERANCE = 1e-5
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
-def undisturbed(command: Sequence[str], ranks: int, limit: float = PATIENCE) -> list[megatron_lm.Line]:
-    """What the program logs in a world of torchrun's, without Unicron."""
-    started = [
-        subprocess.Popen(
-            command,
-            env=each | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for each in of_a_world(ranks)
-    ]
+def undisturbed(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
+    """What a program with the installed Megatron logs in a world of torchrun's, without Unicron."""
+    started = [Script(*command[1:], environment=each) for each in of_a_world(ranks)]
+    ended = [each.wait(PATIENCE) for each in started]
+    assert [each.returncode for each in ended] == [0] * ranks, ended[0].stderr[-3000:]
+    return megatron_lm.lines("\n".join(each.stdout + each.stderr for each in ended))
+
+
+def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
+    """The same of a program that brings a Megatron: an interpreter for each rank, which has imported no other."""
+    environments = [each | {"OMP_NUM_THREADS": "1"} for each in of_a_world(ranks)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, env=each, **output) for each in environments]
     try:
-        logs = [process.communicate(timeout=limit)[0] for process in started]
+        logs = [process.communicate(timeout=PATIENCE)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -106,7 +108,7 @@ def test_what_is_saved_is_gone_on_from(dataset, tmp_path):
 
 def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
     command = megatron_lm.stand_in(dataset, "--eval-iters", "10")
-    done = call(command[0], *megatron_lm.LAUNCHER, *command[1:], limit=PATIENCE)
+    done = Script(*megatron_lm.LAUNCHER, *command[1:], environment=outside_slurm()).wait(PATIENCE)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "unicron: can't heal evaluation in the training job, which all ranks have to get through: add --eval-iters 0; "
@@ -114,7 +116,7 @@ def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
     )
     script = tmp_path / "train.py"
     script.write_text("")
-    done = call(sys.executable, *megatron_lm.LAUNCHER, script, limit=PATIENCE)
+    done = Script(*megatron_lm.LAUNCHER, script, environment=outside_slurm()).wait(PATIENCE)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1].startswith("unicron: no megatron.training beside the script or in PYTHONPATH")
     done = call(sys.executable, *megatron_lm.LAUNCHER, tmp_path / "gone.py")
@@ -141,8 +143,10 @@ refusal()
 """
 
 
-def test_a_release_that_is_not_known_is_refused():
-    done = call(sys.executable, "-c", OTHER.format(folder=str(megatron_lm.HERE)), limit=PATIENCE)
+def test_a_release_that_is_not_known_is_refused(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(OTHER.format(folder=str(megatron_lm.HERE)))
+    done = Script(script, environment=outside_slurm()).wait(PATIENCE)
     instead = "check that one out, or run the job with --unicron-mode=restart"
     named = f"this is not Megatron-LM core_v{seams.RELEASES[-1]}, in which {seams.TRAINING}.train_step"
     assert done.stdout.splitlines()[-3:] == [
@@ -159,6 +163,6 @@ def test_the_real_program_goes_on_as_if_nothing_had_been(tmp_path, ranks, option
     command = megatron_lm.real(*options, "--train-iters", str(MANY), healed=True)
     found, log = healed(tmp_path, command, 1)
     plain = megatron_lm.real(*options, "--train-iters", str(MANY), healed=False)
-    wanted = undisturbed([*plain, "--exit-interval", str(len(found))], ranks)
+    wanted = undisturbed_with_its_own([*plain, "--exit-interval", str(len(found))], ranks)
     # Megatron-LM puts its first iteration into the mean of the second line once more, in a loop that begins anew, too.
     check(found, wanted, 8, log)

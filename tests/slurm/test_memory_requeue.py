@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
 export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 TINY_LAYOUT="2 1 1"
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02
+export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.1
 exec {agent} run -- {python} {script}
 """
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.support import lent
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol.client import ask
@@ -50,10 +51,11 @@ class Controller:
 
     settings: lines of [controller], in place of those of the same names in `usual`; it acts in all partitions unless
     they have tables of their own. environment: instead of the one
-    outside Slurm.
+    outside Slurm. `lent`: whether it is a fork of the tests' template where it is started like others.
     """
 
     usual = CALM
+    lent = False
 
     def __init__(self, folder: Path, settings: str = "", environment: Mapping[str, str] | None = None):
         self.folder = folder
@@ -67,8 +69,13 @@ class Controller:
     # ------------------------------------------------------------ the process
     @property
     def command(self) -> list[str]:
-        """How it is started, at the address that it had before."""
-        return [*COMMAND, "--config", str(self.config), "--state-dir", str(self.state_folder), "--listen", self.address]
+        """How it is started."""
+        return [*COMMAND, *self.options]
+
+    @property
+    def options(self) -> list[str]:
+        """It listens at the address that it had before."""
+        return ["--config", str(self.config), "--state-dir", str(self.state_folder), "--listen", self.address]
 
     def configure(self, settings: str) -> None:
         """Write its configuration; a running one reads it at SIGHUP."""
@@ -79,16 +86,20 @@ class Controller:
 
     def start(self) -> None:
         """Start it, at the address that it had before."""
-        with (self.folder / "unicrond.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        path, command = self.folder / "unicrond.log", self.command
+        if self.lent and command == [*COMMAND, *self.options]:
+            self.process: lent.Fork | subprocess.Popen[str] = lent.controller(self.options, self.environment, path)
+        else:
+            with path.open("ab") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("unicrond: listening on tcp://"):

@@ -17,6 +17,15 @@ HERE = Path(__file__).resolve().parent
 TINY, PLAIN = HERE / "tiny_gpt.py", HERE / "plain_train.py"
 AGENT = [sys.executable, "-m", "unicron_ctl.agent.main"]
 FOREVER = "1000000"  # iterations
+SLEEPS = "import time\ntime.sleep(600)\n"
+
+
+def scripted(folder: Path, text: str) -> list[str]:
+    """A command that runs this text. Unlike `python -c` it starts from a lent template, and so does its node's store,
+    which alone would import torch for two seconds."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
 
 
 class Agent:
@@ -31,7 +40,7 @@ class Agent:
         words = ["run", "--", *command]
         with (self.folder / "log").open("wb") as log:
             if job.lent and lent.fits(command, environment):
-                self.process: lent.Agent | subprocess.Popen[bytes] = lent.Agent(words, environment, log.fileno())
+                self.process: lent.Fork | subprocess.Popen[bytes] = lent.agent(words, environment, log.fileno())
             else:
                 self.process = subprocess.Popen(
                     [*AGENT, *words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -1,5 +1,6 @@
 """Agents whose template is lent to them: a fork of the tests' own (`tests.support.warm`). One of their own would import
-torch and Megatron for two seconds of CPU before anything can be seen. `lent_agent.py` says how."""
+torch and Megatron for two seconds of CPU before anything can be seen. `lent_agent.py` says how. And controllers that
+are such forks themselves (`lent_controller.py`)."""
 
 from __future__ import annotations
 
@@ -11,22 +12,39 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from detector.supervise import Forked
 from detector.template import READ_IN_C
 from tests.support.warm import warm
 
-PROGRAM = Path(__file__).resolve().with_name("lent_agent.py")
+AGENT, CONTROLLER = (str(Path(__file__).resolve().with_name(f"lent_{name}.py")) for name in ("agent", "controller"))
 
 
-class Agent:
-    """`unicron-agent WORDS` with such a template: a `subprocess.Popen`, as far as tests use it."""
+class Fork:
+    """A program that runs in a fork of the tests' template: a `subprocess.Popen`, as far as tests use it.
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: int):
-        own = json.dumps(dict(environment))  # the fork's is that of the tests' template
-        coming = warm().ask(warm().environment, [str(PROGRAM), own, *words], log)
+    words: those after the interpreter. output: of its standard output; where there is none it is read from `stdout`.
+    """
+
+    stdout: IO[str] | None = None
+
+    def __init__(self, words: list[str], output: int | None = None):
+        if output is not None:
+            self._begin(words, output)
+            return
+        reading, writing = os.pipe()
+        self.stdout = open(reading)
+        try:
+            self._begin(words, writing)
+        finally:
+            os.close(writing)
+
+    def _begin(self, words: list[str], output: int) -> None:
+        coming = warm().ask(warm().environment, words, output)
         assert coming is not None and coming.pid is not None, coming.cold if coming is not None else warm().why
         os.close(coming.stderr)
+        self._name = words[0]
         self._process, self._pidfd = Forked(coming.pid), os.pidfd_open(coming.pid)
         os.write(coming.leave, b"g")
         os.close(coming.leave)
@@ -53,7 +71,7 @@ class Agent:
             end.poll(None if timeout is None else timeout * 1000)
         code = self.poll()
         if code is None:
-            raise subprocess.TimeoutExpired("unicron-agent", timeout or 0.0)
+            raise subprocess.TimeoutExpired(self._name, timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -65,6 +83,16 @@ class Agent:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def agent(words: Sequence[str], environment: Mapping[str, str], log: int) -> Fork:
+    """`unicron-agent WORDS` with such a template."""
+    return Fork([AGENT, json.dumps(dict(environment)), *words], log)
+
+
+def controller(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Fork:
+    """`unicrond OPTIONS`; its standard error goes to `log`."""
+    return Fork([CONTROLLER, json.dumps(dict(environment)), str(log), *options])
 
 
 def fits(command: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ import msgpack
 import msgspec
 import zmq
 
+from tests.support import lent
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
 from transition import layout
@@ -32,19 +32,14 @@ LIMIT = 240.0  # a busy machine may need minutes for the imports
 STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
 
 
-_store: tuple[subprocess.Popen, str] | None = None
+_store: tuple[lent.Fork, str] | None = None
 
 
-def store_address(environment: dict[str, str]) -> str:
-    """The rendezvous store of all runs of this process; it ends with its standard input, which is this process's."""
+def store_address() -> str:
+    """The rendezvous store of all runs of this process."""
     global _store
     if _store is None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "transition.store_host"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        process = lent.Fork(["-m", "transition.store_host", "forked"])
         atexit.register(process.kill)
         assert process.stdout is not None
         _store = process, f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
@@ -114,7 +109,6 @@ class Ranks:
         environment = rank_environment(place, self.endpoint, base)
         script = settings.get("TINY_SCRIPT", str(HERE / "tiny_gpt.py"))
         self.ranks = {slot: kind(slot, slot, [sys.executable, script], environment) for slot in range(size)}
-        self.environment = environment(0, 0, 0)
         self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
         self.kills, self.born = sorted(kills or []), 0.0
         self.pauses = sorted(pauses or [])
@@ -139,7 +133,7 @@ class Ranks:
         try:
             for rank in self.ranks.values():
                 rank.start(0)
-            self.store = store_address(self.environment)
+            self.store = store_address()
             self._loop()
         finally:
             stop_all(list(self.ranks.values()))

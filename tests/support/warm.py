@@ -104,7 +104,7 @@ def warm() -> Warm:
     """The one of this process."""
     global _warm
     if _warm is None:
-        _warm = OfAll([str(SCRIPT)], "transition.session")
+        _warm = OfAll([str(SCRIPT)], "transition.session", "unicron_ctl.controller.main")
         atexit.register(_warm.close)
     return _warm
 
@@ -112,7 +112,7 @@ def warm() -> Warm:
 class Script:
     """A script that runs in a fork, for :class:`subprocess.Popen` of an interpreter of its own."""
 
-    def __init__(self, script: Path, *arguments: object, environment: Mapping[str, str]):
+    def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str]):
         self.command = [str(word) for word in (script, *arguments)]
         self._output = tempfile.TemporaryFile()
         coming = warm().ask(environment, self.command, self._output.fileno())

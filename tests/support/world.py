@@ -607,7 +607,7 @@ class World:
         """Time passes; living agents send their heartbeats. In long spans the controller has a look less often."""
         turns, step = round(seconds / 0.05), 0.05
         if seconds > 2.0:
-            turns //= 2
+            turns //= 5 if seconds > 5.0 else 2
             step = seconds / turns
         for turn in range(turns):
             self.now += step

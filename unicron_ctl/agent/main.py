@@ -14,6 +14,7 @@ from unicron_ctl import cli as programs
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
 from unicron_ctl.agent.warm import wanted
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.one_thread import one_thread
 from unicron_ctl.protocol.wire import SESSION
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
@@ -99,8 +100,9 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return run_unprotected(place, command, "no controller is configured (UNICRON_CONTROLLER)")
     import zmq
 
-    from unicron_ctl.agent.agent import Agent
-    from unicron_ctl.agent.plain_ranks import RestartAgent
+    with one_thread():
+        from unicron_ctl.agent.agent import Agent
+        from unicron_ctl.agent.plain_ranks import RestartAgent
 
     try:
         agent = (Agent if chosen.name == SESSION else RestartAgent)(place, command, address)

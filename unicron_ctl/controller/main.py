@@ -17,11 +17,14 @@ from unicron_ctl import descriptors, journal, limits
 from unicron_ctl.cli import run
 from unicron_ctl.config import Config, examine, listen_problem, refuse, rungs, state_dir
 from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.server import Server
 from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.one_thread import one_thread
 from unicron_ctl.protocol import encryption
 from unicron_ctl.slurm.client import SlurmClient
 from unicron_ctl.systemd import SystemdNotifier
+
+with one_thread():
+    from unicron_ctl.controller.server import Server
 
 PROGRAM = "unicrond"
 log = logging.getLogger("unicron.controller")
