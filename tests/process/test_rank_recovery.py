@@ -73,6 +73,7 @@ def test_killed_before_in_the_middle_and_alone(run):
     assert steppers(ranks, 3) == {1}
 
 
+@pytest.mark.wide  # agents start such, too (test_warm_ranks)
 def test_processes_of_their_own(run):
     """As an agent starts them, from import to exit."""
     ranks = run(fault(1, 1, "fetch", 2), size=2, fork=False)
