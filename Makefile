@@ -6,6 +6,8 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
 PYTEST_ARGS ?=
+# WIDE=1: the further shapes of what `make test` proves with the others, and the demo
+WIDE      ?=
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
@@ -22,6 +24,9 @@ TEST  := $(BIN)/python -m pytest --dist loadfile
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
+# A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
+EDITABLE := --config-settings editable_mode=compat
+
 .PHONY: help venv system system-test plugin demo test test-others test-wide test-long test-unit lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,7 +39,7 @@ $(STAMP): setup.cfg pyproject.toml
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(EDITABLE) -e ".[train,dev]"
 	touch $@
 
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
@@ -56,22 +61,26 @@ test: system-test venv plugin   ## all three tiers: pure, several processes, a r
 ifeq ($(PYTEST_ARGS),)
 	@echo "The pure tests, and beside them those on Slurm and then those of several processes: each tier prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
+ifneq ($(WIDE),)
+	$(BIN)/python -m pytest -m "alone and not long" tests/slurm
+endif
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-wide: system-test venv plugin   ## further shapes of what `make test` proves, and the demo; `.ci/run` runs both
+test-wide: system-test venv plugin   ## the further shapes alone, and the demo
 	$(WAITS) -n 3 -m "wide and not long" tests/process
 	$(WAITS) -n 2 -m "wide and not long and not alone" tests/slurm
-	$(BIN)/python -m pytest -m alone tests/slurm
+	$(BIN)/python -m pytest -m "alone and not long" tests/slurm
 
 test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 # They wait for half of their time, in which the pure ones compute.
+SHAPES := $(if $(WIDE),not long,not wide and not long)
 test-others:     # of `make test`
-	$(WAITS) -n 2 -m "not wide and not long" tests/slurm
-	$(WAITS) -n 3 -m "not wide and not long" tests/process
+	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
+	$(WAITS) -n 3 -m "$(SHAPES)" tests/process
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
 	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)

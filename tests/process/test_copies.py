@@ -89,7 +89,7 @@ def test_while_the_job_waits_for_a_lost_half_the_whole_state_goes_to_files(
         assert ends != signal.SIGTERM or job.agents[0].wait() == 128 + ends
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(tmp_path: Path) -> None:
     """Only the spare has a copy of that half, and nobody has to send it anything. Whoever comes last of the two nodes
     whose ranks could train the first half is the spare."""
@@ -115,7 +115,7 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
         assert job.job()["ledger_violations"] == 0
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_two_copies_bear_the_loss_of_both_nodes_that_train_a_half(tmp_path: Path) -> None:
     """Two replicas: the halves of both nodes are gone, each with the memory in which it lay."""
     with Halves(tmp_path, nodes=4, UNICRON_STATE_COPIES="2", **SETTINGS) as job:
@@ -151,6 +151,7 @@ def test_a_controller_that_is_started_again_goes_on_with_cuts_while_all_ranks_tr
         assert not job.events("failure_detected")
 
 
+@pytest.mark.wide  # as in test_memory, where the data come from another node
 def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_path: Path) -> None:
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:
         job.both_copied()

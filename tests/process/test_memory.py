@@ -83,6 +83,7 @@ def trained(folder: Path, wanted: dict[int, float], slots: int = 2) -> int:
     return firsts.pop()
 
 
+@pytest.mark.wide  # as in test_shard_copies
 def test_all_ranks_die_and_no_iteration_is_lost(tmp_path, losses):
     with Remembering(tmp_path, nodes=2, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
@@ -111,7 +112,7 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
     "at",
     [
         "half",
-        pytest.param("copied", marks=pytest.mark.wide),
+        pytest.param("copied", marks=pytest.mark.long),
         *(pytest.param(at, marks=pytest.mark.long) for at in REST),
     ],
 )
@@ -271,10 +272,10 @@ def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "by_agents"),
     [
-        ({"TINY_LAYOUT": "2 1 1"}, True),
+        pytest.param({"TINY_LAYOUT": "2 1 1"}, True, marks=pytest.mark.wide),
         pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
         pytest.param({"TINY_DISTOPT": "1"}, True, marks=pytest.mark.long),
-        pytest.param({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True, marks=pytest.mark.wide),
+        pytest.param({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True, marks=pytest.mark.long),
     ],
     ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
@@ -334,7 +335,7 @@ def ended_and_on_again(tmp_path: Path, kind: dict[str, str], next_one: dict[str,
     ("kind", "next_one"),
     [
         pytest.param({}, {}, marks=pytest.mark.long, id="all is trained"),
-        pytest.param({"TINY_EXPERTS": "bias"}, {}, marks=pytest.mark.wide, id="biases"),
+        pytest.param({"TINY_EXPERTS": "bias"}, {}, marks=pytest.mark.long, id="biases"),
         pytest.param(FROZEN, BUILT, marks=pytest.mark.long, id="frozen"),
         pytest.param(FROZEN | {"TINY_LAYOUT": "2 1 1"}, BUILT, marks=pytest.mark.long, id="frozen TP"),
     ],

@@ -89,7 +89,7 @@ def test_killed_around_the_reduce(run):
     assert len(kept) == 8 - 3, "rank 0's part was in the reduced gradient and was not computed again"
 
 
-@pytest.mark.parametrize("overlap", [pytest.param("0", marks=pytest.mark.wide), "1"])
+@pytest.mark.parametrize("overlap", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_killed_in_the_middle_of_the_reduce(run, overlap):
     """While the buckets are on their way; with overlap also in the first iteration, whose hooks start nothing."""
     ranks = run(

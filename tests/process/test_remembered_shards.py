@@ -74,7 +74,7 @@ def begun(ranks: Ranks) -> tuple[int, int] | None:
     return plan.state
 
 
-@pytest.mark.parametrize("shape", [pytest.param("dp", marks=pytest.mark.wide), "tp"])
+@pytest.mark.parametrize("shape", [pytest.param("dp", marks=pytest.mark.long), "tp"])
 def test_all_ranks_are_killed_and_go_on_from_memory_with_no_iteration_lost(tmp_path, memory, undisturbed, shape):
     late = all_at(shape, "fetch", kind="late", delay=0.1)
     ranks = train(tmp_path, shape, late, UNICRON_MEMORY=str(memory))
@@ -89,7 +89,7 @@ def test_all_ranks_are_killed_and_go_on_from_memory_with_no_iteration_lost(tmp_p
     [
         pytest.param("dp", "export", {}, marks=pytest.mark.long),
         ("dp", "filled", {}),
-        pytest.param("tp", "copies", {}, marks=pytest.mark.wide),
+        pytest.param("tp", "copies", {}, marks=pytest.mark.long),
         pytest.param("dp", "confirm", {}, marks=pytest.mark.long),
         pytest.param("tp", "confirm", {"kind": "late", "delay": 0.002}, marks=pytest.mark.long),
     ],

@@ -70,7 +70,7 @@ SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-
         pytest.param(2, INTERLEAVED + OVERLAP, marks=pytest.mark.long),
         (4, TP + PP + SHARDED),
         pytest.param(4, TP + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
-        pytest.param(4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.wide),
+        pytest.param(4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
         (2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_any_layout_is_gone_on_with_in_any_other(dataset, refere
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(2, SHARDED + "--bf16", marks=pytest.mark.wide),
+        pytest.param(2, SHARDED + "--bf16", marks=pytest.mark.long),
         pytest.param(
             2,
             PP + "--untie-embeddings-and-output-weights --attention-dropout 0.1 --hidden-dropout 0.1",

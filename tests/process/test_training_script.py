@@ -73,7 +73,7 @@ LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-
     ("ranks", "more"),
     [
         pytest.param(2, [], marks=pytest.mark.long),
-        pytest.param(3, ["--overlap-grad-reduce"], marks=pytest.mark.wide),
+        pytest.param(3, ["--overlap-grad-reduce"], marks=pytest.mark.long),
         pytest.param(4, LAYOUT, marks=pytest.mark.wide),
     ],
 )

@@ -300,7 +300,7 @@ class LinksCluster:
         options: more of sbatch. settings: environment variables of agents and ranks.
         """
         folder = self._folder()
-        tiny = {"TINY_OUT": str(folder), "TINY_SAVE": "0", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.1"}
+        tiny = {"TINY_OUT": str(folder), "TINY_SAVE": "0", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02"}
         given = {"UNICRON_CONTROLLER": self.controller.address, "UNICRON_RANKS_PER_NODE": "1", **tiny, **settings}
         agent = [] if self.plugin else [AGENT, "run", "--"]
         words = [*agent, *(command or [sys.executable, str(TINY)])]

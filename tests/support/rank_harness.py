@@ -109,6 +109,7 @@ class Ranks:
         environment = rank_environment(place, self.endpoint, base)
         script = settings.get("TINY_SCRIPT", str(HERE / "tiny_gpt.py"))
         self.ranks = {slot: kind(slot, slot, [sys.executable, script], environment) for slot in range(size)}
+        self.environment = environment(0, 0, 0)
         self.restart, self.hang_limit, self.leave, self.comeback = restart, hang_limit, dict(leave or {}), comeback
         self.kills, self.born = sorted(kills or []), 0.0
         self.pauses = sorted(pauses or [])

@@ -35,7 +35,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS, st.integers(6, 8), st.sampled_from([LINEAR, STEPS]), st.floats(1, 4000))
 def test_no_policy_passes_the_bound(rows, nodes, flops, transition):
     trace = make(

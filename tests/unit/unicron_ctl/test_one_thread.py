@@ -21,8 +21,14 @@ print(json.dumps([before == dict(os.environ), "numpy" in sys.modules, len(os.lis
 """
 
 
-@pytest.mark.parametrize("module", ["unicron_ctl.agent.agent", "unicron_ctl.controller.server"])
-@pytest.mark.parametrize("told", [{}, {THREADS: "2"}])
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("unicron_ctl.agent.agent", {}),
+        ("unicron_ctl.controller.server", {}),
+        ("unicron_ctl.agent.agent", {THREADS: "2"}),
+    ],
+)
 def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told):
     environment = {name: value for name, value in os.environ.items() if name not in (THREADS, "OMP_NUM_THREADS")}
     program = PROGRAM.format(module=module)

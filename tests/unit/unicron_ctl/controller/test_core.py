@@ -415,7 +415,7 @@ def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1] and not world.job().ended
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -64,7 +64,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
     decoder = UNIONS.get(SIDE.get(kind, ""), kind)
     speaks = datagrams.HINT_VERSION if kind is datagrams.Hint else wire.VERSION
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.inside(info, KNOWN).map(msgspec.msgpack.encode))
     def taken(data):
         try:
