@@ -63,7 +63,10 @@ def two(fake, tmp_path):
         ranks = TwoRanks(fake, job.agents[0])
         for slot in (0, 1):
             ranks.say("rank", slot, state="running", generation=1)
-        fake.status(lambda status: all(rank.state == "running" for rank in status.ranks.values()), "both run")
+        fake.status(
+            lambda status: bool(status.store) and all(rank.state == "running" for rank in status.ranks.values()),
+            "both run, and nothing else is to come",
+        )
         yield ranks
     finally:
         job.close()

@@ -66,7 +66,9 @@ def same(first: dict[int, float], again: dict[int, float]) -> None:
     assert both and {i: again[i] for i in both} == {i: first[i] for i in both}
 
 
-@pytest.mark.parametrize("frozen", [pytest.param("0", marks=pytest.mark.long), pytest.param("1", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "frozen", [pytest.param("0", marks=pytest.mark.long), pytest.param("1", marks=pytest.mark.wide)]
+)
 def test_a_node_that_alone_had_half_of_the_model_is_lost(tmp_path: Path, frozen: str) -> None:
     """One replica over two nodes: each shard has one holder."""
     with Nodes(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FROZEN=frozen, **SETTINGS) as job:

@@ -1,10 +1,9 @@
 """An agent, and the template that waits beside it until the agent starts one.
 
-    lent_agent.py ENVIRONMENT run -- COMMAND...           in a fork of the tests' template
-    python lent_agent.py DESCRIPTOR PID run -- COMMAND... the agent
+    lent_agent.py ENVIRONMENT run -- COMMAND...
 
-The fork forks the template-to-be, and becomes the agent by exec, with ENVIRONMENT (JSON). The agent is the product's
-own; only the first template that it starts is the process that waits at the other end of DESCRIPTOR, which runs the
+It runs in a fork of the tests' template, forks the template-to-be, and becomes the agent, with ENVIRONMENT (JSON). The
+agent is the product's own; only the first template that it starts is the process that waits already, which runs the
 product's template program from there on. Templates after that one are started as ever.
 """
 
@@ -21,27 +20,27 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[2]
+from tests.support.become import ROOT, become
+
 MESSAGE_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
 
 
-# ---------------------------------------------------------------- in the fork
-def become(environment: Mapping[str, str], words: Sequence[str]) -> None:
+def main() -> None:
     """The agent, with the template-to-be as its child, in which this returns once it is none any more."""
-    os.chdir(ROOT)
+    environment, *words = sys.argv[1:]
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent, pid = os.getpid(), os.fork()
     if pid == 0:
+        os.chdir(ROOT)
         mine.close()
         wait(its, agent)
         return
+    its.close()
     os.setpgid(pid, pid)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
-    mine.set_inheritable(True)
-    os.execve(sys.executable, [sys.executable, str(HERE), str(mine.fileno()), str(pid), *words], environment)
+    lend(mine, pid)
+    become("unicron-agent", environment, words)
 
 
 def wait(line: socket.socket, agent: int) -> None:
@@ -61,13 +60,12 @@ def wait(line: socket.socket, agent: int) -> None:
     program.given = lambda: task["environment"]  # what /proc shows is the tests' template's
     program.restore(os.environ, task["environment"], {})
     tempfile.tempdir = None  # TMPDIR may be another
-    sys.path.remove(str(HERE.parent))  # it leads the path for this script
+    sys.path.remove(str(Path(__file__).resolve().parent))  # it leads the path for this script
     sys.argv = [task["program"], str(files[0]), *task["words"]]
     sys.orig_argv = [sys.executable, *sys.argv]
     program.main()
 
 
-# ---------------------------------------------------------------- the agent
 def lend(line: socket.socket, pid: int) -> None:
     """The first template that this process starts is the one at the other end of `line`."""
     from detector.supervise import Child
@@ -85,22 +83,6 @@ def lend(line: socket.socket, pid: int) -> None:
         return Child.forked(pid, stderr)
 
     setattr(template, "Child", start)  # noqa: B010
-
-
-def main() -> None:
-    """See the module's own words."""
-    if not sys.argv[1].isdigit():
-        become(json.loads(sys.argv[1]), sys.argv[2:])
-        return
-    descriptor, pid, *words = sys.argv[1:]
-    line = socket.socket(fileno=int(descriptor))
-    line.set_inheritable(False)
-    sys.path[0] = str(ROOT)  # as `python -m` has it there
-    lend(line, int(pid))
-    sys.argv = ["unicron-agent", *words]
-    from unicron_ctl.agent.main import main as agent
-
-    agent()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from unicron_ctl.agent.template import ANSWER_SECONDS, HUNG_SECONDS, Coming, Tem
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
 LIMIT = 90.0
+PROGRAMS = ("unicron_ctl.agent.plain_ranks", "unicron_ctl.controller.main")  # which run in forks, too
 
 
 class Warm:
@@ -104,7 +105,7 @@ def warm() -> Warm:
     """The one of this process."""
     global _warm
     if _warm is None:
-        _warm = OfAll([str(SCRIPT)], "transition.session", "unicron_ctl.controller.main")
+        _warm = OfAll([str(SCRIPT)], "transition.session", *PROGRAMS)
         atexit.register(_warm.close)
     return _warm
 
