@@ -83,7 +83,7 @@ test-others:     # of `make test`
 	$(WAITS) -n 3 -m "$(SHAPES)" tests/process
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
-	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
+	nice -n 14 $(TEST) -n 2 tests/unit $(UNIT_ARGS)
 
 lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .
