@@ -62,7 +62,7 @@ def test_an_agent_is_killed_in_the_middle_of_a_transfer(tmp_path: Path, element:
         assert not any(path.exists() for path in half)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_node_without_room_for_copies_says_so_once_and_the_job_trains_on(tmp_path: Path) -> None:
     """The limit is the kernel's own, on what the receiving agent may write; its rank's memory has room."""
     with Halves(tmp_path, nodes=2, **SETTINGS) as job:

@@ -75,13 +75,10 @@ def test_a_job_goes_on_in_another_layout(tmp_path, undisturbed, one, other):
     proof.close(found, undisturbed(*one), LOSSES)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        (("1 2 1", 2), ("1 1 1", 1)),
-        pytest.param(("1 2 1" + SHARDED, 2), ("1 2 2" + SHARDED, 1), marks=pytest.mark.long),
-    ],
+    [(("1 2 1", 2), ("1 1 1", 1)), (("1 2 1" + SHARDED, 2), ("1 2 2" + SHARDED, 1))],
 )
 def test_experts_with_their_biases_and_further_tokens_go_on_too(tmp_path, undisturbed, one, other):
     saves = tmp_path / "saves"

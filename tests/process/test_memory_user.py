@@ -182,7 +182,7 @@ def test_a_node_is_lost_and_its_ranks_go_on_from_the_copies_in_the_next_one(tmp_
         job.end()
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_another_element_takes_over_rank_numbers_move_and_a_damaged_copy_is_not_used(tmp_path):
     """The first node is lost: the second one's ranks are the first now, and their states go to the new one's."""
     settings = {"SAVES_OWN": "1", "SLURM_ARRAY_TASK_COUNT": "3", "UNICRON_MIN_NODES": "2"}

@@ -91,7 +91,7 @@ def test_a_rank_is_killed_and_the_losses_are_those_of_one_undisturbed_process(
     assert [each["loss"] for each in found] == pytest.approx(wanted, rel=LOSSES)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_what_slurm_ends_is_in_the_checkpoints_and_another_job_goes_on_from_there(
     cluster: LocalCluster, controller: Controller, tmp_path: Path
 ) -> None:
