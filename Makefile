@@ -80,10 +80,10 @@ test-long: system-test venv plugin  ## the tests that take longest, with `make s
 SHAPES := $(if $(WIDE),not long,not wide and not long)
 test-others:     # of `make test`
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
-	$(WAITS) -n 4 -m "$(SHAPES)" tests/process
+	$(WAITS) -n 3 -m "$(SHAPES)" tests/process
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
-	nice -n 14 $(TEST) -n 2 tests/unit $(UNIT_ARGS)
+	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
 
 lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .

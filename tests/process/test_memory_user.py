@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -143,6 +142,11 @@ class Saving:
     def memory(self, node: str) -> Path:
         return next(Path(self.job.environment["UNICRON_MEMORY_DIR"]).glob(f"unicron.*.{node}.*"))
 
+    def keeps(self, after: int, *nodes: str) -> None:
+        """Wait until each of these nodes has something of a later iteration."""
+        newest = lambda node: max((one.key.iteration for one in inventory(self.memory(node))), default=-1)  # noqa: E731
+        wait_for(lambda: all(newest(node) > after for node in nodes), f"more than {after} is kept", now=self.told)
+
     def copies(self, node: str) -> dict[int, set[int]]:
         """iteration -> ranks of which a node has copies."""
         found: dict[int, set[int]] = {}
@@ -209,11 +213,12 @@ def test_under_an_agent_a_killed_job_goes_on_with_what_it_kept(tmp_path):
     """Data-parallel: all ranks have the same, so nothing is copied while it lies in two nodes."""
     with Saving(tmp_path, nodes=2, ranks=1) as job:
         job.wait_begun(2)
-        time.sleep(2.0)
+        job.keeps(6, "n0", "n1")
         for rank in (0, 1):
             os.kill(job.begun(rank)[0][1], signal.SIGKILL)
         again = job.wait_begun(2, 2)
         assert again[0] == again[1] > 5
+        job.keeps(again[0] + 1, "n0", "n1")
         assert not job.copies("n0") and not job.copies("n1")
         job.power_failure(0, "n0")
         job.job.start(0, SLURMD_NODENAME="n5")
