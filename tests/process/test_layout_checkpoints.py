@@ -64,6 +64,7 @@ def undisturbed(tmp_path_factory):
         (("2 1 1" + SHARDED, 2), ("1 2 1" + SHARDED, 2)),
     ],
 )
+@pytest.mark.wide  # as in test_template_layouts
 def test_a_job_goes_on_in_another_layout(tmp_path, undisturbed, one, other):
     saves = tmp_path / "saves"
     train(tmp_path / "one", *one, saves, 4)

@@ -68,7 +68,7 @@ SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-
         pytest.param(2, TP, marks=pytest.mark.long),
         pytest.param(2, PP, marks=pytest.mark.long),
         pytest.param(2, INTERLEAVED + OVERLAP, marks=pytest.mark.long),
-        (4, TP + PP + SHARDED),
+        pytest.param(4, TP + PP + SHARDED, marks=pytest.mark.wide),
         pytest.param(4, TP + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
         pytest.param(4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
         (2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss"),
