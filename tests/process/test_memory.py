@@ -116,7 +116,6 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
         *(pytest.param(at, marks=pytest.mark.long) for at in REST),
     ],
 )
-@pytest.mark.wide
 def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tmp_path, at, losses):
     """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it."""
     faults = json.dumps([fault(1, 5, at)])
@@ -273,7 +272,7 @@ def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "by_agents"),
     [
-        pytest.param({"TINY_LAYOUT": "2 1 1"}, True, marks=pytest.mark.wide),
+        ({"TINY_LAYOUT": "2 1 1"}, True),
         pytest.param({"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_EVERY": "0"}, False, marks=pytest.mark.long),
         pytest.param({"TINY_DISTOPT": "1"}, True, marks=pytest.mark.long),
         pytest.param({"TINY_DISTOPT": "1", "TINY_EXPERTS": "bias"}, True, marks=pytest.mark.long),
