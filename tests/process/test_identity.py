@@ -328,6 +328,8 @@ def test_one_peer_cannot_keep_the_controller_busy(controller, agents):
 class ShortOfFiles(Controller):
     """A unicrond that may open 300 files."""
 
+    lent = False
+
     @property
     def command(self) -> list[str]:
         return ["prlimit", "--nofile=300:300", *super().command]

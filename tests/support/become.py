@@ -8,9 +8,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
+
 PROGRAMS = {"unicron-agent": "unicron_ctl.agent.main", "unicrond": "unicron_ctl.controller.main"}
 
 

@@ -51,7 +51,7 @@ class Controller:
 
     settings: lines of [controller], in place of those of the same names in `usual`; it acts in all partitions unless
     they have tables of their own. environment: instead of the one
-    outside Slurm. `lent`: whether it is a fork of the tests' template where it is started like others.
+    outside Slurm. `lent`: whether it is a fork of the tests' template, whatever its command is.
     """
 
     usual = CALM
@@ -86,13 +86,13 @@ class Controller:
 
     def start(self) -> None:
         """Start it, at the address that it had before."""
-        path, command = self.folder / "unicrond.log", self.command
-        if self.lent and command == [*COMMAND, *self.options]:
+        path = self.folder / "unicrond.log"
+        if self.lent:
             self.process: lent.Fork | subprocess.Popen[str] = lent.controller(self.options, self.environment, path)
         else:
             with path.open("ab") as log:
                 self.process = subprocess.Popen(
-                    command,
+                    self.command,
                     cwd=ROOT,
                     env=self.environment,
                     stdin=subprocess.DEVNULL,

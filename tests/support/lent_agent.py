@@ -20,7 +20,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.become import ROOT, become
+from tests.support.become import become
+from tests.support.processes import ROOT
 
 MESSAGE_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1

@@ -6,6 +6,7 @@ The decisions are the controller's own (`unicron_ctl.controller.resume`); only t
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import sys
 import tempfile
@@ -32,18 +33,13 @@ LIMIT = 240.0  # a busy machine may need minutes for the imports
 STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
 
 
-_store: tuple[lent.Fork, str] | None = None
-
-
+@functools.cache
 def store_address() -> str:
     """The rendezvous store of all runs of this process."""
-    global _store
-    if _store is None:
-        process = lent.Fork(["-m", "transition.store_host", "forked"])
-        atexit.register(process.kill)
-        assert process.stdout is not None
-        _store = process, f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
-    return _store[1]
+    process = lent.Fork(["-m", "transition.store_host", "forked"])
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    return f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
 
 
 class ForkedRank(Rank):
