@@ -108,13 +108,15 @@ def flip(path: Path, really: bool = True) -> None:
 
 
 class Saving:
-    """Nodes under real agents, whose script keeps its state in memory."""
+    """Nodes under real agents, whose script keeps its state in memory. No world is smaller: it would begin anew with
+    parts of its own."""
 
     def __init__(self, folder: Path, nodes: int, ranks: int, **settings: str):
         self.folder = folder
         (folder / "controller").mkdir()
         self.controller = Controller(folder / "controller", "forming_settle_seconds = 1")
         settings |= {"SAVES_OUT": str(folder), "UNICRON_MODE": "restart", "UNICRON_RANKS_PER_NODE": str(ranks)}
+        settings["UNICRON_MIN_NODES"] = str(nodes)
         command = [sys.executable, str(HERE / "saves_on.py")]
         self.job = Job(folder, self.controller.address, "81", nodes, command, **settings)
 
@@ -189,8 +191,7 @@ def test_a_node_is_lost_and_its_ranks_go_on_from_the_copies_in_the_next_one(tmp_
 @pytest.mark.long
 def test_another_element_takes_over_rank_numbers_move_and_a_damaged_copy_is_not_used(tmp_path):
     """The first node is lost: the second one's ranks are the first now, and their states go to the new one's."""
-    settings = {"SAVES_OWN": "1", "SLURM_ARRAY_TASK_COUNT": "3", "UNICRON_MIN_NODES": "2"}
-    with Saving(tmp_path, nodes=2, ranks=1, **settings) as job:
+    with Saving(tmp_path, nodes=2, ranks=1, SAVES_OWN="1", SLURM_ARRAY_TASK_COUNT="3") as job:
         assert job.wait_begun(2) == [0] * 2
         first = job.copied(("n0", {1}), ("n1", {0}))
         job.power_failure(0, "n0")

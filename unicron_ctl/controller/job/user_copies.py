@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -95,7 +95,7 @@ def _ask(view: View, job: JobView, cuts: Cuts, newest: wire.Image) -> None:
         return
     pace = cuts.pace
     pace.late = min(MOST_LATE, pace.late + 1) if late else 0
-    cuts.good = good if good >= 0 else newest_good(job, enough=False)
+    cuts.good = good if good >= 0 else _standing(job)
     ahead = max(AHEAD, math.ceil((AHEAD_SECONDS + HEARD_SECONDS) * pace.rate)) << pace.late
     name(view, job, cuts, max(newest.iteration, cuts.asked) + 1 + ahead)
 
@@ -158,20 +158,32 @@ def _next(
 
 
 # ---------------------------------------------------------------- from what the job can go on
-def newest_good(job: JobView, enough: bool = True) -> int:
-    """The newest iteration of which every rank's part lies in enough nodes' memory, or, if that is not asked, in any;
-    of what all ranks have alike any part is one. -1 where there is none."""
+def newest_good(job: JobView) -> int:
+    """The newest iteration of which every rank's part lies in enough nodes' memory; of what all ranks have alike any
+    part is one. -1 where there is none."""
     agents, size = with_memory(job), len(job.state.members)
-    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents})) if enough else 1
-    nodes: dict[tuple[int, str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    most = min(1 + job.state.settings.copies, len({agent.node for agent in agents}))
+    return max((iteration for iteration, of in _whole(agents, most) if of in (SAME, size)), default=-1)
+
+
+def _standing(job: JobView) -> int:
+    """What there is stays until there is a better one: the newest that is whole, and if this world has none, what one
+    of another size has left, for a world of that size may come back. -1 where there is none."""
+    whole, size = _whole(with_memory(job), 1), len(job.state.members)
+    return max(whole, key=lambda each: (each[1] in (SAME, size), each[0]), default=(-1, SAME))[0]
+
+
+def _whole(agents: Iterable[AgentView], most: int) -> list[tuple[int, int | str]]:
+    """Iterations of which every part lies in so many nodes, and of what size of world they are: SAME where all ranks
+    have the same."""
+    nodes: dict[tuple[int, int | str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for agent in agents:
         for image in agent.images:
-            if image.kind == USER and (image.mark == SAME or image.size == size):
-                place = 0 if image.mark == SAME else image.place
-                nodes[image.iteration, image.mark, image.base][place].add(agent.node)
-    whole = [
-        iteration
-        for (iteration, mark, _), places in nodes.items()
-        if len(places) == (1 if mark == SAME else size) and all(len(each) >= most for each in places.values())
+            if image.kind == USER:
+                of, place = (SAME, 0) if image.mark == SAME else (image.size, image.place)
+                nodes[image.iteration, of, image.base][place].add(agent.node)
+    return [
+        (iteration, of)
+        for (iteration, of, _), places in nodes.items()
+        if len(places) == (1 if of == SAME else of) and all(len(each) >= most for each in places.values())
     ]
-    return max(whole, default=-1)

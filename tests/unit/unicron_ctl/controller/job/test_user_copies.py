@@ -130,6 +130,25 @@ def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
     assert order.good == cut + 3 and order.iteration > last - 60
 
 
+def test_a_smaller_world_lets_the_cut_of_the_one_before_it_stay_for_the_next_one_of_its_size():
+    world, agents = started(2)
+    save_on(world, agents, 4.0, begin=1000)
+    cut = agents[0].orders()[-1].iteration
+    for agent in agents:
+        agent.has(cut, 0, 1)
+    agents[1].silent = agents[1].killed = True
+    world.run(20.0)
+    assert len(world.job().members) == 1
+    successor = Node(world, 1, 2)
+    successor.register()
+    successor.status()
+    save_on(world, agents[:1], 4.0)
+    order = agents[0].orders()[-1]
+    assert order.iteration < 1000 < cut == order.good, "it has begun anew, and cannot use it"
+    save_on(world, [agents[0], successor], 8.0)
+    assert len(world.job().members) == 2 and agents[0].orders()[-1].good == cut
+
+
 def test_where_the_word_came_too_late_for_some_the_next_cut_is_named_at_once_and_further_ahead():
     world, agents = started(2)
     newest = save_on(world, agents, 4.0)
