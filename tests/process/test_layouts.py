@@ -19,7 +19,8 @@ from tests.support.rank_harness import Ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-GRADIENTS = 1e-6  # relative to the largest, in fp32; 7e-7 is seen
+GRADIENTS = 1e-6  # of the struck iteration, relative to the largest, in fp32; 1.6e-7 is seen
+LATER = 1e-5  # after it Adam carries last bits on; 1.0e-6 is seen, and a micro-batch too few would be 0.1
 LOSSES = 1e-5  # relative
 # A last bit of fp16 can send a token to another expert. Seen: 3.5e-8 in the healed iteration, 8e-4 and 1.5e-5 later.
 ROUTED, ROUTED_GRADIENTS, ROUTED_LOSSES = {("vpp", "experts-bias")}, 5e-3, 1e-4
@@ -100,7 +101,7 @@ def run(references, tmp_path):
         differences = proof.gradient_differences(tmp_path, reference, ITERATIONS, ranks.replica, relative=True)
         print(f"gradients differ by {max(differences.values()):.1e} at most")
         first = min((iteration for iteration, found in differences.items() if found), default=0)
-        later = ROUTED_GRADIENTS if routed else GRADIENTS
+        later = ROUTED_GRADIENTS if routed else LATER
         assert all(found <= (GRADIENTS if at == first else later) for at, found in differences.items()), differences
         return ranks
 
