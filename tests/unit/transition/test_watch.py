@@ -215,6 +215,7 @@ def test_no_order_of_messages_leads_back(events):
         assert watch.broken >= before
         assert watch.lost() == (0 < entered <= watch.broken)
         assert watch.offer is None or watch.offer.generation > max(entered, watch.broken)
+    watch.give_up()  # else its thread would kick until the process ends
 
 
 def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():

@@ -316,8 +316,8 @@ def test_nobody_can_make_the_controller_ask_slurm_all_the_time(of: str, monkeypa
             world.core.hint(hint, world.now)
         else:
             stranger = FakeAgent(world, str(1000 + turn), 0, "n1")
-            stranger.obedient = False
             stranger.register()
+            world.agents.remove(stranger)  # it says no more
         world.deliver()
         world.run(0.1, heartbeats=turn % 5 == 0)
     usual, early, at_once = 60 / world.config.slurm_poll_seconds, *EARLY

@@ -116,7 +116,7 @@ def test_who_holds_the_last_copy_is_never_banished_by_time():
     for slot in (0, 1):
         world.agents[slot].obedient = False  # in no code of their own: they simply do not stop
     world.agents[2].die(2)
-    world.run(3600)
+    world.run(900)
     assert world.job().phase == "breaking" and not events(world, "reform") and not world.job().condemned
     (waits,) = events(world, "last_copy")
     assert waits.record.slots == [0, 1] and "hold the last copy of the training state" in waits.record.reason

@@ -125,17 +125,21 @@ def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jobs", [None, ["1"]])
-def test_what_one_answer_looks_at_is_bounded(tmp_path: Path, jobs: list[str] | None) -> None:
+def test_what_one_answer_looks_at_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[str] | None
+) -> None:
     """Defect: what was left out was not counted, and one question went through a user's whole log."""
+    rows = TAIL_ROWS // 20
+    monkeypatch.setattr("unicron_ctl.controller.log.store.TAIL_ROWS", rows)
     store, work = Store(tmp_path / "events.sqlite"), list[int]()
-    last = 3 * TAIL_ROWS
+    last = 3 * rows
     store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])
-    store._db.set_progress_handler(lambda: work.append(1), TAIL_ROWS)  # called once for so many steps of SQLite
+    store._db.set_progress_handler(lambda: work.append(1), rows)  # called once for so many steps of SQLite
     newest = store.tail(jobs=jobs, without=["step"])
-    assert [e.id for e in newest.events] == [last] and newest.cut == (last - TAIL_ROWS + 1, 1000.0 + newest.cut[0])
+    assert [e.id for e in newest.events] == [last] and newest.cut == (last - rows + 1, 1000.0 + newest.cut[0])
     assert len(work) < 20
     after = 1
     while (piece := store.tail(after, jobs=jobs, without=["step"])).cut:
-        assert not piece.events and piece.cut[0] == after + TAIL_ROWS
+        assert not piece.events and piece.cut[0] == after + rows
         after = piece.cut[0]
     assert [e.id for e in piece.events] == [last]
