@@ -6,8 +6,6 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Words after pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
 PYTEST_ARGS ?=
-# WIDE=1: the further shapes of what `make test` proves with the others, and the demo
-WIDE      ?=
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
@@ -27,7 +25,7 @@ TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 # A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin demo test test-others test-alone test-wide test-long test-unit lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-others test-demo test-wide test-long test-unit lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -55,32 +53,30 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-test test-others test-alone test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+test test-others test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; seven to ten minutes
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; five to eight minutes
 ifeq ($(PYTEST_ARGS),)
 	@echo "The pure tests, and beside them those on Slurm and then those of several processes: each tier prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
-	$(if $(WIDE),$(MAKE) --no-print-directory test-alone)
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-wide: system-test venv plugin   ## the further shapes alone, and the demo
+test-wide: system-test venv plugin   ## further shapes of what `make test` proves
 	$(MAKE) --no-print-directory test-others SHAPES="wide and not long"
-	$(MAKE) --no-print-directory test-alone
 
 test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 # They wait for half of their time, in which the pure ones compute.
-test-others: SHAPES ?= $(if $(WIDE),not long,not wide and not long)
+test-others: SHAPES ?= not wide and not long
 test-others:     # of `make test`
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
 	$(WAITS) -n 3 -m "$(SHAPES)" tests/process
 
-test-alone:      # the demo, one of the further shapes
-	$(BIN)/python -m pytest -m "alone and not long" tests/slurm
+test-demo: system-test venv plugin   ## what the demo proves: it needs both cores for itself
+	$(BIN)/python -m pytest -m alone tests/slurm
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
 	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)

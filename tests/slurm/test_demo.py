@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.alone, pytest.mark.wide]
+pytestmark = pytest.mark.alone
 LIMIT = 560
 
 
