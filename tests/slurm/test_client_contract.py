@@ -249,6 +249,22 @@ def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wai
     assert _of(client, job)[0].restarts == 0
 
 
+def test_what_others_requeued_does_not_start_in_that_second(
+    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_until: Wait, tmp_path: Path
+) -> None:
+    """A user, or Slurm itself: slurmd takes no credential of the second in which it has ended the element, and Slurm
+    22.05 then calls the element FAILED, for good."""
+    job = submit("--array=0")
+    wait_until(client, job, 0, "RUNNING")
+    _notes(tmp_path, 1)
+    time.sleep(1.05 - time.time() % 1.0)  # early in a second
+    subprocess.run(["scontrol", "requeue", f"{job}_0"], env=os.environ | cluster.env(), check=True, timeout=20)
+    wait_until(client, job, 0, "PENDING")
+    client.start_now(job, 0)
+    assert wait_until(client, job, 0, "RUNNING").restarts == 1
+    client.cancel(job)
+
+
 def test_holding_one_pending_element_leaves_the_rest(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
     job = submit("--array=0-3", "--begin=now+1hour")
     client.hold(job, 2, "unicron: the plan has no node for it")

@@ -92,7 +92,14 @@ class CommandLineClient:
             if fact.key in texts:  # else it ended, or began, between the two listings
                 self._is_array[fact.info.job] = fact.is_array
                 found.append(listing.complete(fact, texts[fact.key]))
+                self._note_restart(found[-1])
         return found
+
+    def _note_restart(self, info: ElementInfo) -> None:
+        """Others requeue, too: a user, or Slurm itself. When that was is when the element was submitted anew."""
+        if info.restarts:
+            key = info.job, info.element
+            self._requeued[key] = max(info.submitted, self._requeued.get(key, 0.0))
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""

@@ -51,6 +51,7 @@ class PyslurmClient(CommandLineClient):
                 self._is_array[info.job] = record.array_id is not None
                 if own:
                     self._own_record[info.job, element] = record.id
+                self._note_restart(info)
                 found.append(info)
         return found
 

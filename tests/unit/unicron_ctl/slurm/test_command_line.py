@@ -139,7 +139,7 @@ def test_listings_of_other_columns_are_tried_again_without_texts(tmp_path: Path)
     )
     (info,) = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()
     assert (info.job, info.element, info.restarts, info.held, info.name) == ("7", 2, 3, True, "")
-    assert info.excluded_nodes == {"n3", "n4"}
+    assert info.excluded_nodes == {"n3", "n4"} and info.submitted == 86401.0
     _program(tmp_path, "squeue", "printf nonsense")
     with pytest.raises(SlurmError, match="squeue: cannot read b'nonsense'"):
         CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()

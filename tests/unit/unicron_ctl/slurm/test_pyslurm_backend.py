@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client
+from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line
 from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
 
 
@@ -157,6 +157,17 @@ def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
     client.release("6", 1)  # never seen
     assert len(fake.notes) == 4, "the master record was left alone"
     assert [command[-1] for command in by_command] == ["7_3", "AdminComment=why", "7_1", "ReqNodeList=", "6_1"]
+
+
+def test_what_others_requeued_does_not_start_in_that_second(fake: FakePyslurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line.time, "time", lambda: 86401.5)
+    client = PyslurmClient(fake)
+    client.elements()
+    client.start_now("9", 0)
+    fake.Jobs.load()[9].requeue_count = 1
+    client.elements()
+    client.start_now("9", 0)
+    assert [changes["begin_time"] for _, _, changes in fake.notes] == ["now", "now+1"]
 
 
 def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -> None:
