@@ -111,6 +111,12 @@ class Remembered:
             return None
         return self._beginnings.take(self._state, plan.iteration)
 
+    def goes_on(self, iteration: int) -> None:
+        """The generation begins with the state with which `iteration` comes next."""
+        if self._keeper is not None:
+            self._keeper.settle()
+            self._keeper.keep = iteration
+
     def begun(self) -> None:
         """This rank has the state of the job."""
         self._has_state = True
@@ -157,7 +163,7 @@ class Remembered:
         if self._slot == self._writes:
             keeper.copy(self._gatherer, iteration, generation, writer, aside)
         elif keeper.holds:
-            keeper.hand_over(self._writes)
+            keeper.hand_over(self._writes, iteration)
         keeper.drop_cuts()
 
     def _settle(self, members: Sequence[int], generation: int, writer: Writer) -> None:
@@ -177,6 +183,11 @@ class Remembered:
         """Until the state may change."""
         if self._keeper is not None:
             self._keeper.wait()
+
+    def settle(self) -> None:
+        """What this rank keeps is whole. All do so before one of them writes over what is older."""
+        if self._keeper is not None:
+            self._keeper.settle()
 
     def close(self) -> None:
         """The training is over."""

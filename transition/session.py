@@ -331,8 +331,9 @@ class Session:
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
+        self._remembered.settle()  # before anybody writes over the state before
         if self._kept is not None:
-            self._kept.settle()  # before anybody writes over the state before
+            self._kept.settle()
         try:
             if self.layout.size > 1 and self._kept is None and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
@@ -462,6 +463,7 @@ class Session:
             self._remembered.begun()
         found = self._remembered.begin(plan, self._telling.next_one)
         self._at.iteration = self._handover.take(plan, newcomer, self._at.iteration if found is None else found)
+        self._remembered.goes_on(self._at.iteration)
         if self.slot in plan.joiners:
             self._remembered.begun()
         self._gradients.seed = self._state.seed

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,14 +118,31 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
     ],
 )
 def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tmp_path, at, losses):
-    """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it."""
-    faults = json.dumps([fault(1, 5, at)])
+    """Slot 1 dies while it copies the state of iteration 5; slot 0, which has that one, is no replica without it. And
+    once more while it does so again: what the job went on from is not written over before that copy is whole."""
+    faults = json.dumps([fault(1, 5, at, incarnation=life) for life in range(2)])
     with Remembering(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FAULT=faults, **SETTINGS) as job:
         job.ends()
     with_one = {one["iteration"]: one["loss"] for one in json_lines(tmp_path / "losses.0")}
     for iteration, loss in with_one.items():
         assert loss == pytest.approx(losses[iteration], rel=1e-4), "another sum of the same terms"
     assert trained(tmp_path, with_one) == (5 if at == "copied" else 4)
+    begun = {one["generation"]: one["iteration"] for one in reversed(json_lines(tmp_path / "losses.0"))}
+    assert sorted(begun.values()) == ([0, 5] if at == "copied" else [0, 4, 4])
+
+
+def test_nobody_writes_over_what_another_place_still_needs(tmp_path, losses):
+    """Defect: slot 1's copy of iteration 5 was not whole yet when slot 0 had those of 5 and 6, and no longer that of
+    4: all were killed then, and began anew."""
+    faults = json.dumps([fault(1, 5, "sum", kind="sleep", delay=2.0)])
+    with Remembering(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FAULT=faults, **SETTINGS) as job:
+        job.wait(lambda: list(tmp_path.glob("fault.1.*")), "the checksum of slot 1's copy takes its time")
+        time.sleep(1.0)  # in which slot 0 gets as far as it may
+        with job.down() as kept:
+            assert kept == [5, 4]
+        job.ends()
+    with_one = {one["iteration"]: one["loss"] for one in json_lines(tmp_path / "losses.0")}
+    assert trained(tmp_path, with_one) == 4
 
 
 @pytest.mark.wide

@@ -4,6 +4,9 @@
 Two files take turns, so one is whole while the other is written. A thread copies while the next forward and backward
 passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but copies.
 
+A state is of use only where all places have it. So no image is written over before a newer one is whole in all ranks:
+all settle theirs before they agree to step, and what a generation goes on from stays until its first copy is whole.
+
 The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
 take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
 """
@@ -78,6 +81,7 @@ class Keeper:
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
+        self.keep = -1  # the iteration that the generation goes on from: not written over before another one is whole
         self._turns, self._cuts = self._files("state"), self._files("cut")
         self.none = False  # no cut is to be kept, and what there is goes
         self._aside: Path | None = None  # the last copy that was to be set aside
@@ -120,10 +124,17 @@ class Keeper:
         self._put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
 
     def _put(self, task: _Task | Turns) -> None:
-        self._tasks.put(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # there are no more to be had
+                if isinstance(task, _Task):
+                    self._failed(error, task)
+                    self._ended(task)
+                return
+            self._thread = thread
+        self._tasks.put(task)
 
     @property
     def filing(self) -> bool:
@@ -134,14 +145,19 @@ class Keeper:
         """Until the tensors that are copied may change."""
         self._free.wait()
 
-    def hand_over(self, slot: int) -> None:
-        """Another rank of the node keeps this one's state: what is here goes once it has as much."""
+    def settle(self) -> None:
+        """Until the copy at hand is whole, or has failed."""
+        self._done.wait()
+
+    def hand_over(self, slot: int, iteration: int) -> None:
+        """Another rank of the node keeps this one's state: what is here goes once it has had as much since before
+        `iteration`, for then all other places have, too."""
         self._done.wait()
         newest, its = -1, -1
         for found in inventory(self.folder):
             if found.path in self._turns.paths:
                 newest = max(newest, found.key.iteration)
-            elif found.key.kind == STATE and found.key.slot == slot:
+            elif found.key.kind == STATE and found.key.slot == slot and found.key.iteration < iteration:
                 its = max(its, found.key.iteration)
         if its >= newest:
             self._put(self._turns)
@@ -176,15 +192,18 @@ class Keeper:
             try:
                 self._copy(task)
             except Exception as error:  # whatever it is, the training goes on
-                self.missed = self.missed or task.aside is not None
-                self._failed(error)
+                self._failed(error, task)
             finally:
-                if task.aside is not None:
-                    self._setting_aside = False
-                self._free.set()
-                self._done.set()
+                self._ended(task)
 
-    def _failed(self, error: Exception) -> None:
+    def _ended(self, task: _Task) -> None:
+        if task.aside is not None:
+            self._setting_aside = False
+        self._free.set()
+        self._done.set()
+
+    def _failed(self, error: Exception, task: _Task) -> None:
+        self.missed = self.missed or task.aside is not None
         if not self.trouble:
             self._say(
                 f"the training state is not kept in memory, the training goes on: {error} (tried again later; see "
@@ -213,7 +232,7 @@ class Keeper:
             if task.key.iteration % self.every and task.aside is None:
                 return None  # it is not one that all ranks keep
         try:
-            return self._turns, self._turns.room(self._turns.next(), len(task.head), task.size)
+            return self._turns, self._turns.room(self._turns.next(self.keep), len(task.head), task.size)
         except OSError:
             # There is room again when the agent has made its file; what is set aside can be gone on from.
             if self.filing and task.aside is None:
@@ -237,6 +256,7 @@ class Keeper:
             files.set_aside(image.path, task.aside)
         self.newest = task.key.iteration
         turns.written(image.path)
+        self.keep = -1
         if self.trouble:
             self._say("the training state is kept in memory again")
         self.trouble, self._failures = "", 0

@@ -37,7 +37,8 @@ class Saved(NamedTuple):
 
 def save(state: Any, iteration: int, replicated: bool = False) -> None:
     """Keep `state` (nested dictionaries, lists and tuples of tensors and plain values), with which `iteration` comes
-    next; when this returns it may change. The last two stay.
+    next; when this returns it may change. The last two stay. Where the ranks wait for each other between two calls, as
+    training does, all have one of these whole at any moment.
 
     replicated: all ranks give the same, as in data-parallel training; then one rank of each node writes it, and a world
     of any size can go on from it. Raises TypeError for a value of another kind, and for an iteration that is no whole
@@ -100,19 +101,30 @@ class _Keeper:
         key = Key(USER, world.rank, iteration, world.rank, world.size, base=base, mark=SAME if replicated else "")
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
         try:
             turns, image = self._room(iteration, base, len(head), size)
             image.begin()
             data = contents.raw(image.data[:size])
             contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
+            task = (turns, image, key, head, size, data)
+            # Of parts all ranks are to have the same one: this one is whole before others write over their older one.
+            if not (replicated and self._beside(task)):
+                self._finish(*task)
         except OSError as error:
             if not self._quiet:
                 say(f"the state is not kept in memory, the training goes on: {error}")
             self._quiet = True
-            return
-        task = (turns, image, key, head, size, data)
-        self._thread = threading.Thread(target=self._finish, args=task, name="unicron-memory")
-        self._thread.start()
+
+    def _beside(self, task: tuple[Any, ...]) -> bool:
+        """A thread finishes it, beside the training; False where there is no thread to be had."""
+        thread = threading.Thread(target=self._finish, args=task, name="unicron-memory")
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
 
     def _room(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
         """Of those that take turns; or of those for cuts, if this is one and there is room for it."""
@@ -168,8 +180,9 @@ def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
     """As MessagePack; the tensors are put into the list. Raises TypeError, one line."""
 
     def other(value: Any) -> msgpack.ExtType:
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
-            tensors.append(value.detach())
+        ordinary = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if ordinary and not value.is_meta:
+            tensors.append(value.detach().resolve_conj().resolve_neg())
             return msgpack.ExtType(_TENSOR, msgpack.packb(len(tensors) - 1))
         if isinstance(value, tuple):
             return msgpack.ExtType(_TUPLE, msgpack.packb(list(value), default=other, strict_types=True))

@@ -136,6 +136,35 @@ def test_two_files_take_turns_and_the_newest_of_the_process_before_is_overwritte
     assert iterations(tmp_path) == [3, 4]
 
 
+def test_what_a_generation_goes_on_from_stays_until_another_one_is_whole(tmp_path):
+    state = training()
+    kept(tmp_path, state, 4, 5)
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
+    for begins in (4, 4, 5, 5):  # twice from each: of what comes after it another place has had none
+        keeper.keep = begins
+        keeper.copy(gatherer, begins + 1, 1, WRITER)
+        keeper.settle()
+        assert iterations(tmp_path) == [begins, begins + 1]
+    keeper.close()
+
+
+def test_where_no_thread_is_to_be_had_the_training_goes_on_without_copies(tmp_path, monkeypatch, capsys):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(training())
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", refuse)
+        keeper.copy(gatherer, 1, 1, WRITER)
+        keeper.wait()
+        keeper.settle()
+    assert "can't start new thread" in keeper.trouble and "the training goes on" in capsys.readouterr().err
+    for iteration in (2, 3):
+        keeper.copy(gatherer, iteration, 1, WRITER)
+    keeper.close()
+    assert iterations(tmp_path) == [3] and not keeper.trouble
+
+
 def test_a_copy_that_is_not_due_is_not_made(tmp_path):
     keeper, gatherer = Keeper(tmp_path, 0, 4), Gatherer(training())
     for iteration in range(1, 10):
@@ -147,13 +176,16 @@ def test_a_copy_that_is_not_due_is_not_made(tmp_path):
 def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_much(tmp_path):
     state = training()
     keeper = kept(tmp_path, state, 4, 5, slot=1)
-    keeper.hand_over(0)
+    keeper.hand_over(0, 5)
     kept(tmp_path, state, 4)
-    keeper.hand_over(0)
+    keeper.hand_over(0, 5)
     keeper.close()
     assert iterations(tmp_path) == [4, 4, 5] and keeper.holds
     kept(tmp_path, state, 5)
-    keeper.hand_over(0)
+    keeper.hand_over(0, 5)
+    keeper.close()
+    assert iterations(tmp_path) == [4, 4, 5, 5], "other nodes may not have as much yet"
+    keeper.hand_over(0, 6)
     keeper.close()
     assert iterations(tmp_path) == [4, 5] and not keeper.holds
 
@@ -464,7 +496,7 @@ def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path
         remembered.keep(iteration, [1], 1, WRITER)
         remembered.wait()
     kept(tmp_path, training(), 3)
-    remembered.keep(3, [0, 1], 2, WRITER)
+    remembered.keep(4, [0, 1], 2, WRITER)
     remembered.close()
     assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-1-0.image"]
     remembered.hear({"kind": "cut", "none": True})

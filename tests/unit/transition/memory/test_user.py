@@ -48,6 +48,7 @@ def test_what_is_saved_comes_back(memory):
         "empty": torch.empty(0, 4),
         "half": torch.rand(3, 5).bfloat16().T,
         "scalar": torch.tensor(7),
+        "lazily conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
     }
     transition.memory.save(given, 12)
     written()
@@ -57,7 +58,7 @@ def test_what_is_saved_comes_back(memory):
     assert saved.state["plain"][:6] == given["plain"][:6]
     assert isinstance(saved.state["plain"][6][1], tuple) and torch.equal(saved.state["plain"][6][1][0], torch.arange(3))
     assert saved.state["optimizer"]["param_groups"] == given["optimizer"]["param_groups"], "tuples stay tuples"
-    for name in ("empty", "half", "scalar", "rng"):
+    for name in ("empty", "half", "scalar", "lazily conjugated", "rng"):
         assert torch.equal(saved.state[name], given[name]) and saved.state[name].dtype == given[name].dtype
     model = torch.nn.Linear(3, 2)
     model.load_state_dict(saved.state["model"])
@@ -104,10 +105,26 @@ def test_where_the_agent_has_no_memory_nothing_is_kept_and_all_ranks_take_part(m
         transition.memory.load()
 
 
-def test_what_cannot_be_kept_is_one_line(memory):
-    with pytest.raises(TypeError, match=r"keeps ordinary tensors, .* and no set"):
-        transition.memory.save({"x": {1, 2}}, 1)
+@pytest.mark.parametrize(("value", "named"), [({1, 2}, "set"), (torch.empty(3, device="meta"), "Tensor")])
+def test_what_cannot_be_kept_is_one_line(memory, value, named):
+    with pytest.raises(TypeError, match=rf"keeps ordinary tensors, .* and no {named}"):
+        transition.memory.save({"x": value}, 1)
     assert transition.memory.load() is None
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_without_a_thread_it_is_whole_when_the_call_returns_and_so_is_a_part_of_ones_own(
+    memory, monkeypatch, replicated
+):
+    """The older one of all others may be written over once all have returned."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(user.threading.Thread, "start", refuse)
+    for iteration in (1, 2):
+        transition.memory.save({"x": 1}, iteration, replicated=replicated)
+        assert iteration in [found.key.iteration for found in inventory(memory)]
 
 
 def test_a_session_keeps_its_state_by_itself(memory, monkeypatch):
