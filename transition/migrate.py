@@ -383,17 +383,19 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Two sums over the raw bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that
-    a permutation shows. No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
+    a permutation shows. Each word's upper half is mixed into its lower one before, else two flips of the top bit would
+    cancel. No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
-    weights = _weights(raw.device)
+    weights, mixed = _weights(raw.device), torch.empty_like(words[:CHUNK])
     plain = rest.sum()
     weighted = (rest * weights[: rest.numel()]).sum()
     for begin in range(0, words.numel(), CHUNK):
         part = words[begin : begin + CHUNK]
+        part = torch.bitwise_right_shift(part, 32, out=mixed[: part.numel()]).bitwise_xor_(part)
         total, scale = part.sum(), weights[: part.numel()]
         plain = plain + total
         inner = torch.dot(part, scale) if part.device.type == "cpu" else (part * scale).sum()

@@ -309,6 +309,19 @@ def test_no_single_wrong_byte_goes_unseen(data, draw):
     assert not torch.equal(migrate.checksum(good), migrate.checksum(bad))
 
 
+@given(
+    st.integers(0, 2**32),
+    st.just(63) | st.integers(0, 63),
+    st.lists(st.integers(0, 999), min_size=2, max_size=40, unique=True),
+)
+def test_one_line_of_a_bus_that_is_wrong_now_and_then_shows(seed, bit, places):
+    """Defect: two flips of the top bit cancelled each other, as the signs of any even number of values did."""
+    good = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(seed))
+    bad = good.clone()
+    bad[places] ^= -(2**63) if bit == 63 else 1 << bit
+    assert not torch.equal(migrate.checksum(good), migrate.checksum(bad))
+
+
 def test_the_checksum_sees_order_and_works_in_pieces(monkeypatch):
     tensor = torch.randn(1001)
     whole = migrate.checksum(tensor)
