@@ -15,7 +15,8 @@ assert _SUMS.size == SUMS
 
 class Sums:
     """As :func:`transition.migrate.checksum`: the sum of the 64-bit words, the upper half of each mixed into its lower
-    one, and that of the words times the odd numbers, both modulo 2^64; bytes behind the last whole word count as words from the beginning. Taken piece by piece."""
+    one, and that of the words times the odd numbers, both modulo 2^64; bytes behind the last whole word count as words
+    from the beginning. Taken piece by piece."""
 
     def __init__(self) -> None:
         self._plain = self._weighted = self._words = 0
