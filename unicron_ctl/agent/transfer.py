@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from transition.memory.cuts import COPY_PREFIX as PREFIX
-from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, BadImage, Found, Key, inventory, look
+from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, USER, BadImage, Found, Key, inventory, look
 from transition.memory.room import allocate
 from unicron_ctl.agent.sums import Sums, sound
 
@@ -103,9 +103,10 @@ class Meter:
 
 
 def copy_name(key: Key) -> str:
-    """Of the file that holds a copy."""
+    """Of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
     kind = "" if key.kind == STATE else f"{key.kind}-"
-    return f"{PREFIX}{kind}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
+    world = f"{int(key.size)}-{int(key.base)}-" if key.kind == USER else ""
+    return f"{PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
 
 
 # ------------------------------------------------------------ the server

@@ -12,7 +12,7 @@ import pytest
 from detector.memory_limit import Left
 from tests.support.processes import wait_for
 from transition.memory import room
-from transition.memory.images import SUFFIX, BadImage, Found, Image, Key, inventory, look
+from transition.memory.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, look
 from unicron_ctl.agent import transfer
 from unicron_ctl.agent.sums import sums
 from unicron_ctl.agent.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
@@ -334,3 +334,9 @@ def test_who_makes_room_for_a_large_image_is_waited_for(
         assert [copy.key for copy in inventory(folder)] == [KEY]
     else:
         assert get(KEY, here, server.address, server.token, METER).used == found.used
+
+
+def test_what_scripts_keep_in_worlds_of_two_sizes_does_not_meet_in_one_file() -> None:
+    larger, smaller = (Key(USER, 0, 100, 0, size, base=base) for size, base in ((4, 1), (2, 2)))
+    assert copy_name(larger) != copy_name(smaller)
+    assert copy_name(larger) != copy_name(Key(USER, 1, 100, 1, 4, base=1))
