@@ -169,6 +169,9 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=3, help="runs in which nodes of DP2 x TP2 are lost")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of copies and deaths there")
     options = parser.parse_args()
+    for name in ("pairs", "ring", "shards"):
+        if getattr(options, name) == 1:
+            parser.error(f"--{name} 1: one pair says nothing of how much they vary; give 2 or more, 0 for none")
     found = {}
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     torch.set_num_threads(1)
