@@ -224,6 +224,7 @@ def joined(sums: bytes, size: int, tail: bytes, others: bytes) -> bytes:
     (plain, weighted), (other_plain, other_weighted), words = _SUMS.unpack(sums), _SUMS.unpack(others), size // WORD
     if tail:  # summed byte by byte, and from now on a word
         word = int.from_bytes(tail, "little")
+        word ^= word >> 32
         plain += word - sum(tail)
         weighted += word * (2 * words + 1) - sum((2 * number + 1) * byte for number, byte in enumerate(tail))
         words += 1

@@ -34,7 +34,7 @@ def untrained(folder: Path, data: bytes, number: int = 1, mark: str = MARK) -> P
     return image(folder, Key(UNTRAINED, 0, number, mark=mark), data)
 
 
-@pytest.mark.parametrize("size", [4, 8, 12, 4096, 8 * CHUNK + 20])
+@pytest.mark.parametrize("size", [4, 7, 8, 12, 4096, 8 * CHUNK + 22])
 @pytest.mark.parametrize("further", [8, 8 * CHUNK + 64])
 def test_the_checksum_of_two_is_that_of_what_stands_in_the_file(tmp_path, size, further):
     first, second = os.urandom(size), b"\xff" * 8 + os.urandom(further - 8)
