@@ -24,7 +24,7 @@ import msgpack
 from transition.memory.room import allocate
 
 PAGE = 4096
-VERSION = 1
+VERSION = 2  # 1 had another checksum
 SUFFIX = ".image"
 STATE = "state"  # the kind of images that hold a rank's part of the state
 USER = "user"  # ... of what a script without a session saved
