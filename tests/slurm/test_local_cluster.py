@@ -105,7 +105,10 @@ def test_a_slurmctld_that_ended_is_started_again_and_jobs_do_not_notice(small: L
     element = lambda: [(e.job, e.state, e.node) for e in small.client().elements()]  # noqa: E731
     wait_for(lambda: element() == [(job, "RUNNING", "n2")], "the job runs", now=element)
     wait_for(lambda: any(process.kind == "task" for process in small.processes()), "its process runs")
-    living = {process.pid for process in small.processes() if process.kind != "slurmctld"}
+    first: dict[tuple[str, str | None], int] = {}  # of each kind and node: later ones may be there for a moment only
+    for process in sorted(small.processes(), key=lambda each: each.started):
+        first.setdefault((process.kind, process.node), process.pid)
+    living = {pid for (kind, _), pid in first.items() if kind != "slurmctld"}
     for process in small.processes():
         if process.kind == "slurmctld":
             os.kill(process.pid, signal.SIGTERM)  # it notes down what runs
