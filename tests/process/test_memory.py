@@ -134,10 +134,11 @@ def test_killed_in_each_phase_of_a_copy_and_the_two_halves_of_a_replica_agree(tm
 def test_nobody_writes_over_what_another_place_still_needs(tmp_path, losses):
     """Defect: slot 1's copy of iteration 5 was not whole yet when slot 0 had those of 5 and 6, and no longer that of
     4: all were killed then, and began anew."""
-    faults = json.dumps([fault(1, 5, "sum", kind="sleep", delay=2.0)])
+    faults = json.dumps([fault(1, 5, "sum", kind="sleep", delay=30.0)])
     with Remembering(tmp_path, nodes=2, TINY_LAYOUT="2 1 1", TINY_FAULT=faults, **SETTINGS) as job:
         job.wait(lambda: list(tmp_path.glob("fault.1.*")), "the checksum of slot 1's copy takes its time")
-        time.sleep(1.0)  # in which slot 0 gets as far as it may
+        job.wait(lambda: max(one.key.iteration for one in inventory(job.memory(0))) >= 5, "slot 0 has its own")
+        time.sleep(1.0)  # in which it gets as far as it may
         with job.down() as kept:
             assert kept == [5, 4]
         job.ends()
