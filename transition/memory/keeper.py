@@ -110,7 +110,7 @@ class Keeper:
         if iteration != self.cut and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
-        self._done.wait()
+        self.settle()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
         key = writer.key(iteration, STATE, self.slot, base)
@@ -152,7 +152,7 @@ class Keeper:
     def hand_over(self, slot: int, iteration: int) -> None:
         """Another rank of the node keeps this one's state: what is here goes once it has had as much since before
         `iteration`, for then all other places have, too."""
-        self._done.wait()
+        self.settle()
         newest, its = -1, -1
         for found in inventory(self.folder):
             if found.path in self._turns.paths:
@@ -176,7 +176,7 @@ class Keeper:
 
     def close(self) -> None:
         """The copy at hand is over, and what is to go has gone."""
-        self._done.wait()
+        self.settle()
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
