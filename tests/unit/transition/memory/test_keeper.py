@@ -7,74 +7,19 @@ import errno
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from transition.beginnings import Beginnings, Unusable
-from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
+from transition.checkpoint import Checkpoints
 from transition.exchange import Said
 from transition.memory import contents, files, images
 from transition.memory.contents import Gatherer
-from transition.memory.images import SUFFIX, BadImage, inventory, look
+from transition.memory.images import BadImage, inventory, look
 from transition.memory.keeper import Keeper, Settings
-from transition.migrate import TrainingState
 from transition.remembered import Remembered
 from transition.saving import Saving
-
-WRITER = Writer(layout="TP1", loss=1.0)
-
-
-def training(seed: int = 0) -> TrainingState:
-    """A plain model with buffers, after one step."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    state = TrainingState([SimpleNamespace(module=model)], optimizer, scheduler, seed=seed)
-    step(state)
-    return state
-
-
-def step(state: TrainingState) -> None:
-    model = state.model[0].module
-    state.optimizer.zero_grad()
-    model(torch.rand(5, 3)).square().sum().backward()
-    state.optimizer.step()
-    state.loss = 1.0
-
-
-def everything(state: TrainingState) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in state.tensors()]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
-
-
-def kept(folder: Path, state: TrainingState, *iterations: int, slot: int = 0) -> Keeper:
-    keeper, gatherer = Keeper(folder, slot, 1), Gatherer(state)
-    for iteration in iterations:
-        keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait()
-    keeper.close()
-    return keeper
-
-
-def iterations(folder: Path) -> list[int]:
-    return sorted(found.key.iteration for found in inventory(folder))
-
-
-def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> Beginnings:
-    return Beginnings(folder, checkpoints, 0, WRITER)
-
-
-def spoil(path: Path, at: int = -40) -> None:
-    data = bytearray(path.read_bytes())
-    found = look(path)
-    data[found.offset + found.data_bytes // 2 if at < 0 else at] ^= 0x10
-    path.write_bytes(data)
 
 
 # ------------------------------------------------------------ what is copied
@@ -238,73 +183,6 @@ def test_a_folder_that_vanishes_ends_nothing(tmp_path):
         keeper.copy(gatherer, iteration, 1, WRITER)
     keeper.close()
     assert iterations(folder)[-1] == 8
-
-
-def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
-    state, other = training(), training(seed=3)
-    keeper = kept(tmp_path, state, 4, 5)
-    before = everything(state)
-    newest = next(found for found in inventory(tmp_path) if found.key.iteration == 5)
-    spoil(newest.path)
-    begin = beginnings(tmp_path)
-    assert begin.newest == 5, "nothing is read before it is asked for"
-    with pytest.raises(Unusable):
-        begin.take(other, 5)
-    assert "do not match their checksum" in capsys.readouterr().err
-    assert begin.told == [(4, WRITER.mark)] and not newest.path.exists()
-    assert begin.take(other, 4) == 4 and same(everything(other), before)
-    assert keeper.holds
-
-
-def test_a_torn_one_is_passed_over_and_said(tmp_path, capsys):
-    kept(tmp_path, training(), 4, 5)
-    (newest,) = [found.path for found in inventory(tmp_path) if found.key.iteration == 5]
-    newest.write_bytes(newest.read_bytes()[:12] + bytes(4) + newest.read_bytes()[16:])
-    assert beginnings(tmp_path).newest == 4
-    assert "torn" in capsys.readouterr().err
-
-
-def test_after_memory_comes_the_file_and_never_the_start(tmp_path):
-    state, other, saves = training(), training(seed=3), tmp_path / "saves"
-    Checkpoints(saves).save_last(state, 3, WRITER)
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    kept(memory, state, 2, 4)
-    begin = beginnings(memory, Checkpoints(saves))
-    assert [iteration for iteration, _ in begin.told] == [4, 3, 2]
-    for found in inventory(memory):
-        spoil(found.path)
-    with pytest.raises(Unusable):
-        begin.take(other, 4)
-    assert begin.newest == 3 and begin.take(other, 3) == 3
-    assert same(everything(other), everything(state))
-    for path in saves.glob(f"*/*{SUFFIX}"):
-        spoil(path)
-    with pytest.raises(Unusable):
-        begin.take(other, 2)
-    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
-        begin.take(other, 3)
-    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
-        beginnings(memory, Checkpoints(saves))
-
-
-def test_of_another_place_or_layout_nothing_is_taken(tmp_path):
-    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(training())
-    keeper.copy(gatherer, 1, 1, Writer(place=1, size=2, layout="TP2"))
-    keeper.copy(gatherer, 2, 1, Writer(place=0, size=2, layout="PP2"))
-    keeper.close()
-    begin = Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="TP2"))
-    assert begin.told == [(0, "")]
-    assert Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="PP2")).newest == 2
-
-
-def test_of_another_model_it_is_said_and_nothing_begins_anew(tmp_path):
-    kept(tmp_path, training(), 4)
-    other = training(seed=3)
-    other.model[0].module[0] = torch.nn.Linear(5, 4)
-    begin = beginnings(tmp_path)
-    with pytest.raises(CheckpointError, match="of another model"):
-        begin.take(other, 4)
 
 
 # ------------------------------------------------------------ files

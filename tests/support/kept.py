@@ -1,0 +1,68 @@
+"""A small training whose state is kept in memory, and what is read from there, for pure tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from transition.beginnings import Beginnings
+from transition.checkpoint import Checkpoints, Writer
+from transition.memory.contents import Gatherer
+from transition.memory.images import inventory, look
+from transition.memory.keeper import Keeper
+from transition.migrate import TrainingState
+
+WRITER = Writer(layout="TP1", loss=1.0)
+
+
+def training(seed: int = 0) -> TrainingState:
+    """A plain model with buffers, after one step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = TrainingState([SimpleNamespace(module=model)], optimizer, scheduler, seed=seed)
+    step(state)
+    return state
+
+
+def step(state: TrainingState) -> None:
+    model = state.model[0].module
+    state.optimizer.zero_grad()
+    model(torch.rand(5, 3)).square().sum().backward()
+    state.optimizer.step()
+    state.loss = 1.0
+
+
+def everything(state: TrainingState) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.tensors()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+
+
+def kept(folder: Path, state: TrainingState, *iterations: int, slot: int = 0) -> Keeper:
+    keeper, gatherer = Keeper(folder, slot, 1), Gatherer(state)
+    for iteration in iterations:
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper.wait()
+    keeper.close()
+    return keeper
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(found.key.iteration for found in inventory(folder))
+
+
+def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> Beginnings:
+    return Beginnings(folder, checkpoints, 0, WRITER)
+
+
+def spoil(path: Path, at: int = -40) -> None:
+    data = bytearray(path.read_bytes())
+    found = look(path)
+    data[found.offset + found.data_bytes // 2 if at < 0 else at] ^= 0x10
+    path.write_bytes(data)

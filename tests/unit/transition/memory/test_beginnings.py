@@ -1,0 +1,80 @@
+"""With what a rank begins: what is in memory, and what is damaged there, or of something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.kept import WRITER, beginnings, everything, kept, same, spoil, training
+from transition.beginnings import Beginnings, Unusable
+from transition.checkpoint import CheckpointError, Checkpoints, Writer
+from transition.memory.contents import Gatherer
+from transition.memory.images import SUFFIX, inventory
+from transition.memory.keeper import Keeper
+
+
+def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
+    state, other = training(), training(seed=3)
+    keeper = kept(tmp_path, state, 4, 5)
+    before = everything(state)
+    newest = next(found for found in inventory(tmp_path) if found.key.iteration == 5)
+    spoil(newest.path)
+    begin = beginnings(tmp_path)
+    assert begin.newest == 5, "nothing is read before it is asked for"
+    with pytest.raises(Unusable):
+        begin.take(other, 5)
+    assert "do not match their checksum" in capsys.readouterr().err
+    assert begin.told == [(4, WRITER.mark)] and not newest.path.exists()
+    assert begin.take(other, 4) == 4 and same(everything(other), before)
+    assert keeper.holds
+
+
+def test_a_torn_one_is_passed_over_and_said(tmp_path, capsys):
+    kept(tmp_path, training(), 4, 5)
+    (newest,) = [found.path for found in inventory(tmp_path) if found.key.iteration == 5]
+    newest.write_bytes(newest.read_bytes()[:12] + bytes(4) + newest.read_bytes()[16:])
+    assert beginnings(tmp_path).newest == 4
+    assert "torn" in capsys.readouterr().err
+
+
+def test_after_memory_comes_the_file_and_never_the_start(tmp_path):
+    state, other, saves = training(), training(seed=3), tmp_path / "saves"
+    Checkpoints(saves).save_last(state, 3, WRITER)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    kept(memory, state, 2, 4)
+    begin = beginnings(memory, Checkpoints(saves))
+    assert [iteration for iteration, _ in begin.told] == [4, 3, 2]
+    for found in inventory(memory):
+        spoil(found.path)
+    with pytest.raises(Unusable):
+        begin.take(other, 4)
+    assert begin.newest == 3 and begin.take(other, 3) == 3
+    assert same(everything(other), everything(state))
+    for path in saves.glob(f"*/*{SUFFIX}"):
+        spoil(path)
+    with pytest.raises(Unusable):
+        begin.take(other, 2)
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        begin.take(other, 3)
+    with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
+        beginnings(memory, Checkpoints(saves))
+
+
+def test_of_another_place_or_layout_nothing_is_taken(tmp_path):
+    keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(training())
+    keeper.copy(gatherer, 1, 1, Writer(place=1, size=2, layout="TP2"))
+    keeper.copy(gatherer, 2, 1, Writer(place=0, size=2, layout="PP2"))
+    keeper.close()
+    begin = Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="TP2"))
+    assert begin.told == [(0, "")]
+    assert Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="PP2")).newest == 2
+
+
+def test_of_another_model_it_is_said_and_nothing_begins_anew(tmp_path):
+    kept(tmp_path, training(), 4)
+    other = training(seed=3)
+    other.model[0].module[0] = torch.nn.Linear(5, 4)
+    begin = beginnings(tmp_path)
+    with pytest.raises(CheckpointError, match="of another model"):
+        begin.take(other, 4)
