@@ -1,4 +1,4 @@
-"""Open files, of which the controller needs one for each connection."""
+"""Open files: the controller needs one for each connection, an agent some for each rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def raise_limit() -> int:
     except (OSError, ValueError):
         return soft
     return wanted
+
+
+def open_files() -> int:
+    """How many files this process may have open now."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def connections(granted: int) -> int:

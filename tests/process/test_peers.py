@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -111,3 +115,51 @@ def test_what_is_no_message_of_agents_is_dropped(talkers):
     second.line.send(first.peer, wire.Ping())
     wait_for(listening(talkers, lambda: first.dropped), "it is dropped")
     assert not first.heard
+
+
+FLOOD = """
+import socket, sys, time
+port, held = int(sys.argv[1]), []
+until = time.time() + 60
+while time.time() < until:
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex(("127.0.0.1", port))
+    held = [*held, one][-800:]
+    time.sleep(0.0003)
+"""
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """This process may have no more open files than most users' processes have by default."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_strangers_at_the_port_leave_the_agent_its_open_files_and_its_peers(few_files, talkers):
+    """One who has no key opens hundreds of connections, each anew as soon as it is closed."""
+    first, other, _ = talkers
+    first.line.know([other.peer])
+    other.line.know([first.peer])
+    count = len(os.listdir("/proc/self/fd"))
+    port = first.line.address.rpartition(":")[2]
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, port])
+    most = 0
+    try:
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            listening(talkers, lambda: None)()
+            most = max(most, len(os.listdir("/proc/self/fd")))
+            ends = os.pipe()  # as each start of a rank does
+            for end in ends:
+                os.close(end)
+            time.sleep(0.01)
+        other.say(first)
+        wait_for(listening([first, other], lambda: first.heard), "a peer is heard in the midst of it")
+    finally:
+        flood.kill()
+        flood.wait()
+    assert count + 50 < most < few_files - 100, "it was a flood, and left room"

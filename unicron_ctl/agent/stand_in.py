@@ -32,7 +32,7 @@ class StandIn:
         say: Callable[[str], None],
     ) -> None:
         self._obey, self._muted, self._drop, self._say = obey, muted, drop, say
-        self._line = Peers(context, place.address, pair) if reachable else None
+        self._line = Peers(context, place.address, pair, say) if reachable else None
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
         me = wire.Peer(place.element, identity, self.address, self.key)

@@ -21,7 +21,6 @@ from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
-from unicron_ctl.controller.doorkeeper import Doorkeeper
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.log.thinning import ENDED_SECONDS
@@ -31,6 +30,7 @@ from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import claims, datagrams, wire
+from unicron_ctl.protocol.doorkeeper import Doorkeeper
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
 from unicron_ctl.reach import door_at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from unicron_ctl.controller.doorkeeper import KNOWN_SECONDS, Doors
 from unicron_ctl.controller.throttle import (
     BYTES_OF_ONE,
     NAMES,
@@ -16,6 +15,7 @@ from unicron_ctl.controller.throttle import (
     Throttle,
     cost,
 )
+from unicron_ctl.protocol.doorkeeper import KNOWN_SECONDS, Doors
 from unicron_ctl.protocol.wire import MAX_BYTES
 
 

@@ -1,9 +1,9 @@
-"""Who may connect: one thread beside libzmq's.
+"""Who may connect to a socket of this process, the controller's or an agent's: one thread beside libzmq's.
 
-It answers libzmq's question about each CURVE key (ZAP, ZeroMQ RFC 27): every key may come in, and is from then on the
+It answers libzmq's question about each CURVE key (ZAP, ZeroMQ RFC 27): a key that is let in is from then on the
 `User-Id` of all that comes by this connection. And it keeps the connections within the open files that the process may
 have. libzmq knows no bound: out of descriptors, it tries to accept the next connection again and again, and whoever
-comes waits. Connections of registered agents stay whatever others do.
+comes waits. Connections of those who are known stay whatever others do.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-log = logging.getLogger("unicron.controller")
+log = logging.getLogger("unicron")
 ZAP = "inproc://zeromq.zap.01"
 DOORS, STOP = "inproc://unicron-doors", "inproc://unicron-stop"
 HANDSHAKE_MS = 10_000  # for a connection to become one of ZeroMQ's: packets may be lost
@@ -27,6 +28,8 @@ SHARE = 0.5  # of all connections, for strangers of one address
 SAY_AGAIN = 10.0  # seconds; then it is looked at again which connection an agent has
 KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a stranger's again
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+Answer = tuple[bytes, bytes]  # status and text of ZAP
+LET_IN: Answer = (b"200", b"OK")
 
 
 class Doors:
@@ -95,16 +98,29 @@ class Doors:
 
 
 class Doorkeeper:
-    """For `router`, before it is bound. close() before the router is closed."""
+    """For `router`, before it is bound; one for each context. close() before the router is closed.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], most: int) -> None:
+    most: connections at once. admits(key): what libzmq is answered about a CURVE key, in this thread. handshake: ms
+    for a connection to become one of ZeroMQ's. warn: one line for people.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        most: int,
+        admits: Callable[[str], Answer] = lambda _: LET_IN,
+        handshake: int = HANDSHAKE_MS,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
         self._doors = Doors(most)
+        self._admits, self._warn = admits, warn
         self._lock = threading.Lock()  # around the doors: two threads tell them
         self._told = float("-inf")
         self._spoke: dict[str, bytes] = {}
         self._asked_at = float("-inf")
         self.port = 0  # where it listens; nothing is closed before that is known
-        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.HANDSHAKE_IVL, handshake)
         self._zap = context.socket(zmq.ROUTER)
         self._zap.bind(ZAP)
         router.monitor(DOORS, EVENTS)
@@ -124,6 +140,16 @@ class Doorkeeper:
         self._stop.send(b"")
         self._thread.join()
         self._stop.close(0)
+
+    @property
+    def most(self) -> int:
+        """Connections at once."""
+        return self._doors.most
+
+    @most.setter
+    def most(self, most: int) -> None:
+        with self._lock:
+            self._doors.most = most
 
     def spoke(self, key: str, route: bytes, frame: zmq.Frame) -> None:
         """A registered agent's message, for the main thread to tell at each one. route: what the router calls its
@@ -159,8 +185,9 @@ class Doorkeeper:
         while self._zap.poll(0):
             *envelope, version, request, _, _, _, mechanism, key = self._zap.recv_multipart()
             fine = version == b"1.0" and mechanism == b"CURVE" and len(key) == 32
-            status = (b"200", b"OK", z85.encode(key)) if fine else (b"400", b"a CURVE key is needed", b"")
-            self._zap.send_multipart([*envelope, version, request, *status, b""])
+            name = z85.encode(key) if fine else b""
+            answer = self._admits(name.decode()) if fine else (b"400", b"a CURVE key is needed")
+            self._zap.send_multipart([*envelope, version, request, *answer, name, b""])
 
     def _notice(self) -> None:
         while self._events.poll(0):
@@ -181,11 +208,8 @@ class Doorkeeper:
             self._doors.left(goes)
         if time.monotonic() - self._told >= TELL_AGAIN:
             self._told = time.monotonic()
-            log.warning(
-                "%d connections, more than the %d open files allow, or one address has too many: some are closed",
-                there,
-                self._doors.most,
-            )
+            most = self._doors.most
+            self._warn(f"{there} connections where {most} may be, or one address has too many: some are closed")
         _shut(goes, self.port)
 
 
