@@ -421,7 +421,7 @@ class LocalCluster:
         path = self.layout.log_dir / f"{name}.out"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         telling = [line for line in lines if "error:" in line or "fatal:" in line] or lines
-        return f"{'; '.join(line.strip() for line in telling[-2:]) or 'it said nothing'} (all of it: {path})"
+        return f"{'; '.join(line.strip() for line in telling[-3:]) or 'it said nothing'} (all of it: {path})"
 
     def _answers(self) -> bool:
         try:

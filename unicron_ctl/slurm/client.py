@@ -16,6 +16,8 @@ _UNUSABLE = frozenset(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN POWERED_DOWN POWERING_DOWN INVAL "
     "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED".split()
 )
+# While Slurm hears a node and gives it work, its reason is an old one: releases from 24.11 on keep it after a resume.
+_REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "REBOOT_REQUESTED"}
 # How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
 # from counting until it is said otherwise; one too few proves the living dead.
 _SLURMS_OWN = (
@@ -40,6 +42,11 @@ _SLURMS_OWN = (
 def slurms_own(reason: str) -> bool:
     """Nobody but Slurm itself has given a node this reason: no person, no script, no tool."""
     return not reason or reason.lower().startswith(_SLURMS_OWN)
+
+
+def current_reason(states: frozenset[str], reason: str) -> str:
+    """Why a node in these states is out of service; "" for one that is in service, whatever reason it still has."""
+    return reason if states & _REASON_COUNTS else ""
 
 
 class SlurmError(UserError):
@@ -76,7 +83,7 @@ class NodeInfo:
     """One node.
 
     `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
-    seconds since the epoch, None while slurmd has not registered; `reason` is without its author. `gres` is as in
+    seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its author. `gres` is as in
     slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
     """
 
@@ -186,7 +193,11 @@ class SlurmClient(Protocol):
         """Gives a node no further work; what runs on it goes on."""
 
     def resume(self, node: str) -> None:
-        """Gives a drained or downed node back to the scheduler. No error for one that is in service."""
+        """Gives a drained or downed node back to the scheduler. No error for one that is in service.
+
+        From 24.11 on Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
+        but not for long: a listing shows what is still so afterwards.
+        """
 
     def requeue(self, job: str, element: int) -> None:
         """Ends a running element and puts it back in the queue, under the same ids."""

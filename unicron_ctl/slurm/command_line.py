@@ -13,7 +13,15 @@ from dataclasses import replace
 
 from unicron_ctl.errors import one_line
 from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmError, SlurmTimeout
+from unicron_ctl.slurm.client import (
+    ElementInfo,
+    NodeInfo,
+    PartitionInfo,
+    Reserved,
+    SlurmError,
+    SlurmTimeout,
+    current_reason,
+)
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
@@ -27,6 +35,7 @@ _STATE_SYMBOLS = {
     "!": "POWER_DOWN",
     "-": "PLANNED",
 }
+ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
@@ -142,6 +151,16 @@ class CommandLineClient:
     def resume(self, node: str) -> None:
         # Slurm calls this an invalid state change for a node that is in service already.
         self._change(["scontrol", "update", f"NodeName={node}", "State=RESUME"], harmless=("Invalid node state",))
+        self._await_answer(node)
+
+    def _await_answer(self, node: str) -> None:
+        """Returns when Slurm has heard the node's slurmd after a resume, or after ANSWER_SECONDS."""
+        until = time.monotonic() + ANSWER_SECONDS
+        while self._dry_run is None and time.monotonic() < until:
+            found = parse_node(self._run(["scontrol", "--oneliner", "show", "node", node]).strip())
+            if found is None or "NOT_RESPONDING" not in found.states or "DOWN" in found.states:
+                return
+            time.sleep(0.1)
 
     # --- elements ----------------------------------------------------------------------------------------------------
 
@@ -258,10 +277,11 @@ def parse_node(line: str) -> NodeInfo | None:
     reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]]*@[^\[\]]*\]|$)", line.rstrip())
     name = fields["NodeName"]
     gres = listing.known(fields.get("Gres", ""))
+    states = parse_states(fields["State"])
     return NodeInfo(
         name=name,
-        states=parse_states(fields["State"]),
-        reason=reason[1].strip() if reason else "",
+        states=states,
+        reason=current_reason(states, reason[1].strip() if reason else ""),
         address=fields.get("NodeAddr", name),
         port=int(fields["Port"]) if fields.get("Port", "").isdigit() else 6818,
         slurmd_start=listing.parse_time(fields.get("SlurmdStartTime", "None")),

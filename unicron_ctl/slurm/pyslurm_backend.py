@@ -16,7 +16,7 @@ from typing import Any
 
 from unicron_ctl.errors import one_line
 from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
 from unicron_ctl.slurm.command_line import CommandLineClient, parse_states
 
 
@@ -73,6 +73,7 @@ class PyslurmClient(CommandLineClient):
         changes = self._pyslurm.Node(state="RESUME")
         what = f"resume node {node}"
         self._call(what, lambda: self._pyslurm.Node(node).modify(changes), harmless="Invalid node state")
+        self._await_answer(node)
 
     def requeue(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
@@ -151,10 +152,11 @@ def node_info(node: Any, reservations: tuple[Reserved, ...]) -> NodeInfo:
     """A pyslurm Node as ours."""
     gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
     started = node.slurmd_start_time
+    states = parse_states(node.state)
     return NodeInfo(
         name=node.name,
-        states=parse_states(node.state),
-        reason=node.reason or "",
+        states=states,
+        reason=current_reason(states, node.reason or ""),
         address=node.address or node.name,
         port=node.slurmd_port or 6818,
         slurmd_start=float(started) if started else None,

@@ -45,6 +45,13 @@ def test_a_node_line_is_read_with_flags_reason_and_start_time() -> None:
     )
 
 
+@pytest.mark.parametrize(("state", "kept"), [("IDLE", False), ("MIXED+NOT_RESPONDING", False), ("IDLE+DRAIN", True)])
+def test_a_node_in_service_has_no_reason(state: str, kept: bool) -> None:
+    """From 24.11 on Slurm keeps the reason of a node that was resumed."""
+    info = parse_node(f"NodeName=n1 State={state} Reason=unicron[health]: gpu: 7 of 8 [root@2026-11-21T07:26:02]")
+    assert info is not None and info.reason == ("unicron[health]: gpu: 7 of 8" if kept else "")
+
+
 def test_a_line_that_is_no_node_is_left_out() -> None:
     assert parse_node("Nodes are fine") is None
     assert parse_node("xx State=IDLE NodeName=n9") is None
@@ -199,3 +206,19 @@ AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[01-03] BlockSize=4
 """
     assert parse_topology(blocks) == {"node01": "b1", "node02": "b1", "node03": "b2"}
     assert parse_topology("") == parse_topology("SwitchName=s1 Level=0 LinkSpeed=1 Nodes=(null)\n") == {}
+
+
+def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that Slurm 24.11 shows for a moment as not responding, and one that stays so."""
+    heard = f"case $(wc -l < {tmp_path}/asked) in 3) echo NodeName=n1 State=IDLE;; *) $silent;; esac"
+    _program(
+        tmp_path,
+        "scontrol",
+        f"silent='echo NodeName=$5 State=IDLE+NOT_RESPONDING'; case $* in *show*) echo >> {tmp_path}/asked; {heard};; esac",
+    )
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client.resume("n1")
+    assert (tmp_path / "asked").read_text().count("\n") == 3
+    monkeypatch.setattr(command_line, "ANSWER_SECONDS", 0.3)
+    client.resume("n2")
+    assert (tmp_path / "asked").read_text().count("\n") > 3
