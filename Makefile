@@ -25,9 +25,9 @@ TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 # A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin demo test test-others test-demo test-wide test-long test-unit lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture peers leaderboard clean
 help:            ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(STAMP)   ## .venv with all that the demo and the tests need, and the project itself (editable)
 
@@ -80,6 +80,14 @@ test-demo: system-test venv plugin   ## what the demo proves: it needs both core
 
 test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
 	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
+
+# As root: in a system of its own, made by debootstrap in $DEBIAN_ROOTS (default .roots), of some 7 GB with its torch.
+test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), in a folder with a system of its own
+	tools/debian-root.sh trixie make test
+
+# Megatron-core 0.16 has no wheel for Python 3.14, sid's own.
+test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
+	tools/debian-root.sh sid make test PYTHON=python3.13
 
 lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ cp -L /etc/hosts etc/hosts
 [ -z "${PIP_CERT:-}" ] || install -D -m 644 "$PIP_CERT" ".$PIP_CERT"
 
 here=$OLDPWD
-mkdir -p root/unicron
-find root/unicron -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
-(cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C root/unicron -xf -
-exec chroot "$root" /bin/sh -c 'cd /root/unicron && exec "$@"' sh "$@"
+mkdir -p srv/unicron
+find srv/unicron -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
+(cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
+exec chroot "$root" /bin/sh -c 'cd /srv/unicron && exec "$@"' sh "$@"

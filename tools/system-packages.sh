@@ -12,10 +12,14 @@ has() { command -v "$1" >/dev/null 2>&1; }
 header() { echo "#include <stdint.h>
 #include <$1>" | cc -E -x c - >/dev/null 2>&1; }
 
+case $python in
+    python3.*) package=$python ;; # Debian has packages of some releases beside python3's own
+    *) package=python3 ;;
+esac
 if ! has "$python"; then
-    need python3 python3-venv
+    need "$package" "$package-venv"
 elif ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
-    need python3-venv
+    need "$package-venv"
 fi
 if [ "$what" != venv ]; then
     has slurmctld || need slurmctld

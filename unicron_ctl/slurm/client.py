@@ -83,8 +83,8 @@ class NodeInfo:
     """One node.
 
     `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
-    seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its author. `gres` is as in
-    slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
+    seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its
+    author. `gres` is as in slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
     """
 
     name: str

@@ -214,7 +214,8 @@ def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, mon
     _program(
         tmp_path,
         "scontrol",
-        f"silent='echo NodeName=$5 State=IDLE+NOT_RESPONDING'; case $* in *show*) echo >> {tmp_path}/asked; {heard};; esac",
+        "silent='echo NodeName=$5 State=IDLE+NOT_RESPONDING'\n"
+        f"case $* in *show*) echo >> {tmp_path}/asked; {heard};; esac",
     )
     client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     client.resume("n1")
