@@ -156,6 +156,8 @@ def _accept(nodes: Sequence[str], token: str, seconds: float, deadline: float) -
 def _listener(token: str) -> socket.socket:
     for port in ports(token):
         try:
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
             return socket.create_server(("", port), backlog=64)
         except OSError:
             continue

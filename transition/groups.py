@@ -52,10 +52,12 @@ def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
     `lost()`, or after ENTER_TIMEOUT.
     """
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     deadline = time.monotonic() + ENTER_TIMEOUT
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as tried:
+                host = tried.getpeername()[0]  # of a name's addresses the one that answers
             break
         except OSError as error:
             if lost() or time.monotonic() > deadline:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from unicron_ctl import limits, partitions
+from unicron_ctl.addresses import canonical, is_loopback, is_numeric
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.limits import DAY, HEARTBEATS, Range
 from unicron_ctl.partitions import PartitionConfig, Rules
@@ -243,14 +243,6 @@ def _alone(section: ControllerConfig) -> list[str]:
     return [f'[controller] auth = "none" with listen = "{section.listen}": write listen = "{here}", or auth = "munge"']
 
 
-def is_loopback(host: str) -> bool:
-    """Whether the numeric address is this machine's own, which no other machine reaches."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
     found = [f"[controller] {problem}" for problem in problems(config.controller, environment)]
     return found + [f"[agent] {problem}" for problem in problems(config.agent)]
@@ -277,10 +269,16 @@ def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
 
 def listen_problem(value: str) -> str:
     """What is wrong with an address to listen on, or nothing."""
-    port = value.rpartition(":")[2]
-    if value.startswith("tcp://") and port.isdecimal() and int(port) <= 65535:
+    host, _, port = value.removeprefix("tcp://").rpartition(":")
+    if not (value.startswith("tcp://") and port.isdecimal() and int(port) <= 65535):
+        return f'listen = "{value}": write tcp://ADDRESS:PORT'
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" not in host and bare == host:
         return ""
-    return f'listen = "{value}": write tcp://ADDRESS:PORT'
+    if f"[{bare}]" == host and is_numeric(bare.partition("%")[0]) and ":" in bare:
+        return ""
+    good = f"tcp://[{canonical(bare)}]:{port}" if is_numeric(bare) and ":" in bare else "tcp://[::]:7451"
+    return f'listen = "{value}": write an address of IPv6 in brackets, as in {good}'
 
 
 def address_problem(value: str) -> str:

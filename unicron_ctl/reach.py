@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import ipaddress
 import selectors
 import socket
 import time
+from collections.abc import Sequence
 
 from detector import blackhole
+from unicron_ctl.addresses import Target, listen_at, resolve, split
 
 AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # nobody there, or no way there
@@ -32,59 +33,97 @@ class Reach(enum.StrEnum):
 
 
 def reach(address: str, seconds: float) -> Reach:
-    """Tries to connect to "host:port" for at most `seconds` (resolving a name not counted). Raises nothing."""
-    host, _, port = address.rpartition(":")
+    """Tries to connect to "host:port", at all addresses that the host has, for at most `seconds` (resolving a name not
+    counted). Raises nothing."""
     try:
-        number = int(port)
-        if not 0 < number < 65536:
-            return Reach.UNKNOWN
-        found = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)
-    except (OSError, ValueError, OverflowError, UnicodeError):
+        return race(resolve(*split(address)), seconds)[0]
+    except (OSError, ValueError):
         return Reach.UNKNOWN
-    family, kind, protocol, _, target = found[0]
+
+
+def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | None]:
+    """Tries to connect to all of them side by side: what came of it, and the first that accepts. Raises OSError for
+    what is wrong on this side.
+
+    One that accepts is there, whatever the others say. A host refuses only once all its addresses have had the time to
+    accept: its daemon may listen in one family. An address that this side has no way to says nothing beside others.
+    """
     opened: list[socket.socket] = []
     try:
         with selectors.DefaultSelector() as waiting:
-            return _race(waiting, opened, (family, kind, protocol), target, seconds)
-    except OSError:
-        return Reach.UNKNOWN
+            tried = _Race(waiting, opened, targets)
+            return tried.run(seconds), tried.winner
     finally:
         for one in opened:
             with contextlib.suppress(OSError):
                 one.close()
 
 
-def _race(
-    waiting: selectors.BaseSelector,
-    opened: list[socket.socket],
-    kind: tuple[int, int, int],
-    target: tuple[object, ...],
-    seconds: float,
-) -> Reach:
-    """The first word of several connections. One that is reset says that something is there, and not what: the next
-    one may tell."""
-    end, nobody = time.monotonic() + seconds, Reach.SILENT
-    while (now := time.monotonic()) < end:
-        one = socket.socket(*kind)
-        opened.append(one)
+def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
+    """Which of them to connect to: the first that accepts in time, or the only one. Raises nothing."""
+    if len(targets) == 1:
+        return targets[0]
+    try:
+        return race(targets, seconds)[1]
+    except OSError:
+        return None
+
+
+class _Race:
+    """Connections to several addresses, and again to each that has not spoken yet. One that is reset says that
+    something is there, and not what: the next one may tell."""
+
+    def __init__(self, waiting: selectors.BaseSelector, opened: list[socket.socket], targets: Sequence[Target]) -> None:
+        self._waiting, self._opened = waiting, opened
+        self._words: dict[Target, Reach | None] = dict.fromkeys(targets)  # None: it has not spoken
+        self._reset: set[Target] = set()
+        self.winner: Target | None = None
+
+    def run(self, seconds: float) -> Reach:
+        end = time.monotonic() + seconds
+        while None in self._words.values() and (now := time.monotonic()) < end:
+            for target in [one for one, word in self._words.items() if word is None]:
+                self._connect(target)
+            for key, _ in self._waiting.select(min(AGAIN_SECONDS, end - now) if None in self._words.values() else 0):
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                self._waiting.unregister(ready)
+                self._hear(key.data, ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        return self._verdict()
+
+    def _connect(self, target: Target) -> None:
+        try:
+            one = socket.socket(target.family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            self._words[target] = Reach.UNKNOWN
+            return
+        self._opened.append(one)
         one.setblocking(False)
-        code = one.connect_ex(target)
+        code = one.connect_ex(target.address)
         if code == errno.EINPROGRESS:
-            waiting.register(one, selectors.EVENT_WRITE)
-        elif code == errno.ECONNRESET:
-            nobody = Reach.UNKNOWN
-        elif (word := _word(code)) is not Reach.SILENT:
-            return word
-        for key, _ in waiting.select(min(AGAIN_SECONDS, end - now)):
-            ready = key.fileobj
-            assert isinstance(ready, socket.socket)
-            waiting.unregister(ready)
-            code = ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code == errno.ECONNRESET:
-                nobody = Reach.UNKNOWN
-            elif (word := _word(code)) is not Reach.SILENT:
-                return word
-    return nobody
+            self._waiting.register(one, selectors.EVENT_WRITE, target)
+        else:
+            self._hear(target, code)
+
+    def _hear(self, target: Target, code: int) -> None:
+        word = _word(code)
+        if code == errno.ECONNRESET:
+            self._reset.add(target)
+        elif word is Reach.REACHED and self.winner is None:
+            self.winner = target
+            self._words = dict.fromkeys(self._words, Reach.REACHED)
+        elif word is not Reach.SILENT and self._words[target] is None:
+            self._words[target] = word
+
+    def _verdict(self) -> Reach:
+        if self.winner is not None:
+            return Reach.REACHED
+        if any(word is None and target in self._reset for target, word in self._words.items()):
+            return Reach.UNKNOWN
+        words = [word or Reach.SILENT for word in self._words.values()]
+        return next((word for word in (Reach.REFUSED, Reach.SILENT) if word in words), Reach.UNKNOWN)
 
 
 def _word(code: int) -> Reach:
@@ -93,15 +132,6 @@ def _word(code: int) -> Reach:
     if code == errno.ECONNREFUSED:
         return Reach.REFUSED
     return Reach.SILENT if code in NO_ANSWER else Reach.UNKNOWN
-
-
-def is_address(host: str) -> bool:
-    """It is an IP address, and no name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def door_at(host: str, door: str) -> str:
@@ -115,7 +145,7 @@ class Door:
     for a process that is stopped for a while. Raises OSError when there is no port."""
 
     def __init__(self, host: str = "") -> None:
-        self._socket = _listen(host)
+        self._socket = listen_at(host, QUEUE)
         self._socket.setblocking(False)
 
     @property
@@ -139,11 +169,3 @@ class Door:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _listen(host: str) -> socket.socket:
-    """At all addresses of both families, if none is named: Slurm may give the node's in either."""
-    if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # no address of that family
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=QUEUE, dualstack_ipv6=True)
-    return socket.create_server((host, 0), backlog=QUEUE)

@@ -13,13 +13,21 @@
 
 #define LOOKUP_NANOSECONDS 500000000L
 
-static struct sockaddr_storage controller;
-static socklen_t controller_length;     /* 0: nowhere to send to */
+static struct {
+	struct sockaddr_storage address;
+	socklen_t length;
+} controllers[UNICRON_CONTROLLER_ADDRESSES];
+static size_t known;     /* of them; 0: nowhere to send to */
 
+/* All addresses of the name: nobody can say which of them leads to the controller. */
 static void remember(const struct addrinfo *found)
 {
-	memcpy(&controller, found->ai_addr, found->ai_addrlen);
-	controller_length = found->ai_addrlen;
+	for (known = 0; found != NULL && known < UNICRON_CONTROLLER_ADDRESSES; found = found->ai_next) {
+		if (found->ai_addrlen > sizeof(controllers[known].address))
+			continue;
+		memcpy(&controllers[known].address, found->ai_addr, found->ai_addrlen);
+		controllers[known++].length = found->ai_addrlen;
+	}
 }
 
 /* All that a look-up in another thread may still touch after we stopped waiting for it. */
@@ -71,7 +79,7 @@ void notify_set_controller(const char *address)
 	char port[8];
 	unsigned number;
 
-	controller_length = 0;
+	known = 0;
 	if (config_split_address(address, host, &number) < 0)
 		return;
 	snprintf(port, sizeof(port), "%u", number);
@@ -175,12 +183,13 @@ void notify_send(const struct notice *notice)
 	size_t length = notice_encode(notice, data, sizeof(data));
 	int fd;
 
-	if (controller_length == 0 || length == 0)
-		return;
-	fd = socket(controller.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-	if (fd < 0)
-		return;
-	if (sendto(fd, data, length, MSG_DONTWAIT | MSG_NOSIGNAL, (struct sockaddr *) &controller, controller_length) < 0)
-		slurm_verbose("unicron: couldn't send %s to the controller: %s", notice->kind, strerror(errno));
-	close(fd);
+	for (size_t i = 0; i < known && length != 0; ++i) {
+		fd = socket(controllers[i].address.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+		if (fd < 0)
+			continue;
+		if (sendto(fd, data, length, MSG_DONTWAIT | MSG_NOSIGNAL, (struct sockaddr *) &controllers[i].address,
+			   controllers[i].length) < 0)
+			slurm_verbose("unicron: couldn't send %s to the controller: %s", notice->kind, strerror(errno));
+		close(fd);
+	}
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Hints to the controller: one UDP datagram each, to the host of its TCP address and the same port number. A datagram may be
- * lost or forged, so the controller verifies what it says; the plugin never waits for anything and never fails for it.
+ * Hints to the controller: one UDP datagram each, to every address of the host in its TCP address, and the same port number.
+ * A datagram may be lost or forged, so the controller verifies what it says; the plugin never waits for anything and never
+ * fails for it.
  */
 #ifndef UNICRON_NOTIFY_H
 #define UNICRON_NOTIFY_H
@@ -11,6 +12,7 @@
 #include "unicron.h"
 
 #define UNICRON_NODE_MAX 256
+#define UNICRON_CONTROLLER_ADDRESSES 8    /* of one name; the others get no hint */
 
 struct notice {
 	const char *kind;               /* "task_exit" */

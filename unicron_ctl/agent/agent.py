@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from detector.supervise import adopt_orphans, shell_status
+from unicron_ctl.addresses import join
 from unicron_ctl.agent import node_watch
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
@@ -95,7 +96,7 @@ class Agent:
             self._log.say,
         )
         self._trials = Trials(
-            place.job, self._controller, address, self._witness.door, self.ranks, self._tell, self._send, self._log.say
+            place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log.say
         )
         agreement, sampling = self._stand_in.agreement, Sampling(self._rank_line.folder)
         self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
@@ -352,7 +353,7 @@ class Agent:
 
     def _register(self) -> None:
         self._last_register = time.monotonic()
-        door = f"{self.place.address}:{self._witness.door.port}"
+        door = join(self.place.address, self._witness.door.port)
         images = self._copies.address, self._copies.token
         self._line.register(self.place, self.identity, door, self._stand_in.address, images, self._send)
 

@@ -16,13 +16,15 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from unicron_ctl.addresses import Target, endpoint, is_numeric
 from unicron_ctl.agent.place import Place
 from unicron_ctl.config import load
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_client
-from unicron_ctl.protocol.hello import HELLO_SECONDS, Hello
+from unicron_ctl.protocol.hello import HELLO_SECONDS, Found, Hello
 from unicron_ctl.protocol.munge import MungeError, make_credential
+from unicron_ctl.reach import first_open
 
 DOWN_SECONDS = 1.0  # between two questions for the controller's key while the line is down
 # A host that vanishes closes no connection, and TCP tries for a quarter of an hour: ZeroMQ asks every second, and
@@ -36,7 +38,10 @@ TO_CONTROLLER = (
     (zmq.HEARTBEAT_IVL, 1000),
     (zmq.HEARTBEAT_TIMEOUT, 5000),
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
+    (zmq.IPV6, 1),
 )
+REDIAL_SECONDS = 2.0  # without a connection, before the controller's other addresses are tried, and its name again
+RACE_SECONDS = 1.5  # for one of them to accept
 Result = TypeVar("Result")
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -56,8 +61,12 @@ class Line:
         config = load()
         self._known = public_key(config=config)
         self._hello = Hello(address, config.agent.controller_users)
-        self._address, self.pair = address, new_pair()
+        self.pair = new_pair()
+        self._endpoint = ""  # the controller's numeric address, to which the socket is connected
+        self._cut = False  # by an injected loss of the network
+        self._dialed = 0.0
         self._theirs: str | None = None  # the controller's public key
+        self._dialed_key: str | None = None  # the one with which the socket was connected
         self._asked = 0.0
         self.key: str | None = None
         self.up = False
@@ -70,7 +79,8 @@ class Line:
         self.socket.monitor(f"inproc://line-{id(self)}", EVENTS)
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self.events.connect(f"inproc://line-{id(self)}")
-        self._hello.open()
+        if is_numeric(endpoint(address)[0]) or self._known == PLAIN:
+            self._hello.open()
         if self._known == PLAIN and not self._hello.local:
             self._known = None  # never unencrypted over a network, whatever the environment says
         if self._known is not None:
@@ -79,7 +89,10 @@ class Line:
     @property
     def problem(self) -> str:
         """Why the controller is not believed, or cannot be asked for more."""
-        return self._problem or self._hello.problem
+        said = self._problem or self._hello.problem
+        if said or self.up or not self._endpoint:
+            return said
+        return f"no connection to {self._endpoint}"
 
     @property
     def answers(self) -> int:
@@ -88,23 +101,29 @@ class Line:
 
     def turn(self) -> None:
         """Asks for the controller's key while it is not known, or the line is down."""
-        if self.up or self._known is not None:
+        if self.up:
             return
         now = time.monotonic()
-        if now - self._asked >= (HELLO_SECONDS if self.key is None else DOWN_SECONDS):
+        if self._theirs is not None and now - self._dialed >= REDIAL_SECONDS:
+            self._dialed = now
+            self._find(self._theirs)
+        if self._known is None and now - self._asked >= (HELLO_SECONDS if self.key is None else DOWN_SECONDS):
             self._asked = now
-            self._hello.ask()
+            if self._hello.fileno() >= 0:
+                self._hello.ask()
+            else:
+                self._in_thread("name", self._hello.open, lambda found: self._hello.ask() if found else None)
 
     def learn(self, learned: Callable[[], None]) -> None:
         """Reads what was answered; `learned` is called when the line leads to another key."""
         answers = self._hello.read()
 
-        def then(theirs: str | None) -> None:
-            if theirs is None or self.up or theirs == self._theirs:
+        def then(found: Found | None) -> None:
+            if found is None or self.up or found.key == self._theirs:
                 return
-            if self._theirs and theirs == PLAIN:
+            if self._theirs and found.key == PLAIN:
                 return  # encrypted once, encrypted for ever
-            self._connect(theirs)
+            self._connect(found.key, found.reached)
             learned()
 
         if answers:
@@ -190,10 +209,56 @@ class Line:
         self._hello.close()
         self.results.close()
 
-    def _connect(self, theirs: str) -> None:
-        if self._theirs is not None:
-            with contextlib.suppress(zmq.ZMQError):  # an injected loss of the network has done so already
-                self.socket.disconnect(self._address)
-        self.key = secure_client(self.socket, theirs, self.pair)
-        self.socket.connect(self._address)
-        self._theirs = theirs
+    def hang_up(self) -> None:
+        """Ends the connection until `call_again`: an injected loss of the network."""
+        self._cut = True
+        self._disconnect()
+
+    def call_again(self) -> None:
+        """Undoes `hang_up`."""
+        self._cut = False
+        if self._endpoint:
+            self.socket.connect(self._endpoint)
+
+    def _connect(self, theirs: str, reached: Target | None = None) -> None:
+        """Leads the line to the holder of this key. reached: the address that has told it."""
+        self._theirs, self._dialed = theirs, time.monotonic()
+        candidates = self._hello.candidates(theirs, reached)
+        if reached is not None or len(candidates) == 1:
+            self._dial(candidates[0])
+        else:
+            self._find(theirs)
+
+    def _find(self, theirs: str) -> None:
+        """Asks in a thread which of the controller's addresses accepts a connection, and leads the line there."""
+
+        def work() -> Target | None:
+            if not self._hello.resolve_again():
+                return None
+            return first_open(self._hello.candidates(theirs), RACE_SECONDS)
+
+        def then(found: Target | None) -> None:
+            if self._theirs == theirs and not self.up and (target := found or self._first()) is not None:
+                self._dial(target)
+
+        self._in_thread("addresses", work, then)
+
+    def _first(self) -> Target | None:
+        """Where the line leads while no address accepts a connection: ZeroMQ tries it again and again."""
+        candidates = self._hello.candidates(self._theirs or PLAIN)
+        return candidates[0] if candidates and not self._endpoint else None
+
+    def _dial(self, target: Target) -> None:
+        if self.key is not None and target.endpoint == self._endpoint and self._dialed_key == self._theirs:
+            return  # ZeroMQ connects again by itself
+        assert self._theirs is not None
+        if self._endpoint:
+            self._disconnect()
+        self.key = secure_client(self.socket, self._theirs, self.pair)
+        self._endpoint, self._dialed_key, self._dialed = target.endpoint, self._theirs, time.monotonic()
+        if not self._cut:
+            self.socket.connect(self._endpoint)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is so already
+            self.socket.disconnect(self._endpoint)

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from unicron_ctl.addresses import in_brackets, join
 from unicron_ctl.descriptors import open_files, raise_limit
 from unicron_ctl.protocol import peers, wire
 from unicron_ctl.protocol.doorkeeper import LET_IN, Answer, Doorkeeper
@@ -27,6 +28,7 @@ _OPTIONS = (
     (zmq.HEARTBEAT_IVL, 1000),
     (zmq.HEARTBEAT_TIMEOUT, 5000),
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
+    (zmq.IPV6, 1),
 )
 
 
@@ -68,7 +70,7 @@ class Peers:
     def _listen(self, host: str) -> str:
         for interface in (host, "*"):  # the name of a node need not be one of its interfaces'
             try:
-                return f"{host}:{self._in.bind_to_random_port(f'tcp://{interface}')}"
+                return join(host, self._in.bind_to_random_port(f"tcp://{in_brackets(interface)}"))
             except zmq.ZMQError:
                 continue
         return ""

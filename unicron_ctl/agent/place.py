@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import socket
@@ -11,11 +12,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from unicron_ctl.addresses import canonical, endpoint, resolve
 from unicron_ctl.agent.layouts import read_layouts, read_model
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import ranges
 from unicron_ctl.protocol.wire import Settings
+from unicron_ctl.reach import first_open
 
+ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (transfer.LEAST_RATE)
 
 
@@ -171,11 +175,15 @@ def _step(environment: Mapping[str, str]) -> int:
 
 
 def _address(controller: str) -> str:
-    """The address by which other nodes reach this one: that of the interface which leads to the controller."""
-    host, _, port = controller.removeprefix("tcp://").rpartition(":")
+    """The address by which other nodes reach this one: that of the interface which leads to the controller, by the
+    controller's address that accepts connections where it has several."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # a datagram socket's connect sends nothing
-            return probe.getsockname()[0]
-    except (OSError, ValueError):
+        targets = resolve(*endpoint(controller))
+    except (OSError, UserError):
         return socket.gethostname()
+    best = first_open(targets, ADDRESS_SECONDS)
+    for target in ([best] if best is not None else []) + targets:
+        with contextlib.suppress(OSError), socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target.address)  # a datagram socket's connect sends nothing
+            return canonical(probe.getsockname()[0])
+    return socket.gethostname()

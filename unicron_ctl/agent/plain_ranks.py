@@ -233,4 +233,4 @@ def world_of(plan: wire.Plan, place: Place) -> World:
         raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
     node, before = elements.index(place.element), max(0, plan.generation - 1)
-    return World(node, len(elements), per_node, host, int(port), place.job, before)
+    return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from unicron_ctl.addresses import join
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.agent.place import Place
@@ -62,7 +63,7 @@ class Reports:
         self.sent_at, self.dirty = now, False
         self._vitals.update(self._ranks.values(), now)
         self._number += 1
-        store = f"{self._place.address}:{port}" if port else ""
+        store = join(self._place.address, port) if port else ""
         agreement, statuses = self._agreement, {slot: rank.status for slot, rank in self._ranks.items()}
         agreement.ranks(statuses, store, now)
         agreement.news = False

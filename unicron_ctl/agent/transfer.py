@@ -40,6 +40,7 @@ import msgpack
 from transition.memory.cuts import COPY_PREFIX as PREFIX
 from transition.memory.images import COPIED, PAGE, STATE, SUFFIX, USER, BadImage, Found, Key, inventory, look
 from transition.memory.room import allocate
+from unicron_ctl.addresses import join, listen_at, split
 from unicron_ctl.agent.sums import Sums, sound
 
 SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
@@ -267,8 +268,8 @@ def examine(found: Found) -> str:
 def _listen(host: str) -> tuple[socket.socket | None, str]:
     for interface in (host, ""):  # the name of a node need not be one of its interfaces'
         with contextlib.suppress(OSError):
-            listening = socket.create_server((interface, 0), backlog=STRANGERS)
-            return listening, f"{host}:{listening.getsockname()[1]}"
+            listening = listen_at(interface, STRANGERS)
+            return listening, join(host, listening.getsockname()[1])
     return None, ""
 
 
@@ -398,8 +399,7 @@ def find(folder: Path, key: Key) -> Found | None:
 
 @contextlib.contextmanager
 def _connected(address: str, token: str, request: dict[str, Any]):
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), SILENT_SECONDS) as connection:
+    with socket.create_connection(split(address), SILENT_SECONDS) as connection:
         connection.settimeout(SILENT_SECONDS)
         _watch(connection)
         nonce, data = _receive(connection, NONCE), msgpack.packb(request)

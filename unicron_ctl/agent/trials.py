@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import zmq
 
 from detector import blackhole, inject
 from detector.cage import Cage, CageError
+from unicron_ctl.agent.line import Line
 from unicron_ctl.agent.ranks import Rank
 from unicron_ctl.protocol import wire
 from unicron_ctl.reach import Door
@@ -24,15 +24,14 @@ class Trials:
     def __init__(
         self,
         job: str,
-        controller: Any,
-        address: str,
+        line: Line,
         door: Door,
         ranks: Mapping[int, Rank],
         tell: Callable[[int, wire.Message], None],
         send: Callable[[wire.Message], None],
         say: Callable[[str], None],
     ) -> None:
-        self._job, self._controller, self._address, self._door, self._ranks = job, controller, address, door, ranks
+        self._job, self._line, self._door, self._ranks = job, line, door, ranks
         self._tell, self._send, self._say = tell, send, say
         self._until = 0.0
         self._hole: set[int] | None = None
@@ -54,7 +53,7 @@ class Trials:
         rank = self._ranks.get(order.slot)
         if name == "corrupt-message":
             for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
-                self._controller.send(garbage, zmq.DONTWAIT)
+                self._line.socket.send(garbage, zmq.DONTWAIT)
         elif name in ("lost-network", "black-hole"):
             self._lose_network(name, order)
         elif rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
@@ -73,7 +72,7 @@ class Trials:
         self._until = 0.0
         self._door.open()
         if self._hole is None:
-            self._controller.connect(self._address)
+            self._line.call_again()
         else:
             blackhole.fill(self._hole)
             self._hole = None
@@ -94,7 +93,7 @@ class Trials:
         self._until = time.monotonic() + seconds
         self._door.shut()
         if name == "lost-network":
-            self._controller.disconnect(self._address)
+            self._line.hang_up()
         else:
             self._hole = blackhole.dig(pace=False)
 

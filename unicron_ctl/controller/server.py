@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from detector.classify import Classifier
+from unicron_ctl.addresses import canonical, join, split
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
@@ -225,6 +226,7 @@ class Server:
 
     def _take(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""
+        address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
         if not self._allowed(key, address, len(data)):
             self.dropped["rate"] += 1
             self._complain(records.BadMessage, address, f"dropped messages of {address}: too many")
@@ -431,25 +433,33 @@ class Server:
                 self._router.unbind(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _bind_router(self, listen: str) -> str:
-        try:
-            self._router.bind(listen)
-        except zmq.ZMQError as error:
+        host = listen.removeprefix("tcp://").rpartition(":")[0]
+        # With IPv6 on, ZeroMQ takes an interface's address of that family, and "*" means both families.
+        for both in (True,) if host == "*" or ":" in host else (False, True):
+            self._router.setsockopt(zmq.IPV6, both)
+            try:
+                self._router.bind(listen)
+                break
+            except zmq.ZMQError as error:
+                problem = error
+        else:
             raise UserError(
-                f"cannot listen on {listen}: {error.strerror}; "
+                f"cannot listen on {listen}: {problem.strerror}; "
                 "choose another address with --listen or [controller] listen"
-            ) from None
-        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return bound.replace("tcp://0.0.0.0:", f"tcp://{socket.gethostname()}:")
+            )
+        host, port = split(self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
+        return f"tcp://{join(socket.gethostname() if host in ('0.0.0.0', '::') else host, port)}"
 
     def _bind_hints(self) -> socket.socket:
         """The same port for datagrams: hints of the Slurm plugin, and questions for the public key."""
-        host, _, port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
-        self.doorkeeper.port = int(port)
-        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-        hints = socket.socket(family, socket.SOCK_DGRAM)
+        host, port = split(self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
+        self.doorkeeper.port = port
+        hints = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
         hints.setblocking(False)
         try:
-            hints.bind((host.strip("[]"), int(port)))
+            if hints.family == socket.AF_INET6:
+                hints.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as ZeroMQ does
+            hints.bind((host, port))
         except OSError as error:
             hints.close()
             raise UserError(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import getpass
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from unicron_ctl.addresses import Target
 from unicron_ctl.config import controller_address, is_guess, load
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.protocol import claims, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential
 from unicron_ctl.protocol.printable import clean, printable
+from unicron_ctl.reach import first_open
+
+if TYPE_CHECKING:
+    from unicron_ctl.protocol.hello import Hello
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -38,21 +43,18 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
             hint = ""
             if hello.open() and not hello.local:
                 raise UserError(f'public_key = "none" is for a loopback address only, not for {where}', WRONG_USE)
+        target = _target(hello, key, deadline) if key is not None else None
     finally:
         hello.close()
-    if key is None:
+    if key is None or target is None:
         raise _nobody(where, address, hint)
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     try:
         channel.setsockopt(zmq.LINGER, 0)
+        channel.setsockopt(zmq.IPV6, 1)
         mine = secure_client(channel, key)
-        try:
-            channel.connect(where)
-        except zmq.ZMQError as error:
-            raise UserError(
-                f"{where} is no address of a controller ({error.strerror}): write tcp://HOST:PORT", WRONG_USE
-            ) from None
+        channel.connect(target.endpoint)
         message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=_credential(mine))
         channel.send(wire.encode(message))
         if not channel.poll(max(100, int((deadline - time.monotonic()) * 1000))):
@@ -67,6 +69,13 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     if not answer.ok:
         raise UserError(printable(answer.error))
     return clean(answer.data)
+
+
+def _target(hello: Hello, key: str, deadline: float) -> Target | None:
+    """The controller's address that accepts connections; the first where none does: it may within the time."""
+    hello.open()
+    candidates = hello.candidates(key, hello.reached)
+    return first_open(candidates, (deadline - time.monotonic()) / 2) or next(iter(candidates), None)
 
 
 def _nobody(where: str, address: str | None, hint: str) -> UserError:

@@ -19,6 +19,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from unicron_ctl.addresses import canonical
+
 log = logging.getLogger("unicron")
 ZAP = "inproc://zeromq.zap.01"
 DOORS, STOP = "inproc://unicron-doors", "inproc://unicron-stop"
@@ -220,7 +222,7 @@ def _peer(descriptor: int) -> str:
     except OSError:
         return ""
     try:
-        return str(with_socket.getpeername()[0])
+        return canonical(str(with_socket.getpeername()[0]))
     except OSError:
         return ""
     finally:

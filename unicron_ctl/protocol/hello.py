@@ -8,6 +8,7 @@ repeated answer changes nothing (docs/design/trust.md).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
@@ -16,9 +17,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from unicron_ctl.config import is_loopback
-from unicron_ctl.errors import WRONG_USE, UserError
+from unicron_ctl.addresses import Target, canonical, endpoint, is_loopback, reason_of, resolve
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import PLAIN, is_key
 from unicron_ctl.protocol.munge import MungeError, unmunge
@@ -32,41 +34,68 @@ READS = 8  # answers in one turn: others can send some, too
 _SLURM_USER = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
 
-def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT. Raises UserError."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"{address} is no address of a controller: write tcp://HOST:PORT", WRONG_USE)
-    return host.strip("[]"), int(port)
+@dataclass(frozen=True)
+class Answer:
+    """What came, and from which of the controller's addresses; None when it is none of those that were asked."""
+
+    introduction: datagrams.Introduction
+    reached: Target | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The controller's key, :data:`PLAIN` where it encrypts nothing, and the address that has told it."""
+
+    key: str
+    reached: Target | None
 
 
 class Hello:
-    """One asker. believed: names of users whose controllers are believed, beside root, SlurmUser and our own user.
+    """One asker, at all of the controller's addresses at once. believed: names of users whose controllers are believed,
+    beside root, SlurmUser and our own user.
 
-    problem: why the last answer was not believed, or could not be had. Raises UserError for an address that is none.
+    targets: the addresses, once it is open. reached: the one at which `wait` has found the key.
+    Raises UserError for an address that is none.
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
         self._host, self._port = endpoint(address)
         self._believed = believed
-        self._where: tuple[str, int] | None = None
+        self.targets: list[Target] = []
+        self.reached: Target | None = None
         self._socket: socket.socket | None = None
         self._question = wire.encode(datagrams.Hello(padding=" " * HELLO_BYTES))
-        self.problem = ""
+        self._problem = ""
+        self._asked = self._answered = False
+
+    @property
+    def problem(self) -> str:
+        """Why the last answer was not believed, or could not be had; empty before anybody was asked."""
+        if self._problem or self._answered or not self._asked:
+            return self._problem
+        hosts = ", ".join(target.host for target in self.targets)
+        return f"no answer from UDP port {self._port} of {hosts}"
 
     def open(self) -> bool:
-        """Finds the controller's address; False, with the problem, while the name service does not know it."""
+        """Finds the controller's addresses; False, with the problem, while the name service does not know it. The name
+        service may take its time."""
         if self._socket is not None:
             return True
         try:
-            family, _, _, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
-        except (OSError, UnicodeError) as error:
-            self.problem = f"{self._host}: {getattr(error, 'strerror', None) or error}"
+            targets = resolve(self._host, self._port)
+            self._socket, self.targets = _for_all(targets)
+        except OSError as error:
+            self._problem = f"{self._host}: {reason_of(error)}"
             return False
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._where = str(where[0]), int(where[1])
+        self._problem = ""
         return True
+
+    def resolve_again(self) -> bool:
+        """The controller may have moved; what the name led to before stays while the name service is away."""
+        if self.open():
+            with contextlib.suppress(OSError):
+                self.targets = resolve(self._host, self._port)
+        return bool(self.targets)
 
     def fileno(self) -> int:
         """For a poller; -1 before it is open."""
@@ -79,62 +108,84 @@ class Hello:
 
     @property
     def local(self) -> bool:
-        """The controller's address is this machine's own."""
-        return self._where is not None and is_loopback(self._where[0])
+        """The controller's addresses are this machine's own."""
+        return bool(self.targets) and all(is_loopback(target.host) for target in self.targets)
+
+    def candidates(self, key: str, reached: Target | None = None) -> list[Target]:
+        """Where to connect with this key, the best first: where its answer came from, `reached`."""
+        found = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
+        return [target for target in found if key != PLAIN or is_loopback(target.host)]
 
     def ask(self) -> None:
         """Sends the question; what becomes of it is the answer's matter."""
         if not self.open():
             return
-        assert self._socket is not None and self._where is not None
-        try:
-            self._socket.sendto(self._question, self._where)
-        except OSError as error:
-            self.problem = f"{self._host}: {error.strerror}"
+        assert self._socket is not None
+        sent, problems = False, []
+        for target in self.targets:
+            if self._socket.family == socket.AF_INET != target.family:
+                continue
+            try:
+                self._socket.sendto(self._question, _as_taken(self._socket, target))
+                sent = True
+            except OSError as error:
+                problems.append(f"{target.host}: {reason_of(error)}")
+        self._asked = True
+        if not sent:
+            self._problem = "; ".join(problems)
 
-    def read(self) -> list[datagrams.Introduction]:
+    def read(self) -> list[Answer]:
         """The answers that have come; does not wait."""
-        found: list[datagrams.Introduction] = []
+        found: list[Answer] = []
         for _ in range(READS if self._socket is not None else 0):
             assert self._socket is not None
             try:
-                found.append(wire.decode(self._socket.recv(READ_BYTES), datagrams.Introduction))
+                data, where = self._socket.recvfrom(READ_BYTES)
+                host = canonical(str(where[0]))
+                reached = next((target for target in self.targets if target.host == host), None)
+                found.append(Answer(wire.decode(data, datagrams.Introduction), reached))
             except OSError:
                 break
             except wire.BadMessage as error:
-                self.problem = str(error)
+                self._problem = str(error)
+        self._answered = self._answered or bool(found)
         return found
 
-    def believed(self, answers: Sequence[datagrams.Introduction]) -> str | None:
-        """The key, :data:`PLAIN` from a controller that encrypts nothing, or None when nothing was said that is
-        believed. Asks munge, the name service and Slurm, so it may take `munge.TIME_LIMIT` and SLURM_SECONDS."""
-        return next((key for answer in answers if (key := self._understand(answer)) is not None), None)
+    def believed(self, answers: Sequence[Answer]) -> Found | None:
+        """The first that is believed; None when nothing was said that is. Asks munge, the name service and Slurm, so it
+        may take `munge.TIME_LIMIT` and SLURM_SECONDS."""
+        for answer in answers:
+            key = self._understand(answer.introduction, answer.reached)
+            if key is not None:
+                return Found(key, answer.reached)
+        return None
 
-    def _understand(self, message: datagrams.Introduction) -> str | None:
+    def _understand(self, message: datagrams.Introduction, reached: Target | None = None) -> str | None:
         if message.plain:
-            if self.local:
+            if reached is not None and is_loopback(reached.host):
                 return PLAIN
-            self.problem = (
+            self._problem = (
                 'the controller encrypts nothing (auth = "none"), which is believed at a loopback address only'
             )
             return None
         if not message.credential:
-            self.problem = message.error[:200] or "the controller cannot prove who it is"
+            self._problem = message.error[:200] or "the controller cannot prove who it is"
             return None
         try:
             found = unmunge(message.credential)
         except MungeError as error:
-            self.problem = f"the controller's credential: {error}"
+            self._problem = f"the controller's credential: {error}"
             return None
         key = claims.controller_key(found.payload)
         if not is_key(key):
-            self.problem = "the controller's credential holds no key"
+            self._problem = "the controller's credential holds no key"
         elif not trusted(found.uid, self._believed):
-            self.problem = (
+            self._problem = (
                 f"the controller there belongs to {_name(found.uid)}, who is neither root, SlurmUser nor you: "
                 "[agent] controller_users can name him"
             )
         else:
+            self._problem = ""
             return key
         return None
 
@@ -147,9 +198,37 @@ class Hello:
             while (rest := until - time.monotonic()) > 0:
                 if self._socket is None:
                     time.sleep(rest)
-                elif _readable(self._socket, rest) and (key := self.believed(self.read())) is not None:
-                    return key
+                elif _readable(self._socket, rest) and (found := self.believed(self.read())) is not None:
+                    self.reached = found.reached
+                    return found.key
         return None
+
+
+def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
+    """One socket that sends to all of them, or to those of IPv4 where this machine has no other family. Raises
+    OSError."""
+    problem: OSError | None = None
+    for family in dict.fromkeys((max(target.family for target in targets), socket.AF_INET)):
+        kept = [target for target in targets if family == socket.AF_INET6 or target.family == family]
+        try:
+            made = socket.socket(family, socket.SOCK_DGRAM)
+        except OSError as error:
+            problem = error
+            continue
+        if not kept:
+            made.close()
+            continue
+        made.setblocking(False)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        return made, kept
+    raise problem or OSError("no address of a family that this machine has")
+
+
+def _as_taken(source: socket.socket, target: Target) -> tuple[Any, ...]:
+    """The target's address for this socket, which may be of both families."""
+    mapped = source.family == socket.AF_INET6 and target.family == socket.AF_INET
+    return (f"::ffff:{target.host}", target.port) if mapped else target.address
 
 
 def trusted(uid: int, believed: Sequence[str] = ()) -> bool:

@@ -176,9 +176,22 @@ def test_every_number_has_a_range(field: msgspec.structs.FieldInfo) -> None:
         assert any(problem.startswith(f"{field.name} = ") for problem in problems(section(**settings))), value
 
 
-@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:7451", "tcp://*:0", "tcp://[::1]:65535"])
+@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:7451", "tcp://*:0", "tcp://[::1]:65535", "tcp://[::]:7451"])
 def test_addresses_to_listen_on(listen: str) -> None:
     assert listen_problem(listen) == ""
+
+
+@pytest.mark.parametrize(
+    ("listen", "good"),
+    [
+        ("tcp://::1:7451", "tcp://[::1]:7451"),
+        ("tcp://:::7451", "tcp://[::]:7451"),
+        ("tcp://[fd00::x]:7451", "tcp://[::]:7451"),
+        ("tcp://[head]:7451", "tcp://[::]:7451"),
+    ],
+)
+def test_an_address_of_ipv6_stands_in_brackets(listen: str, good: str) -> None:
+    assert listen_problem(listen).endswith(f"as in {good}")
 
 
 @pytest.mark.parametrize("listen", ["", "7451", "tcp://a", "udp://a:1", "tcp://a:65536", "tcp://a:²"])

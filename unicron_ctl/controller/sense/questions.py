@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 
+from unicron_ctl.addresses import is_numeric
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.inquiry import OWN, Inquiries, Inquiry, Key, Word
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
 from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach, door_at, is_address
+from unicron_ctl.reach import Reach, door_at
 
 ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
 WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
@@ -148,7 +149,7 @@ def targets(view: View, node: str, door: str) -> tuple[str, str]:
     info = view.slurm.node(node)
     if info is None:
         return door, ""
-    return door_at(info.address, door) if is_address(info.address) else door, f"{info.address}:{info.port}"
+    return door_at(info.address, door) if is_numeric(info.address) else door, f"{info.address}:{info.port}"
 
 
 # ---------------------------------------------------------------- answers

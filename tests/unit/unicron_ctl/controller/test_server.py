@@ -36,7 +36,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     store.close()
 
 
-@pytest.mark.parametrize(("address", "host"), [("10.0.0.5", "10.0.0.5"), ("", "127.0.0.1")])
+@pytest.mark.parametrize(
+    ("address", "host"), [("10.0.0.5", "10.0.0.5"), ("::ffff:10.0.0.5", "10.0.0.5"), ("", "127.0.0.1")]
+)
 def test_an_agents_door_is_where_its_connection_comes_from(server: Server, address: str, host: str) -> None:
     """Defect: it could be any host and port, or a name for which everybody's threads waited."""
     message = FakeAgent(World(), "1", 0, "n1").registration()
