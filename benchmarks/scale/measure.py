@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.scale.history import fill_month
+from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import Controller, NotStarted
-from benchmarks.scale.simulation import Counts, Failed, Simulation
+from benchmarks.scale.simulation import Counts, Simulation, names
 from benchmarks.scale.zmtp import Connection
 from unicron_ctl.protocol.wire import BadMessage
 
@@ -111,7 +112,9 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
     if not _step(
         agents,
         "connections",
-        lambda: made.append(Simulation(controller.endpoint, agents, options.ranks, options.progress)),
+        lambda: made.append(
+            Simulation(Sockets(controller.endpoint, names(agents)), agents, options.ranks, options.progress)
+        ),
     ):
         return
     simulation = made[0]

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import select
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent, Layout
-from benchmarks.scale.zmtp import Connection, Lost
+from benchmarks.scale.lines import Failed, Lines
 from unicron_ctl.protocol import wire
 
 TURN_SECONDS = 0.002  # between two looks at the connections
@@ -31,10 +29,6 @@ REGISTER_AGAIN = 3.0  # seconds without a Welcome
 LATE_REPORT = 3.0  # seconds after which those that got the Break report without the others
 PROBE_PERIOD = 0.02  # between two questions whose answers are timed
 ASK_PERIOD = 0.5  # between two questions after the job's state
-
-
-class Failed(Exception):
-    """The controller did not do its part; the text says which."""
 
 
 @dataclass
@@ -90,29 +84,25 @@ class Counts:
     round_trips: list[float] = field(default_factory=list)  # seconds
 
 
+def names(agents: int) -> list[str]:
+    """Of the lines: one for each agent, and the last one for questions."""
+    return [f"{JOB}-{index}" for index in range(agents + 1)]
+
+
 class Simulation:
-    """`agents` agents with `ranks` ranks each, connected to the controller at `endpoint` (host, port).
+    """`agents` agents with `ranks` ranks each, on the `lines` of :func:`names`.
 
     progress: send statuses as often as the controller allows while there is progress to tell of, in place of once a
-    heartbeat. Raises OSError when it cannot connect, and :class:`Failed` from whatever waits for the controller.
+    heartbeat. Raises :class:`Failed` from whatever waits for the controller.
     """
 
-    def __init__(self, endpoint: tuple[str, int], agents: int, ranks: int, progress: bool = False) -> None:
+    def __init__(self, lines: Lines, agents: int, ranks: int, progress: bool = False) -> None:
         self.ranks_per_agent, self.total = ranks, agents * ranks
         self.agents = [Agent(element, ranks, self.total) for element in range(agents)]
-        self._connections: list[Connection] = []
-        self._by_descriptor: dict[int, int] = {}
-        self._poller = select.epoll()
-        for index in range(agents + 1):  # the last one asks questions
-            connection = Connection(*endpoint, f"{JOB}-{index}".encode())
-            self._connections.append(connection)
-            self._by_descriptor[connection.fileno()] = index
-            self._poller.register(connection.fileno(), select.EPOLLIN)
-        self._probe = self._connections[-1]
-        self._unsent: set[int] = set()
+        self.lines, self._question = lines, agents
         self._progress, self.progress_seconds = progress, 0.0  # as the controller wants it
         self._period, self._metrics_seconds = 1.0, 0.0
-        now = time.time()
+        now = lines.now()
         self._beats, self._metrics_beats = itertools.cycle(range(agents)), itertools.cycle(range(agents))
         self._next_beat = self._next_metrics = self._next_probe = now
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -131,45 +121,43 @@ class Simulation:
         self.counts = Counts()
 
     def close(self) -> None:
-        """Closes all connections."""
-        for connection in self._connections:
-            connection.close()
-        self._poller.close()
+        """Closes all lines."""
+        self.lines.close()
 
     # ------------------------------------------------------------ time
     def start(self) -> None:
         """All agents come to the controller, as when Slurm starts a job."""
-        now = time.time()
+        now = self.lines.now()
         for agent in self.agents:
             self._later(now + agent.element / REGISTER_RATE, lambda a=agent: self._register(a))
 
     def run(self, seconds: float) -> None:
         """Let time pass."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = self.lines.now() + seconds
+        while self.lines.now() < end:
             self._turn()
 
     def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Let time pass until the condition holds. Raises :class:`Failed` after `seconds`."""
-        end = time.monotonic() + seconds
+        end = self.lines.now() + seconds
         while not condition():
-            if time.monotonic() > end:
+            if self.lines.now() > end:
                 raise Failed(f"not within {seconds:g} s: {what}")
             self._turn()
 
     def _turn(self) -> None:
-        began = time.time()
+        began = self.lines.now()
         self._read()
-        now = time.time()
+        now = self.lines.now()
         while self._due and self._due[0][0] <= now:
             heapq.heappop(self._due)[2]()
         self._iterate(now)
         self._beat(now)
         self._ask(now)
-        self._unsent = {index for index in self._unsent if not self._connections[index].flush()}
-        left = TURN_SECONDS - (time.time() - began)
+        self.lines.flush()
+        left = TURN_SECONDS - (self.lines.now() - began)
         if left > 0:
-            time.sleep(left)
+            self.lines.rest(left)
 
     def _later(self, due: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._due, (due, next(self._order), action))
@@ -199,8 +187,8 @@ class Simulation:
     def _ask(self, now: float) -> None:
         if self.probing and now >= self._next_probe:
             self._next_probe = max(self._next_probe + PROBE_PERIOD, now)
-            self._asked.append(time.time())
-            self._send(len(self.agents), wire.encode(wire.Ask(what="ping")))
+            self._asked.append(self.lines.now())
+            self._send(self._question, wire.encode(wire.Ask(what="ping")))
 
     # ------------------------------------------------------------ training
     def _iterate(self, now: float) -> None:
@@ -241,7 +229,7 @@ class Simulation:
     def _finish_reports(self) -> None:
         """Who has not reported the last iteration does so now."""
         while self._reports is not None and self._reports.left:
-            self._report_steps(self._reports, self._reports.left.popleft(), time.time())
+            self._report_steps(self._reports, self._reports.left.popleft(), self.lines.now())
 
     def complete(self) -> bool:
         """Every rank of the job trains in one generation."""
@@ -259,60 +247,49 @@ class Simulation:
         if not self.complete():
             self._said = ""
             return False
-        now = time.time()
+        now = self.lines.now()
         if now >= self._next_look:
             self._next_look = now + ASK_PERIOD
             self._asked.append(now)
-            self._send(len(self.agents), wire.encode(wire.Ask(what="jobs")))
+            self._send(self._question, wire.encode(wire.Ask(what="jobs")))
         return self._said == "running"
 
     def fail(self, victims: dict[int, list[int]]) -> float:
         """Ranks die: element -> slots. Returns when the first report of it was sent."""
-        now = time.time()
+        now = self.lines.now()
         self.killed = {slot for slots in victims.values() for slot in slots}
         for element, slots in victims.items():
             for slot in slots:
                 self.agents[element].die(slot, now)
         messages = [(element, self.agents[element].say(now)) for element in victims]
         self.breaking = self.planning = None
-        began = time.time()
+        began = self.lines.now()
         for element, message in messages:
             self._send(element, message)
         return began
 
     # ------------------------------------------------------------ out
     def _send(self, index: int, data: bytes) -> None:
-        try:
-            self._connections[index].send(data)
-            if not self._connections[index].flush():
-                self._unsent.add(index)
-        except Lost as error:
-            raise Failed(f"the connection of agent {index} was lost: {error}") from None
+        self.lines.send(index, data)
 
     def _say(self, agent: Agent) -> None:
-        self._send(agent.element, agent.say(time.time()))
+        self._send(agent.element, agent.say(self.lines.now()))
 
     def _register(self, agent: Agent) -> None:
         if not agent.welcomed:
             self._send(agent.element, agent.register())
-            self._later(time.time() + REGISTER_AGAIN, lambda: self._register(agent))
+            self._later(self.lines.now() + REGISTER_AGAIN, lambda: self._register(agent))
 
     # ------------------------------------------------------------ in
     def _read(self) -> None:
-        for descriptor, _ in self._poller.poll(0, len(self._connections)):
-            index = self._by_descriptor[descriptor]
-            connection = self._connections[index]
-            try:
-                messages = connection.receive()
-            except Lost as error:
-                raise Failed(f"the connection of agent {index} was lost: {error}") from None
-            if connection is self._probe:
-                self._on_answers(messages)
+        for index, messages, at in self.lines.receive():
+            if index == self._question:
+                self._on_answers(messages, at)
                 continue
             for data in messages:
-                self._on_message(self.agents[index], data, connection.arrived)
+                self._on_message(self.agents[index], data, at)
 
-    def _on_answers(self, messages: list[bytes]) -> None:
+    def _on_answers(self, messages: list[bytes], at: float) -> None:
         for data in messages:
             asked = self._asked.popleft()
             answer = wire.decode(data, wire.Answer)
@@ -320,7 +297,7 @@ class Simulation:
                 inside = [job["state"] for job in answer.data if len(job["members"]) == self.total]
                 self._said = inside[0] if inside else ""
             else:
-                self.counts.round_trips.append(self._probe.arrived - asked)
+                self.counts.round_trips.append(at - asked)
 
     def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
         message = wire.decode(data, wire.ToAgent)
@@ -330,9 +307,9 @@ class Simulation:
             case wire.PlanShare():
                 self._on_plan(agent, message, at)
             case wire.StartRank():
-                if agent.start(message.slot, message.incarnation, time.time()):
+                if agent.start(message.slot, message.incarnation, self.lines.now()):
                     self._say(agent)
-                    self._later(time.time() + READY_SECONDS, lambda: self._ready(agent))
+                    self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))
             case wire.Welcome():
                 self._on_welcome(agent, message)
             case wire.Ping():
@@ -345,7 +322,7 @@ class Simulation:
             case wire.StopRank():
                 if agent.ranks[message.slot].incarnation == message.incarnation:
                     self.killed.add(message.slot)
-                    agent.die(message.slot, time.time())
+                    agent.die(message.slot, self.lines.now())
                     self._say(agent)
             case wire.Stacks():
                 fields = {"how": "none", "state": "S", "text": "simulated"}
@@ -357,10 +334,10 @@ class Simulation:
     def _on_welcome(self, agent: Agent, message: wire.Welcome) -> None:
         self._period, self._metrics_seconds = message.heartbeat_period, message.metrics_seconds
         self.progress_seconds = message.progress_seconds
-        self._next_metrics = max(self._next_metrics, time.time() - 0.1)
+        self._next_metrics = max(self._next_metrics, self.lines.now() - 0.1)
         if not agent.welcomed:
             agent.welcomed = True
-            self._later(time.time() + READY_SECONDS, lambda: self._ready(agent))
+            self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))
         self._say(agent)
 
     def _on_refused(self, agent: Agent, message: wire.Refused) -> None:
@@ -372,7 +349,7 @@ class Simulation:
             self._register(agent)
 
     def _ready(self, agent: Agent) -> None:
-        agent.ready(time.time())
+        agent.ready(self.lines.now())
         self._say(agent)
 
     # ------------------------------------------------------------ generations
@@ -386,7 +363,7 @@ class Simulation:
             stopping = {a.element for a in self.agents if a.stops(generation)}
             self.breaking = Round(generation, stopping)
             if stopping:
-                self._later(time.time() + LATE_REPORT, lambda: self._report_late(generation))
+                self._later(self.lines.now() + LATE_REPORT, lambda: self._report_late(generation))
             if self.offering is not None and self.offering.generation <= generation:
                 self.offering = None
         agent.note_break(generation)
@@ -395,7 +372,7 @@ class Simulation:
 
     def _report_stopped(self, generation: int) -> None:
         """All ranks have stopped: one burst of reports, encoded before, since real agents do that side by side."""
-        now, training = time.time(), self.training
+        now, training = self.lines.now(), self.training
         messages = []
         for agent in self.agents:
             if not agent.stops(generation) or (self.breaking is not None and agent.element in self.breaking.awaited):
@@ -406,17 +383,17 @@ class Simulation:
             messages.append((agent.element, agent.say(now)))
         if not messages:
             return
-        began = time.time()
+        began = self.lines.now()
         for element, message in messages:
             self._send(element, message)
         if self.breaking is not None:
-            self.breaking.sent_back = began, time.time()
+            self.breaking.sent_back = began, self.lines.now()
 
     def _report_late(self, generation: int) -> None:
         """Some have not got the Break yet: the others wait for them no longer."""
         if self.breaking is not None and self.breaking.generation == generation and self.breaking.awaited:
             self._report_stopped(generation)
-            self._later(time.time() + LATE_REPORT, lambda: self._report_late(generation))
+            self._later(self.lines.now() + LATE_REPORT, lambda: self._report_late(generation))
 
     def _on_plan(self, agent: Agent, part: wire.PlanShare, at: float) -> None:
         key = bytes(part.common)
@@ -439,7 +416,7 @@ class Simulation:
                 self.planning = known
         last = known.generation == plan.generation and known.take(agent.element, at)
         if plan.boundary:
-            agent.obey(layout, time.time())
+            agent.obey(layout, self.lines.now())
             if any(slot in layout.places for slot in plan.joiners if slot in agent.ranks):
                 self._say(agent)
         elif last:
@@ -447,15 +424,15 @@ class Simulation:
 
     def _enter(self, layout: Layout) -> None:
         """Every member has the plan: all say that they enter, and are in when the groups are built."""
-        now = time.time()
+        now = self.lines.now()
         for agent in self.agents:
             if agent.layout is layout:
                 agent.obey(layout, now)
                 self._say(agent)
-        self._later(time.time() + ENTER_SECONDS, lambda: self._entered(layout))
+        self._later(self.lines.now() + ENTER_SECONDS, lambda: self._entered(layout))
 
     def _entered(self, layout: Layout) -> None:
-        plan, now = layout.plan, time.time()
+        plan, now = layout.plan, self.lines.now()
         if self.breaking is not None and self.breaking.generation >= plan.generation:
             return  # it was broken on the way
         iteration = plan.iteration if plan.iteration is not None else self.training.iteration if self.training else 0

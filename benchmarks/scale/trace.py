@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.scale.lines import Failed
 from benchmarks.scale.observed import PARTS
 from benchmarks.scale.process import Controller, NotStarted, allow_descriptors, cores
-from benchmarks.scale.simulation import Failed
 from benchmarks.scale.traced import Hosts, Traced, schedule
 from benchmarks.scale.verdict import Judged, judge
 from planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson

@@ -6,7 +6,6 @@ What is told of each failure to the controller is :mod:`benchmarks.scale.looks`;
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
@@ -14,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent
+from benchmarks.scale.lines import Sockets
 from benchmarks.scale.looks import LOOKS, Look
 from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
+from benchmarks.scale.simulation import names as lines
 from benchmarks.scale.slurm import address_of, names
-from benchmarks.scale.zmtp import Connection
 from detector import blackhole
 from planner.simulate.trace import Trace
 from unicron_ctl.protocol import wire
@@ -107,8 +107,9 @@ class Traced(Simulation):
     def __init__(
         self, endpoint: tuple[str, int], slurm: socket.socket, hosts: Hosts, nodes: int, agents: int, ranks: int
     ) -> None:
-        super().__init__(endpoint, agents, ranks)
-        self._endpoint, self._slurm, self._hosts = endpoint, slurm, hosts
+        self._sockets = Sockets(endpoint, lines(agents))
+        super().__init__(self._sockets, agents, ranks)
+        self._slurm, self._hosts = slurm, hosts
         self._slurm.setblocking(False)
         self._place = {name: index for index, name in enumerate(names(nodes))}
         self._half_line = b""
@@ -181,11 +182,7 @@ class Traced(Simulation):
         if element in self._fresh:
             self._fresh.discard(element)
         else:
-            self._connections[element].close()
-            connection = Connection(*self._endpoint, f"{JOB}-{element}-{node}".encode())
-            self._connections[element] = connection
-            self._by_descriptor[connection.fileno()] = element
-            self._poller.register(connection.fileno())
+            self._sockets.connect(element, f"{JOB}-{element}-{node}")
         door = f"{address}:{self._hosts.port}"
         self.agents[element] = Agent(element, self.ranks_per_agent, self.total, node, address, door)
         self.absent.discard(element)
@@ -209,10 +206,7 @@ class Traced(Simulation):
         agent.welcomed = False
         self.absent.add(agent.element)
         self._stand_still(agent)
-        with contextlib.suppress(OSError, KeyError):
-            self._poller.unregister(self._connections[agent.element].fileno())
-        self._connections[agent.element].close()
-        self._unsent.discard(agent.element)
+        self._sockets.drop(agent.element)
         breaking = self.breaking
         if breaking is not None and breaking.take(agent.element, time.time()):
             self._report_stopped(breaking.generation)

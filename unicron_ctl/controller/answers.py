@@ -168,7 +168,7 @@ def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[d
 def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
     """One job. What takes long and is not for the asker is not even made."""
     seconds, full = state.seconds, asker.may_order(state)
-    nodes_now = len(state.elements(state.members)) if not state.ended else 0
+    nodes_now = len(state.inside) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
     enough = nodes_now >= state.settings.min_nodes

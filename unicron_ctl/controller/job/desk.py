@@ -58,7 +58,6 @@ class JobDesk:
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
     cuts: Cuts = field(default_factory=Cuts)
-    counted: tuple[dict[int, Identity], int] = field(default_factory=lambda: ({}, 0))
 
     @classmethod
     def begin(cls, job: JobState, config: ControllerConfig) -> JobDesk:
@@ -108,7 +107,7 @@ class JobDesk:
                 loss=account.loss if math.isfinite(account.loss) else None,
                 seconds=account.seconds,
                 ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
-                nodes=self._nodes(state),
+                nodes=len(state.inside),
                 flops=status.flops_per_iteration if status else 0.0,
                 train_iterations=status.train_iterations if status else 0,
                 micro_batches=account.total,
@@ -131,12 +130,6 @@ class JobDesk:
         if self.expected[0] != key:
             self.expected = key, job.members.keys() - job.lost.keys()
         return self.expected[1]
-
-    def _nodes(self, job: JobState) -> int:
-        """On how many nodes the job trains; counted once per membership."""
-        if self.counted[0] is not job.members:
-            self.counted = job.members, len(job.elements(job.members))
-        return self.counted[1]
 
     def take_timing(self, job: JobState, message: wire.Timing) -> Outcome:
         """How long a recovery took in one rank; of many ranks, the first few are kept."""

@@ -111,7 +111,7 @@ class Restart:
         state = job.state
         good, reason = True, "the plan takes nodes away: the processes of the others start again"
         if not leavers:
-            inside, more = len(state.elements(state.members)), len(state.elements(joiners))
+            inside, more = len(state.inside), len(state.elements(joiners))
             good, reason = worth(inside, more, view.now - state.since, view.config)
         return Happening(Event.FAULT, f"{words}: {reason}") if good else None
 
@@ -136,7 +136,7 @@ class Restart:
             out.record(state, proof, generation)
         if not waiting or job.room <= 0:  # then they are spares
             return out
-        inside = set(state.elements(state.members))
+        inside = set(state.inside)
         newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
         if newcomers and told.newcomers != (generation, newcomers):
             good, reason = worth(len(inside), len(newcomers), age, view.config)

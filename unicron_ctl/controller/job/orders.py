@@ -62,6 +62,11 @@ class Letter:
         return self._job.hit(self._blocked) if self._job.phase is Phase.BREAKING else frozenset()
 
     @cached_property
+    def inside(self) -> frozenset[int]:
+        """Members of the plan that the job is in, or enters."""
+        return frozenset(self._known.members if self._known is not None else ())
+
+    @cached_property
     def _heads(self) -> dict[int, int]:
         return heads_of(self.plan.members, self.plan.replica) if self.plan is not None else {}
 
@@ -128,7 +133,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
         return
     if _must_break(job.state, agent, letter):
         yield letter.break_key, letter.broken
-    if stale := _withdrawn(job.state, agent):
+    if stale := _withdrawn(job.state, agent, letter):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan, agreed, known = letter.plan, agent.agreed, job.state.plan
     if plan is not None and _lacks(agent, letter.members, plan.generation) and (share := letter.share(agent)):
@@ -160,15 +165,15 @@ def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
     return False
 
 
-def _withdrawn(job: JobState, agent: AgentView) -> int:
+def _withdrawn(job: JobState, agent: AgentView, letter: Letter) -> int:
     """The generation that a newcomer of this agent waits to enter although it was withdrawn, or was agreed on without
     it by those who did not know of the offer; 0 where none does."""
     if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return 0
-    first, inside = job.plan.generation, {*job.members, *job.plan.members}
-    last = job.generation if job.offer is None else job.offer.generation - 1
-    waits = (s for slot, s in agent.ranks.items() if s.state == "entering" and slot not in inside)
-    return max((status.entering for status in waits if first <= status.entering <= last), default=0)
+    outside = (slot for slot, status in agent.ranks.items() if status.state == "entering" and slot not in job.members)
+    waits = [agent.ranks[slot].entering for slot in outside if slot not in letter.inside]
+    first, last = job.plan.generation, job.generation if job.offer is None else job.offer.generation - 1
+    return max((generation for generation in waits if first <= generation <= last), default=0)
 
 
 def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:

@@ -51,7 +51,7 @@ def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
     spare would have joined."""
     if not job.state.settings.spares:
         return set(found)
-    inside = job.inside_elements
+    inside = job.state.inside
     whole = {element for element, slots in found.items() if element in inside or len(slots) == job.per_node}
     room = job.room - sum(not late(view, job, element) for element in _returning(view, job, whole))
     again = {element for element in whole if _restarted(job, element, found[element])}
@@ -88,7 +88,7 @@ def _returning(view: View, job: JobView, found: Collection[int]) -> list[int]:
 
 def _lives(view: View, job: JobView, element: int, name: str, found: Collection[int]) -> bool:
     agent, state = job.agents.get(element), job.state
-    if agent is None or not agent.alive or agent.agent != name or element in job.inside_elements or element in found:
+    if agent is None or not agent.alive or agent.agent != name or element in job.state.inside or element in found:
         return False
     allotted = state.allotted is None or element in state.allotted
     return allotted and element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
@@ -118,7 +118,7 @@ class Swap:
 def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
     """joiners: slots that come in. The elements of failures after which the job is not whole yet, each with the one
     that comes in its place."""
-    state, inside = job.state, job.inside_elements
+    state, inside = job.state, job.state.inside
     if not state.settings.spares:
         return []
     coming = [element for element in state.elements(joiners) if element not in inside]
@@ -147,7 +147,7 @@ def standing(job: JobView) -> dict[int, str]:
     state = job.state
     if not state.settings.spares or state.phase not in HERE:
         return {}
-    taken = job.inside_elements | frozenset(state.elements(state.joining))
+    taken = job.state.inside | frozenset(state.elements(state.joining))
     found = {e: _ready(job, e) for e, a in sorted(job.agents.items()) if a.alive and e not in taken}
     room = max(0, job.wanted - len(taken))
     mine = sorted(found, key=lambda element: (not found[element], element))[room:]

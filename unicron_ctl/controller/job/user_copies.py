@@ -118,7 +118,7 @@ def targets(
     switch, and of these first the next ones of the world on other nodes, then those that wait; nothing where all nodes
     have the same and are enough. domains: node -> with what it fails. spares: False where a world without them could
     not get what they have, so that they come after all of the world."""
-    inside = sorted(job.state.elements(job.state.members))
+    inside = sorted(job.state.inside)
     able = {agent.element: agent for agent in with_memory(job)}
     more = job.state.settings.copies
     if replicated and len({able[element].node for element in inside if element in able}) > more:

@@ -254,6 +254,10 @@ class JobState:
     """Until when those that have to end for that may save their state."""
     measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
     """As `measured`, of the layouts that it ran in before."""
+    counted: tuple[dict[int, Identity], frozenset[int]] = field(
+        default_factory=lambda: ({}, frozenset()), repr=False, compare=False
+    )
+    """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
 
     @property
     def by_layout(self) -> dict[str, dict[int, float]]:
@@ -316,6 +320,14 @@ class JobState:
         per_node = max(1, self.settings.ranks_per_node)
         return sorted({slot // per_node for slot in slots})
 
+    @property
+    def inside(self) -> frozenset[int]:
+        """Elements with a member; worked out once per membership."""
+        if self.counted[0] is not self.members:
+            per_node = max(1, self.settings.ranks_per_node)
+            self.counted = self.members, frozenset({slot // per_node for slot in self.members})
+        return self.counted[1]
+
     def node(self, slot: int) -> str:
         record = self.agents.get(self.element(slot))
         return record.node if record else ""
@@ -351,6 +363,6 @@ class JobState:
         """The median iteration time of the last steps at the present node count."""
         if not self.recent:
             return None
-        nodes = len(self.elements(self.members))
+        nodes = len(self.inside)
         times = [seconds for count, seconds, _ in self.recent if count == nodes]
         return statistics.median(times) if times else None

@@ -24,7 +24,6 @@ class JobView:
     live: LiveJob
     per_node: int = 1
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
-    counted: tuple[dict[int, Identity], frozenset[int]] = field(default_factory=lambda: ({}, frozenset()))
 
     def __post_init__(self) -> None:
         self.per_node = max(1, self.state.settings.ranks_per_node)
@@ -88,14 +87,6 @@ class JobView:
         return stated(self.state.layout).layout.size if self.state.layout else self.live.replica
 
     @property
-    def inside_elements(self) -> frozenset[int]:
-        """Elements with a member; counted once per membership."""
-        members = self.state.members
-        if self.counted[0] is not members:
-            self.counted = members, frozenset(slot // self.per_node for slot in members)
-        return self.counted[1]
-
-    @property
     def wanted(self) -> int:
         """Elements that are to train when all are there."""
         return self.state.wanted(self.replica)
@@ -104,12 +95,12 @@ class JobView:
     def room(self) -> int:
         """How many more of them there may be. Without spares whoever comes is wanted."""
         settings = self.state.settings
-        return self.wanted - len(self.inside_elements) if settings.spares else settings.max_nodes
+        return self.wanted - len(self.state.inside) if settings.spares else settings.max_nodes
 
     @property
     def complete(self) -> bool:
         """Every element with a member has all of its ranks inside."""
-        return len(self.state.members) == len(self.inside_elements) * self.per_node
+        return len(self.state.members) == len(self.state.inside) * self.per_node
 
     def reports(self) -> dict[int, RankStatus]:
         """The statuses of survivors that have stopped, by slot."""

@@ -161,7 +161,7 @@ def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) ->
 
 
 def _without_slurm(view: View, job: JobState) -> JobInput:
-    count, s = len(job.elements(job.members)), job.settings
+    count, s = len(job.inside), job.settings
     rate = job.measured.get(count, 0.0)
     found = JobInput(
         job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit_of(view, job)
@@ -216,7 +216,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     fit = len(within.nodes - (view.avoided(job) - here))
     most = max(1, min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes)))
     before = min(view.state.assignment.get(job.job, alive), most)
-    measured_nodes = len(job.elements(job.members))
+    measured_nodes = len(job.inside)
     rate = job.measured.get(measured_nodes, 0.0)
     if not rate and job.measured:  # not yet at this size: the last size that was measured
         measured_nodes, rate = list(job.measured.items())[-1]

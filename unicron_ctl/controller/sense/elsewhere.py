@@ -41,7 +41,7 @@ def may_go_on(view: View, job: JobState, missing: list[int] | None = None) -> bo
     if not gone:
         return True
     if job.restart_mode:  # nobody votes
-        return 2 * len(gone) <= len(job.elements(job.members))
+        return 2 * len(gone) <= len(job.inside)
     votes = {who for who in _voters(job) if not _with_us(view, job, *who)}
     return all(2 * len(votes & group) <= len(group) for group in _groups(job))
 

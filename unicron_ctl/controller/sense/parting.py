@@ -152,7 +152,7 @@ def answered(job: JobView, agent: AgentView, message: wire.Reached) -> None:
 
 def _judge(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
     state = job.state
-    inside = set(state.elements(state.members))
+    inside = set(state.inside)
     pairs = {(a, b) for a, b in cut if a in inside and b in inside}
     # A node that is silent to this controller too is judged by `silence`: it may be gone.
     silent = {element for name, element in view.inquiries.open if name == state.job}

@@ -170,7 +170,7 @@ class JobTimes:
         generation = job.plan.generation if job.plan else 0
         if generation == self.generation:
             return
-        nodes = len(job.elements(job.members))
+        nodes = len(job.inside)
         if self.nodes and nodes and nodes != self.nodes:
             if self.monitor.learned:
                 self.memory = self.monitor.average * max(1.0, self.nodes / nodes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.support.training import events
@@ -11,6 +13,7 @@ from unicron_ctl.controller.job import orders, spares
 from unicron_ctl.controller.judge import failures
 from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
 from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.job import Identity
 from unicron_ctl.controller.sense.progress import MOST_NAMED
 from unicron_ctl.protocol import wire
 
@@ -63,6 +66,24 @@ def test_a_plan_is_encoded_once_however_often_agents_speak(monkeypatch: pytest.M
     world.run(3.0)
     assert world.job().phase == "offering", "its members are at no boundary, and say so with each heartbeat"
     assert encoded.calls == len(events(world, "plan")) + len(events(world, "offer"))
+
+
+class Unread(dict[int, Identity]):
+    """Members that may be asked for one by one."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all members are looked through")
+
+
+def test_what_an_agent_is_told_takes_no_look_at_all_members() -> None:
+    world = World()
+    agents = world.start_job(nodes=4, ranks=2)
+    world.run(0.5)
+    job = world.core.view.job(world.job())
+    letter = orders.Letter(job.state)
+    job.state.members = Unread(job.state.members)
+    for agent in agents:
+        assert list(orders.due(job, job.agents[agent.element], letter, world.now)) == []
 
 
 def test_an_agent_that_comes_while_a_plan_is_out_may_change_who_leads() -> None:

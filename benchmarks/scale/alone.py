@@ -1,0 +1,119 @@
+"""The controller's core alone, driven in one process: no socket, and a clock that stands still while others compute.
+
+Time passes only while the controller computes and while nothing is to be done, so a time is the controller's own CPU
+time, however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from detector.classify import Classifier
+from unicron_ctl.config import ControllerConfig
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.cluster import ClusterState
+from unicron_ctl.controller.server import MESSAGES_PER_TURN, TICK_SECONDS
+from unicron_ctl.partitions import PartitionConfig
+from unicron_ctl.protocol import wire
+
+START = 1_000_000.0  # on this clock
+
+
+class Alone:
+    """Lines to a core in this process with its event log in the folder: it does what `unicrond` does in each turn but
+    for sockets, encryption and Slurm. used: seconds of CPU time that it has taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self._idle, self._began = START, 0.0
+        self.used, self.messages = 0.0, 0
+        self._arrived: deque[tuple[int, bytes]] = deque()
+        self._left: dict[int, list[bytes]] = {}
+        self._left_at: dict[int, float] = {}
+        self._next_tick = START
+        act = PartitionConfig(mode="act")
+        config = ControllerConfig(
+            auth="none", forming_settle_seconds=2.0, metrics_seconds=0.0, partitions={"default": act}
+        )
+        self._store = Store(folder / "events.sqlite")
+        self.core = Core(config, ClusterState(), START, Classifier())
+
+    def now(self) -> float:
+        computing = time.process_time() - self._began if self._began else 0.0
+        return self._idle + self.used + computing
+
+    def send(self, index: int, data: bytes) -> None:
+        self._arrived.append((index, data))
+
+    def flush(self) -> None:
+        pass
+
+    def receive(self) -> Iterator[tuple[int, list[bytes], float]]:
+        left, self._left = self._left, {}
+        for index, messages in left.items():
+            yield index, messages, self._left_at[index]
+
+    def rest(self, seconds: float) -> None:
+        """The controller takes its turns, and what is left of the time passes."""
+        until = self.now() + seconds
+        while self.now() < until and (self._arrived or self.core.pending or self.now() >= self._next_tick):
+            self._began = time.process_time()
+            self._turn()
+            self.used, self._began = self.used + time.process_time() - self._began, 0.0
+        self._idle += max(0.0, until - self.now())
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _turn(self) -> None:
+        """As `Server.run`."""
+        core = self.core
+        tick_at = self.now() + TICK_SECONDS
+        for _ in range(min(MESSAGES_PER_TURN, len(self._arrived))):
+            if self.now() >= tick_at:
+                break
+            self._take(*self._arrived.popleft())
+        core.settle()
+        if core.pending:
+            self._let_out()
+        if (now := self.now()) >= self._next_tick:
+            core.tick(now)
+            self._next_tick = now + TICK_SECONDS
+        self._let_out()
+
+    def _take(self, index: int, data: bytes) -> None:
+        self.messages += 1
+        message = wire.decode(data, wire.ToController)
+        route = (index.to_bytes(4),)
+        if isinstance(message, wire.Ask):
+            self.core.now = self.now()
+            self.core.settle()
+            self._let_out()
+            found = answers.answer(self.core, self._store, message.what, message.args, EVERYBODY)
+            self._post(route, wire.encode(wire.Answer(ok=True, data=found)))
+        else:
+            self.core.receive(route, message, self.now())
+
+    def _let_out(self) -> None:
+        """As `Server.flush`."""
+        core = self.core
+        if core.events:
+            events, core.events = core.events, []
+            self._store.append(events)
+        outbox, core.outbox = core.outbox, []
+        last: tuple[wire.Message | None, bytes] = None, b""
+        for send in outbox:
+            if send.message is not last[0]:
+                last = send.message, wire.encode(send.message)
+            self._post(send.route, last[1])
+        core.requests.clear()
+
+    def _post(self, route: tuple[bytes, ...], data: bytes) -> None:
+        index = int.from_bytes(route[0])
+        self._left.setdefault(index, []).append(data)
+        self._left_at[index] = self.now()
