@@ -12,10 +12,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+
+from detector.job_output import standard_error
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -80,8 +81,18 @@ class Child:
             pass_fds=keep,
         )
         assert process.stderr is not None
-        self._take(process, os.dup(process.stderr.fileno()))
-        process.stderr.close()
+        stderr = -1
+        try:
+            stderr = os.dup(process.stderr.fileno())
+            self._take(process, stderr)
+        except OSError:  # without a handle on it nobody would end it
+            process.kill()
+            process.wait()
+            if stderr >= 0:
+                os.close(stderr)
+            raise
+        finally:
+            process.stderr.close()
 
     @classmethod
     def forked(cls, pid: int, stderr: int) -> Child:
@@ -106,9 +117,7 @@ class Child:
             data = os.read(self.stderr, 65536)
         except BlockingIOError:
             return True
-        with contextlib.suppress(OSError):
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+        standard_error.write(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._tail.extend(line.decode(errors="replace") for line in lines if line.strip())
         return bool(data)

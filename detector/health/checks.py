@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -224,20 +225,17 @@ def check_file_system(settings: Settings) -> Finding:
 
 def _try_path(path: Path, settings: Settings, size: int = 1 << 16) -> Finding:
     content = os.urandom(size)
-    name = path / f".unicron-health-{os.getpid()}"
     start = time.perf_counter()
     try:
-        with open(name, "xb") as file:
+        # Without a name, where the file system can do that, else with one that nobody guesses: users write there, too.
+        with tempfile.TemporaryFile(dir=path, prefix=".unicron-health-", buffering=0) as file:
             file.write(content)
-            file.flush()
             os.fsync(file.fileno())
-        same = name.read_bytes() == content
+            file.seek(0)
+            same = file.read() == content
     except OSError as error:
         broken = error.errno in _BROKEN and _is_local(path, settings)
         return Finding(BAD if broken else WARNING, f"{path}: {error.strerror or error}", {str(path): error.errno})
-    finally:
-        with contextlib.suppress(OSError):
-            name.unlink()
     seconds = time.perf_counter() - start
     if not same:
         return Finding(BAD, f"{path}: a file reads back other than it was written")

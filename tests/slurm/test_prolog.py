@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +27,15 @@ class Hook:
         self.path, self.folder, self.log = path, folder, folder / "log"
         self.conf = folder / "hook.conf"
         self.settings = {"UNICRON_LOG": str(self.log)}
+        self.variable = "UNICRON_PROLOG_CONF" if path == PROLOG else "UNICRON_EPILOG_CONF"
 
     def __call__(self, limit: float = LIMIT, **environment: str) -> int:
         self.conf.write_text("".join(f"{key}={value}\n" for key, value in self.settings.items()))
         self.log.unlink(missing_ok=True)
-        name = "UNICRON_PROLOG_CONF" if self.path == PROLOG else "UNICRON_EPILOG_CONF"
         began = time.monotonic()
         done = subprocess.run(
             [self.path],
-            env={name: str(self.conf)} | environment,
+            env={self.variable: str(self.conf)} | environment,
             capture_output=True,
             text=True,
             timeout=30,
@@ -80,7 +79,7 @@ def test_prolog_refuses_a_node_without_its_gpu_when_told_to(prolog: Hook) -> Non
 @pytest.mark.parametrize("setting", [{"UNICRON_SHM_FREE_MB": str(10**9)}, {"UNICRON_SHM_DIR": "/nonexistent"}])
 def test_prolog_only_warns_about_shared_memory_unless_told_otherwise(prolog: Hook, setting: dict[str, str]) -> None:
     prolog.settings |= setting
-    assert prolog(**JOB) == 0 and "can't be written or has less than" in prolog.said()
+    assert prolog(**JOB) == 0 and "is not there, cannot be written, or is smaller" in prolog.said()
     prolog.settings["UNICRON_CHECK_SHM"] = "on"
     assert prolog(**JOB) == 1
     prolog.settings["UNICRON_CHECK_SHM"] = "off"
@@ -104,7 +103,8 @@ def test_prolog_never_fails_for_a_mistake_in_its_configuration(prolog: Hook, set
 
 def test_prolog_removes_what_other_users_jobs_have_left_and_nobody_holds(prolog: Hook) -> None:
     """Whose it is the folder's owner says. A requeued element finds its own, whatever else is done."""
-    names = ("unicron.77.a1.n1.1000", "unicron.78.a1.n1.1000", "unicron.77.a1.n11.1000", "unicron-815-0")
+    me = os.getuid()
+    names = (f"unicron.77.a1.n1.{me}", f"unicron.78.a1.n1.{me}", f"unicron.77.a1.n11.{me}", "unicron-815-0")
     for name in names:
         (prolog.folder / name).mkdir()
         (prolog.folder / name / "state-0-0.image").touch()
@@ -127,15 +127,20 @@ def test_prolog_removes_what_other_users_jobs_have_left_and_nobody_holds(prolog:
 
 def test_a_folders_name_makes_the_prolog_remove_and_say_nothing_else(prolog: Hook, monkeypatch) -> None:
     """Whoever may write to shared memory chooses its names; the prolog is root, wherever it runs."""
-    (prolog.folder / "unicron.77.n1.1000\nother\n1\tjob 1: $(exit)").mkdir()
+    (prolog.folder / f"unicron.77\nother\n1\tjob 1: $(exit)`x`.n1.{os.getuid()}").mkdir()
+    (prolog.folder / f"unicron.77.n1.{os.getuid()}\n").mkdir()
     (prolog.folder / "other").mkdir()
     (prolog.folder / "1").mkdir()
     monkeypatch.chdir(prolog.folder)
     prolog.settings["UNICRON_SHM_STRANGERS"] = "100"
     assert prolog(**JOB, SLURM_JOB_UID=str(os.getuid() + 1)) == 0
-    assert {path.name for path in prolog.folder.iterdir() if path.is_dir()} == {"other", "1"}
+    assert {path.name for path in prolog.folder.iterdir() if path.is_dir()} == {
+        "other",
+        "1",
+        f"unicron.77.n1.{os.getuid()}\n",  # it ends with no uid
+    }
     (line,) = prolog.said().splitlines()
-    assert "/unicron.77.n1.1000?other?1?job?1????exit? removed" in line
+    assert f"/unicron.77?other?1?job?1????exit??x?.n1.{os.getuid()} removed" in line
 
 
 def test_prolog_concludes_nothing_from_odd_gpu_names(prolog: Hook) -> None:
@@ -231,12 +236,12 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
     assert all(str(process.pid) in epilog.said() for process in mine)
 
 
-def test_epilog_removes_the_files_of_its_job_only(epilog: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epilog_removes_the_files_of_its_job_only(epilog: Hook) -> None:
     shm, run = epilog.folder / "shm", epilog.folder / "run"
     for name in ("unicron-815-0", "unicron-8150-0", "unicron-81-0", "other-815-0"):
         (shm / name).write_bytes(b"x")
-    monkeypatch.setattr(tempfile, "tempdir", str(run))
-    agents = Path(socket_folder("800", {"SLURM_JOB_ID": "815"}))  # an element's own id is not its array's
+    # An element's own id is not its array's.
+    agents = Path(socket_folder("800", {"SLURM_JOB_ID": "815", "TMPDIR": str(run)}))
     (agents / "deep").mkdir()
     assert agents.parent == run
     (run / "keep").mkdir()
@@ -255,22 +260,90 @@ def test_epilog_removes_the_files_of_its_job_only(epilog: Hook, monkeypatch: pyt
 
 def test_epilog_removes_training_state_that_nobody_has_held_for_long(epilog: Hook) -> None:
     shm = epilog.folder / "shm"
-    names = ("unicron.815.n1.0", "unicron.77.n1.1000", "unicron.78.n1.0", "unicron.77.n11.0", "unicron.77.n1.me")
+    me, another = os.getuid(), os.getuid() + 1
+    mine, old, held_one = f"unicron.815.n1.{me}", f"unicron.77.n1.{me}", f"unicron.78.n1.{me}"
+    foreign = f"unicron.79.n1.{another}"  # who took another user's name
+    names = (mine, old, held_one, foreign, f"unicron.77.n11.{me}", "unicron.77.n1.me")
     for name in names:
         (shm / name).mkdir()
         (shm / name / "slot-0.0.image").touch()
         os.utime(shm / name, (time.time() - 20 * 60,) * 2)
-    os.utime(shm / "unicron.815.n1.0")  # its element may come back
-    held = os.open(shm / "unicron.78.n1.0", os.O_RDONLY)
+    os.utime(shm / mine)  # its element may come back
+    held = os.open(shm / held_one, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_SH)
         assert epilog(**ENDED_JOB) == 0
-        assert {path.name for path in shm.iterdir()} == set(names) - {"unicron.77.n1.1000"}
+        assert {path.name for path in shm.iterdir()} == set(names) - {old}
     finally:
         os.close(held)
     epilog.settings["UNICRON_KEEP_MINUTES"] = "0"
     assert epilog(**ENDED_JOB) == 0
-    assert {path.name for path in shm.iterdir()} == {"unicron.77.n11.0", "unicron.77.n1.me"}
+    assert {path.name for path in shm.iterdir()} == {foreign, f"unicron.77.n11.{me}", "unicron.77.n1.me"}
+
+
+# Puts something else in the place of the folder that is to be removed, in the moment in which the program runs.
+SWAPS = """#!/bin/sh
+[ -L {folder} ] || {{ mv {folder} {aside} && ln -s {target} {folder}; }}
+exec /usr/bin/{program} "$@"
+"""
+
+
+def swapping(hook: Hook, program: str, target: Path) -> tuple[Path, Path]:
+    """A copy of the hook during which a user swaps a folder of training state for a link, when it calls the program."""
+    bin_, folder = hook.folder / "bin", hook.folder / "shm" / f"unicron.77.n1.{os.getuid()}"
+    bin_.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "image").touch()
+    os.utime(folder, (time.time() - 20 * 60,) * 2)
+    wrapper = bin_ / program
+    wrapper.write_text(
+        SWAPS.format(folder=folder, aside=hook.folder / "aside", target=target, program=program), encoding="utf8"
+    )
+    wrapper.chmod(0o755)
+    copy = hook.folder / "50-unicron"
+    copy.write_text(hook.path.read_text().replace("\nPATH=", f"\nPATH={bin_}:", 1))
+    copy.chmod(0o755)
+    return copy, folder
+
+
+@pytest.mark.parametrize("program", ["flock", "sh", "stat"])
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("kind", ["prolog", "epilog"])
+def test_root_follows_no_name_that_a_user_can_change(request, kind: str, program: str, there: bool) -> None:
+    """A link to nothing makes no file, one to another's folder removes nothing in it."""
+    hook = request.getfixturevalue(kind)
+    target = hook.folder / "precious"
+    if there:
+        target.mkdir()
+        (target / "file").touch()
+    script, folder = swapping(hook, program, target)
+    hook.path = script
+    hook.settings |= {"UNICRON_SHM_DIR": str(folder.parent), "UNICRON_SHM_STRANGERS": "100"}
+    uid = os.getuid() + (kind == "prolog")
+    assert hook(**JOB | {"SLURM_JOB_UID": str(uid)}) == 0
+    assert folder.is_symlink() or not folder.exists(), "it was swapped, or gone before"
+    assert target.exists() == there and (not there or (target / "file").exists())
+
+
+def test_a_user_who_fills_shared_memory_or_takes_the_probes_names_drains_nothing(prolog: Hook) -> None:
+    """Proof is what only root can make: a size, a mount."""
+    full = prolog.folder / "full"
+    full.mkdir()
+    prolog.settings |= {"UNICRON_CHECK_SHM": "on", "UNICRON_SHM_DIR": str(full), "UNICRON_SHM_FREE_MB": "1"}
+    prolog.conf.write_text("".join(f"{key}={value}\n" for key, value in prolog.settings.items()))
+    mounts = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"]), "sh", "-c"]
+    names = f"for n in $(seq 1 3000); do : >{full}/unicron-probe-$n; done"
+
+    def checked(prepare: str) -> int:
+        script = f"{prepare}; UNICRON_PROLOG_CONF={prolog.conf} exec {prolog.path}"
+        done = subprocess.run([*mounts, script], env=JOB | {"PATH": os.environ["PATH"]}, timeout=60)
+        return done.returncode
+
+    mount = f"mount -t tmpfs -o size=4m none {full}"
+    assert checked(f"{mount}; {names}; head -c 9m /dev/zero >{full}/file 2>/dev/null; true") == 0
+    assert "0 MB free; jobs want 1" in prolog.said()
+    assert checked(f"{mount}; mount -o remount,ro {full}") == 1
+    assert checked(f"mount -t tmpfs -o size=512k none {full}") == 1
 
 
 def test_epilog_kill_switches(epilog: Hook, sleeper) -> None:

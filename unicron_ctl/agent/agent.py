@@ -22,6 +22,7 @@ import zmq
 from detector.supervise import adopt_orphans, shell_status
 from unicron_ctl.addresses import join
 from unicron_ctl.agent import node_watch
+from unicron_ctl.agent.containment import Containment
 from unicron_ctl.agent.copies import Copies
 from unicron_ctl.agent.dumps import Dumps
 from unicron_ctl.agent.files import Files
@@ -42,7 +43,6 @@ from unicron_ctl.agent.store import Store, StoreProcess
 from unicron_ctl.agent.trials import Trials
 from unicron_ctl.agent.warmth import Warmth
 from unicron_ctl.agent.witness import Witness
-from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import wire
 
 REGISTER_SECONDS = 0.5
@@ -55,7 +55,7 @@ class Agent:
     """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
 
     `exit_code` is None until the element is over. Raises zmq.ZMQError for an address that is none, UserError for a
-    wrong configuration.
+    wrong configuration, and whatever else keeps it from beginning. From then on nothing that fails ends it.
     """
 
     AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
@@ -64,18 +64,26 @@ class Agent:
         self.place, self.command = place, list(command)
         self.identity = uuid.uuid4().hex
         self._context = zmq.Context()
+        self._folder = ""  # of the ranks' socket
         try:
-            self._line = Line(self._context, address)
-        except (zmq.ZMQError, UserError):
+            self._build(place, address)
+        except BaseException:
             self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
+
+    def _build(self, place: Place, address: str) -> None:
+        """All parts. What is missing here, the command runs without: its caller sees to that."""
+        self._line = Line(self._context, address)
         self._log = JobLog(place)
+        self._containment = Containment(self._log.say)
         self._memory = Memory(place, os.environ, self._log.say)
         self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
         self._plans = Plans(place.slots)
         self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.say)
         self._controller = self._line.socket
-        self._rank_line = RankLine(self._context, socket_folder(place.job, os.environ))
+        self._folder = socket_folder(place.job, os.environ)
+        self._rank_line = RankLine(self._context, self._folder)
         self._layout = ""  # in which the ranks are started, as the controller wants it
         environment = self._environment = rank_environment(
             place, self._rank_line.endpoint, dict(os.environ), self._told
@@ -113,7 +121,7 @@ class Agent:
         self._unprotected = False  # the controller will not have this agent, so it goes on without
         self._stop_seconds = STOP_SECONDS
         self._lost_steps = False  # some, and it was said
-        self._polling = Polling()
+        self._polling = Polling(self._containment)
         self._signals = SignalPipe()
         self._watch_all()
         self._processes = Processes(
@@ -145,6 +153,10 @@ class Agent:
         watch(self._copies.results.fileno(), self._copies_news)
         watch(self._files.results.fileno(), self._files_news)
 
+    def say(self, text: str) -> None:
+        """One line in the job's log."""
+        self._log.say(text)
+
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
@@ -171,65 +183,82 @@ class Agent:
 
     def run(self) -> int | None:
         """Start the ranks and serve until the element is over; None when it was released before it had a world."""
+        attempt = self._containment.attempt
         try:
-            self._reports.node = node_watch.start(self._log.say, os.environ)
-            self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
-            adopt_orphans()
-            self._warmth.begin(*self._environments(), os.environ)
-            self._store.start()
+            attempt("watch the node", self._watch_node)
+            attempt("adopt what its ranks leave behind", adopt_orphans)
+            attempt("start the template", lambda: self._warmth.begin(*self._environments(), os.environ))
+            attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
-                    self._processes.start(rank, 0)
+                    attempt(f"start slot {rank.slot}", partial(self._processes.start, rank, 0))
             while self.exit_code is None and not self.released:
                 self._turn()
         finally:
             self.close()
         return self.exit_code
 
+    def _watch_node(self) -> None:
+        self._reports.node = node_watch.start(self._log.say, os.environ)
+        self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
+
     def close(self) -> None:
-        """End the ranks, their template and the store, leave no socket behind."""
-        stop_all(list(self.ranks.values()), self._stop_seconds)
-        self._files.close(FILES_SECONDS if self._ended else 0.0)
-        if self._save is not None:
-            self._save()
-        self._store.close()
-        self._warmth.close()
-        adopt_orphans(False)
-        self._reports.sampling.close()
-        self._line.close()
-        self._rank_line.socket.close()
-        self._stand_in.close()
-        self._context.term()
-        shutil.rmtree(self._rank_line.folder, ignore_errors=True)
-        self._signals.close()
-        self._witness.close()
-        self._copies.close()
-        self._memory.close(self._ended)
-        if self._reports.node is not None:
-            self._reports.node.close()
+        """End the ranks, their template and the store, leave no socket behind. What fails there stops nothing else."""
+        for what, step in (
+            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._stop_seconds)),
+            ("end the files", lambda: self._files.close(FILES_SECONDS if self._ended else 0.0)),
+            ("save the training state", self._save or (lambda: None)),
+            ("end the store", self._store.close),
+            ("end the template", self._warmth.close),
+            ("give up what ranks left behind", partial(adopt_orphans, False)),
+            ("end the metrics", self._reports.sampling.close),
+            ("close the line to the controller", self._line.close),
+            ("close the line to the ranks", self._rank_line.socket.close),
+            ("close the line to the other agents", self._stand_in.close),
+            ("close the sockets", partial(self._context.destroy, 500)),
+            ("remove the sockets", partial(shutil.rmtree, self._rank_line.folder, ignore_errors=True)),
+            ("give the signals back", self._signals.close),
+            ("close the door", self._witness.close),
+            ("end the copies", self._copies.close),
+            ("let go of the memory", lambda: self._memory.close(self._ended)),
+            ("end the watch of the node", self._reports.node.close if self._reports.node is not None else lambda: None),
+        ):
+            self._containment.attempt(what, step)
 
     def _told(self) -> dict[str, str]:
         """What a process that starts now is told of the job."""
         return {**self._memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
 
     def _turn(self) -> None:
+        attempt = self._containment.attempt
+        attempt("wait for what comes", self._wait)
+        now = time.monotonic()
+        for what, step in (
+            ("send stack traces", self._dumps.finish),
+            ("report", partial(self._reports.turn, now)),
+            ("look after the memory", partial(self._memory.turn, now)),
+            ("look after the copies", partial(self._copies.turn, now)),
+            ("look after the template", lambda: self._warmth.turn(now, self._store.pid)),
+            ("look after the processes", lambda: self._processes.turn(self.ranks.values())),
+            ("begin what was forked", self._settle),
+            ("answer at the door", self._witness.door.answer),
+            ("send a status", partial(self._report, now)),
+            ("call the controller", self._call),
+            ("end", partial(self._end_if_over, now)),
+        ):
+            attempt(what, step)
+
+    def _wait(self) -> None:
         now = time.monotonic()
         wait = min(self._status_period() - (now - self._reports.sent_at), self._reports.wait(now))
         waits = self._stand_in.agreement.wait(now), self._dumps.wait, self._warmth.wait(now), self._copies.wait(now)
-        self._serve(min(wait, *waits))
-        self._dumps.finish()
-        now = time.monotonic()
-        self._reports.turn(now)
-        self._memory.turn(now)
-        self._copies.turn(now)
-        self._warmth.turn(now, self._store.pid)
-        self._settle()
-        self._witness.door.answer()
+        self._serve(min(wait, *waits, self._processes.wait(self.ranks.values(), now)))
+
+    def _report(self, now: float) -> None:
+        """A status, when it is due."""
         urgent = self._stand_in.turn(now) or self._trials.due()
         if urgent or now - self._reports.sent_at >= self._status_period():
             self._send_status()
-        self._call()
-        self._end_if_over(now)
 
     def _status_period(self) -> float:
         return min(self._period, self._progress_period) if self._reports.dirty else self._period

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import Counter
 
+from detector.job_output import standard_error
 from unicron_ctl.agent.place import Place
 from unicron_ctl.errors import one_line
 
@@ -20,9 +19,8 @@ class JobLog:
         self._complaints: Counter[str] = Counter()
 
     def say(self, text: str) -> None:
-        """One line."""
-        with contextlib.suppress(OSError):
-            print(f"unicron: {self._place.label} on {self._place.node}: {one_line(text)}", file=sys.stderr, flush=True)
+        """One line. Does not wait for the log."""
+        standard_error.write(f"unicron: {self._place.label} on {self._place.node}: {one_line(text)}\n".encode())
 
     def drop(self, peer: str, why: str) -> None:
         """A bad message: the first ones of a peer get a line each."""

@@ -194,7 +194,10 @@ class Line:
             for result in found:
                 then(result)
 
-        threading.Thread(target=run, name=f"unicron-{what}", daemon=True).start()
+        try:
+            threading.Thread(target=run, name=f"unicron-{what}", daemon=True).start()
+        except RuntimeError:  # there is none to be had: the next try may find one
+            self._working.discard(what)
 
     def notice(self) -> None:
         """Takes in what happened to the connection."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from unicron_ctl import cli as programs
+from unicron_ctl.agent.bare import without_agent
+from unicron_ctl.agent.containment import reason
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
+from unicron_ctl.agent.resources import shortage
 from unicron_ctl.agent.warm import wanted
 from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.one_thread import one_thread
 from unicron_ctl.protocol.wire import SESSION
 
+if TYPE_CHECKING:
+    from unicron_ctl.agent.agent import Agent
+    from unicron_ctl.agent.place import Place
+
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
+FLUSH_SECONDS = 2.0  # without progress, for the last lines of a job's log
+NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # what ZeroMQ says of one
 PACKAGES = ("detector", "transition")
 
 
@@ -78,12 +89,50 @@ def cli() -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
-    chosen = check_command(command, mode)
+    try:
+        chosen, place, words, seconds = prepare(controller, mode, command)
+        from detector.job_output import standard_error
+        from unicron_ctl.agent.unprotected import run_unprotected
+    except UserError:
+        raise
+    except Exception as error:
+        without_agent(["--", *command], reason(error))
+    address = controller or os.environ.get("UNICRON_CONTROLLER", "")
+    if not address:
+        return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
+    agent = begin_agent(chosen.name == SESSION, place, words, address)
+    if isinstance(agent, str):
+        return run_unprotected(place, words, agent)
+    try:
+        connected = agent.connect(seconds)
+    except Exception as error:  # no rank has begun
+        agent.close()
+        return run_unprotected(place, words, f"the agent failed: {reason(error)}")
+    if connected:
+        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
+            agent.say(told)
+        status = agent.run()
+        standard_error.flush(FLUSH_SECONDS)
+        return run_unprotected(place, words, agent.refusal) if status is None else status
+    agent.close()
+    standard_error.flush(FLUSH_SECONDS)
+    if agent.exit_code is not None:
+        return agent.exit_code
+    if agent.alone:
+        return run_unprotected(place.alone(), words, agent.refusal)
+    return run_unprotected(place, words, agent.why_not(address))
+
+
+def prepare(
+    controller: str | None, asked: str | None, command: Sequence[str]
+) -> tuple[Mode, Place, Sequence[str], float]:
+    """The job's mode, this agent's place, the command to run, and seconds to find the controller. Raises UserError for
+    what makes no sense."""
+    chosen = check_command(command, asked)
     # Only now: they import `transition`, which a file of the user's may hide.
     from unicron_ctl.agent.layouts import LAYOUTS
     from unicron_ctl.agent.place import number, read_place
 
-    command = tuple(launched(command)) if chosen.launched else command
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
     if place.settings.layouts and chosen.name != SESSION:
@@ -94,33 +143,25 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         raise UserError(f"{said}: unset it", WRONG_USE)
     wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
-    from unicron_ctl.agent.unprotected import run_unprotected
+    return chosen, place, launched(command) if chosen.launched else command, seconds
 
-    if not address:
-        return run_unprotected(place, command, "no controller is configured (UNICRON_CONTROLLER)")
-    import zmq
 
-    with one_thread():
-        from unicron_ctl.agent.agent import Agent
-        from unicron_ctl.agent.plain_ranks import RestartAgent
-
+def begin_agent(session: bool, place: Place, command: Sequence[str], address: str) -> Agent | str:
+    """The agent, or why there is none and what to do. Whatever this node is short of, and whatever is broken: the
+    command runs all the same."""
+    if short := shortage(len(place.slots)):
+        return short
     try:
-        agent = (Agent if chosen.name == SESSION else RestartAgent)(place, command, address)
-    except zmq.ZMQError:
-        return run_unprotected(place, command, f"{address} is no address of a controller (tcp://HOST:PORT)")
-    except UserError as error:  # of the configuration: the job goes on all the same
-        return run_unprotected(place, command, str(error))
-    if agent.connect(seconds):
-        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
-            print(f"unicron: {place.label} on {place.node}: {told}", file=sys.stderr, flush=True)
-        status = agent.run()
-        return run_unprotected(place, command, agent.refusal) if status is None else status
-    agent.close()
-    if agent.exit_code is not None:
-        return agent.exit_code
-    if agent.alone:
-        return run_unprotected(place.alone(), command, agent.refusal)
-    return run_unprotected(place, command, agent.why_not(address))
+        with one_thread():
+            from unicron_ctl.agent.agent import Agent
+            from unicron_ctl.agent.plain_ranks import RestartAgent
+        return (Agent if session else RestartAgent)(place, command, address)
+    except UserError as error:  # of the configuration
+        return str(error)
+    except Exception as error:
+        if getattr(error, "errno", None) in NO_ADDRESS:
+            return f"{address} is no address of a controller (tcp://HOST:PORT)"
+        return f"the agent cannot begin: {reason(error)}"
 
 
 def main() -> None:

@@ -82,7 +82,8 @@ class Memory:
         again later. Where the agent ends meanwhile, the next one removes the rest.
         """
         arguments = self.folder, self._base, self._place.node, time.time()
-        threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: the next agent removes it
+            threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -277,8 +278,12 @@ def _fit_for_files(found: Found) -> bool:
 def within(seconds: float, what: Callable[[], None]) -> None:
     """In a thread; what hangs, as on a file system that is away, is left behind."""
     thread = threading.Thread(target=what, name="unicron-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is to be had
+        what()
+    else:
+        thread.join(seconds)
 
 
 def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:

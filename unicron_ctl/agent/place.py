@@ -148,7 +148,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         step=_step(environment),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
-            user=environment.get("SLURM_JOB_USER") or getpass.getuser(),
+            user=environment.get("SLURM_JOB_USER") or _own_name(),
             weight=number(environment, "UNICRON_WEIGHT", "1.0", float, ranges.LEAST_WEIGHT, ranges.MOST_WEIGHT),
             min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS)),
             max_nodes=most,
@@ -159,6 +159,14 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
         ),
     )
+
+
+def _own_name() -> str:
+    """This process's user; a container need not know its name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _tasks_per_node(environment: Mapping[str, str]) -> int:

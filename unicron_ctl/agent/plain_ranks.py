@@ -61,7 +61,7 @@ class PlainRank(Rank):
         if self.child is not None:
             fresh, self.breaking = self.breaking is None, generation
             return fresh
-        if self.coming is not None:
+        if self.starting:
             self.give_up()
             self._rest(generation)
         if self.status.state in ("waiting", "finished"):
@@ -95,12 +95,14 @@ class FreePort:
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._used: deque[int] = deque(maxlen=200)
+        self._wanted = False
         self.port: int | None = None
 
     def start(self) -> None:
         """Find a new one: never one of the last 200, whose late clients may still try."""
         self.close()
-        while self.port is None:
+        self._wanted = True
+        for _ in range(PORTS):
             port = FIRST_PORT + random.randrange(PORTS)
             if port in self._used:
                 continue
@@ -112,9 +114,12 @@ class FreePort:
             else:
                 self._socket, self.port = holder, port
                 self._used.append(port)
+                return
 
     def settle(self) -> None:
-        """There is no process behind it."""
+        """One that could not be had is looked for again."""
+        if self._wanted and self.port is None:
+            self.start()
 
     def close(self) -> None:
         """Let it go."""

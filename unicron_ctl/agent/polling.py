@@ -8,11 +8,14 @@ from typing import Any
 
 import zmq
 
+from unicron_ctl.agent.containment import Containment
+
 
 class Polling:
-    """Sockets and descriptors, each with what to do when it can be read."""
+    """Sockets and descriptors, each with what to do when it can be read. What fails there concerns nobody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, containment: Containment) -> None:
+        self._containment = containment
         self._poller = zmq.Poller()
         self._calls: dict[Any, Callable[[], object]] = {}
 
@@ -33,4 +36,4 @@ class Polling:
         """Wait up to `seconds` for something to happen, and deal with all that has."""
         for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000))):
             if source in self._calls:  # one before it may have ended this one
-                self._calls[source]()
+                self._containment.attempt("take in what has come", self._calls[source])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 
+import zmq
+
+from detector.job_output import standard_error
 from detector.supervise import Child
+from unicron_ctl.agent.containment import reason
 from unicron_ctl.agent.polling import Polling
 from unicron_ctl.agent.ranks import Rank
 from unicron_ctl.agent.sockets import RankLine
+
+HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what waits for it
 
 
 class Processes:
@@ -26,26 +33,57 @@ class Processes:
     ) -> None:
         self._polling, self._line = polling, line
         self._hear, self._ended, self._tell, self._say = hear, ended, tell, say
+        self._held: list[Child] = []  # whose output waits until the job's log has taken more
+        self._told: set[str] = set()
 
     def start(self, rank: Rank, incarnation: int) -> None:
         """The rank's next process."""
-        if self._line.bind_again():
-            folder = self._line.folder
-            self._say(f"{folder} is gone, and is made again: a cleaner of old files must leave it alone")
+        folder = self._line.folder
+        try:
+            if self._line.bind_again():
+                self._say(f"{folder} is gone, and is made again: a cleaner of old files must leave it alone")
+        except (OSError, zmq.ZMQError) as error:
+            self._say(f"{folder} is gone, and could not be made again: {reason(error)}")
         rank.start(incarnation)
         self.attend(rank)
+
+    def wait(self, ranks: Iterable[Rank], now: float) -> float:
+        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
+        due = [rank.again - now for rank in ranks if rank.again is not None]
+        return max(0.0, min([*due, HOLD_SECONDS if self._held else float("inf")], default=float("inf")))
+
+    def turn(self, ranks: Iterable[Rank]) -> None:
+        """What is due by time: processes that could not be started are tried again."""
+        if self._held and not standard_error.full:
+            for child in self._held:
+                self._polling.watch(child.stderr, partial(self._pass_stderr, child))
+            self._held = []
+        for rank in ranks:
+            if rank.again is not None and time.monotonic() >= rank.again:
+                rank.retry()
+                self.attend(rank)
 
     def attend(self, rank: Rank) -> None:
         """Listen to its new process, and tell the controller of it."""
         if rank.child is not None:
             self._polling.watch(rank.child.pidfd, partial(self._collect, rank))
             self._polling.watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
+        elif rank.again is not None:
+            self._tell_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
         elif rank.status.exit is not None:
             self._say(rank.status.exit.last_line)
         self._tell()
 
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
+
     def _pass_stderr(self, child: Child) -> None:
-        if not child.pass_stderr():
+        if standard_error.full:
+            self._polling.unwatch(child.stderr)
+            self._held.append(child)
+        elif not child.pass_stderr():
             self._polling.unwatch(child.stderr)
 
     def _collect(self, rank: Rank) -> None:
@@ -54,6 +92,7 @@ class Processes:
             return
         self._polling.unwatch(child.pidfd)
         self._polling.unwatch(child.stderr)
+        self._held = [held for held in self._held if held is not child]
         self._hear()  # what it said last, its exception above all, comes before its end
         rank.collect()
         self._ended(rank)

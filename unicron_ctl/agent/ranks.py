@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -22,6 +23,9 @@ QUIET_STATES = ("running",)  # a change within these may wait for the next beat 
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
 
 CANNOT_START = 127  # as a shell says it
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descriptors, processes, memory: it may get some
+TRY_SECONDS = 60.0  # for a process that cannot be started for want of those
+AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
@@ -36,7 +40,8 @@ class Rank:
     """One slot: its present process and the status that follows from it.
 
     starter: from which its processes come; coming: the one that is being forked; cold: why its last process was started
-    cold, empty for a warm one.
+    cold, empty for a warm one. again: when a process that could not be started is tried again (monotonic), None when
+    nothing is; short: of what the node is short then.
     """
 
     def __init__(
@@ -51,7 +56,10 @@ class Rank:
         self._command, self._environment, self.starter = command, environment, starter
         self.child: Child | None = None
         self.coming: Coming | None = None
-        self.cold = ""
+        self.cold = self.short = ""
+        self.again: float | None = None
+        self._tries_until = 0.0
+        self._wanted: Mapping[str, str] = {}  # the environment of the process that is tried
         self.status = wire.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
@@ -61,8 +69,20 @@ class Rank:
 
     def _begin(self, environment: Mapping[str, str]) -> None:
         """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
-        self.cold = ""
-        self.coming = self.starter.ask(environment)
+        self._tries_until = time.monotonic() + TRY_SECONDS
+        self._try(environment)
+
+    def retry(self) -> None:
+        """The process that could not be started is tried again."""
+        self._try(self._wanted)
+
+    def _try(self, environment: Mapping[str, str]) -> None:
+        self.cold, self.again, self._wanted = "", None, environment
+        try:
+            self.coming = self.starter.ask(environment)
+        except OSError as error:
+            self._failed(error)
+            return
         if self.coming is None:
             self._begin_cold(environment, self.starter.why)
 
@@ -80,8 +100,17 @@ class Rank:
         self.cold = why
         try:
             self._has(Child(self._command, environment))
-        except OSError as error:
-            self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {error.strerror}")
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | MemoryError) -> None:
+        """What the node is short of may be free soon: it is tried again, and then counts as exited."""
+        why = getattr(error, "strerror", "") or str(error) or type(error).__name__
+        passes = isinstance(error, MemoryError) or error.errno in PASSING
+        if passes and (now := time.monotonic()) < self._tries_until:
+            self.again, self.short = now + AGAIN_SECONDS, why
+        else:
+            self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {why}")
 
     def _has(self, child: Child) -> None:
         self.child = child
@@ -96,7 +125,12 @@ class Rank:
     @property
     def alive(self) -> bool:
         """Its process runs, or is coming."""
-        return self.child is not None or self.coming is not None
+        return self.child is not None or self.starting
+
+    @property
+    def starting(self) -> bool:
+        """Its process is coming, or is tried again."""
+        return self.coming is not None or self.again is not None
 
     @property
     def running(self) -> bool:
@@ -153,12 +187,13 @@ class Rank:
         """End the process at once."""
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
-        elif self.coming is not None:
+        elif self.starting:
             self.give_up()
             self._ends(-signal.SIGKILL, "")
 
     def give_up(self) -> None:
         """The process that is coming is not wanted any more."""
+        self.again = None
         if self.coming is not None:
             self.coming.drop()
             self.coming = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +16,7 @@ import zmq
 from detector.rank_channel import VERSION as RANK_VERSION
 from unicron_ctl.protocol import wire
 
+PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 
 
@@ -66,12 +69,30 @@ def for_rank(message: wire.Message) -> bytes:
 
 
 def socket_folder(job: str, environment: Mapping[str, str]) -> str:
-    """A private folder whose sockets' paths are short enough. Its name begins with the element's own job id: that is
-    all that the epilog, which removes what a killed agent leaves, is told by Slurm.
+    """A private folder whose sockets' paths are short enough, in the first place that takes one: TMPDIR may be full.
+    Its name begins with the element's own job id: that is all that the epilog, which removes what a killed agent
+    leaves, is told by Slurm. Raises OSError.
     """
     prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
-    folder = tempfile.mkdtemp(prefix=prefix)
-    if len(folder) + len("/ranks") <= MAX_ENDPOINT:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix=prefix, dir="/tmp")
+    first: OSError | None = None
+    for parent in dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)):
+        try:
+            folder = tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+            continue
+        try:
+            if len(folder) + len("/ranks") <= MAX_ENDPOINT:
+                _try_socket(f"{folder}/ranks")
+                return folder
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+        os.rmdir(folder)
+    raise first or OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), PLACES[0])
+
+
+def _try_socket(path: str) -> None:
+    """Raises OSError where there is room for a folder and not for a socket in it."""
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.bind(path)
+    os.unlink(path)

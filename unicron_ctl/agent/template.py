@@ -45,9 +45,14 @@ class Coming:
 
     @classmethod
     def of(cls, words: list[str], environment: Mapping[str, str], stdout: int) -> Coming:
-        """Not asked for yet."""
+        """Not asked for yet. Raises OSError."""
         stderr, its_stderr = os.pipe()
-        its_leave, leave = os.pipe()
+        try:
+            its_leave, leave = os.pipe()
+        except OSError:
+            os.close(stderr)
+            os.close(its_stderr)
+            raise
         return cls(words, environment, stderr, leave, (its_stderr, its_leave), stdout)
 
     @property
@@ -58,8 +63,12 @@ class Coming:
         """The process, which begins now; None when it is gone already, or is to start cold."""
         child = None
         if self.pid is not None and not self.cold:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 child = Child.forked(self.pid, self.stderr)
+            except ProcessLookupError:
+                pass
+            except OSError as error:  # no descriptor is left; without its leave it ends
+                self.cold = f"it could not be taken in: {error.strerror}"
         if child is None:
             self.drop()
             return None
@@ -143,35 +152,53 @@ class Template:
     # ------------------------------------------------------------ requests
     def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
         """A warm process with this environment, as soon as there is one; None where it has to start cold. `words`: what
-        it runs in place of the command."""
+        it runs in place of the command. Raises OSError."""
         if self._child is None:
             return None
         if any(coming.late for coming in self._asked.values()):
             self.why = "the template does not answer"
             return None
+        coming = Coming.of(words or self._words, environment, stdout)
         self._number += 1
-        self._asked[self._number] = coming = Coming.of(words or self._words, environment, stdout)
+        self._asked[self._number] = coming
         if self.ready:
-            self._send(self._number, coming, time.monotonic())
+            try:
+                self._send(self._number, coming, time.monotonic())
+            except OSError:
+                del self._asked[self._number]
+                coming.drop()
+                raise
         return coming
 
     def _send(self, number: int, coming: Coming, now: float) -> None:
-        """Asks for one; a template that is gone is noticed by its end of the line. now: one for all that are asked for
+        """Asks for one; a template that is gone is noticed by its end of the line. Raises OSError, without a
+        descriptor. now: one for all that are asked for
         together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
         coming.asked = now
         request = json.dumps({"environment": dict(coming.environment), "words": coming.words}).encode()
         message = json.dumps({"number": number, "asked": now}).encode()
-        file = os.memfd_create("unicron-request")
+        file = -1
         try:
+            file = os.memfd_create("unicron-request")
             with open(file, "wb", closefd=False) as writing:
                 writing.write(request)
             with contextlib.suppress(OSError):
                 files = [file, coming.stdout, *coming.theirs]
                 socket.send_fds(self._line, [message], files)
         finally:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
             coming.forget()
+
+    def _send_late(self, number: int, coming: Coming, now: float) -> None:
+        """What was wanted before the template was ready."""
+        self._asked[number] = coming
+        try:
+            self._send(number, coming, now)
+        except OSError as error:
+            del self._asked[number]
+            self.why = coming.cold = f"it could not be asked for: {error.strerror}"
 
     # ------------------------------------------------------------ what it says
     def read(self) -> None:
@@ -201,8 +228,7 @@ class Template:
                 if coming.settled:
                     coming.forget()
                 else:
-                    self._asked[number] = coming
-                    self._send(number, coming, now)
+                    self._send_late(number, coming, now)
             return True
         self._answered = time.monotonic()
         coming = self._asked.pop(message["number"])
@@ -259,7 +285,11 @@ class Template:
     def begin(self) -> None:
         """Start one."""
         self._again, self._began = None, time.monotonic()
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self.why = f"no template could be started: {error.strerror}"
+            return
         command = [*self._python, program.__file__, str(its.fileno()), *self._words]
         try:
             self._child = child = Child(command, self.environment, keep=[its.fileno()])

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import select
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from detector.job_output import standard_error
 from detector.supervise import Child, shell_status
+from unicron_ctl.agent import bare
+from unicron_ctl.agent.job_log import JobLog
 from unicron_ctl.agent.place import Place
+from unicron_ctl.agent.processes import HOLD_SECONDS
 from unicron_ctl.agent.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
+from unicron_ctl.agent.resources import FOR_A_RANK, descriptors_short
 from unicron_ctl.agent.signals import ENDING, ENDING_SECONDS, SignalPipe
 from unicron_ctl.agent.static_world import outside_the_step, static_world
 from unicron_ctl.errors import UserError
+
+FLUSH_SECONDS = 2.0  # without progress, for the log
 
 
 def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
@@ -25,19 +32,22 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
         world = static_world(place)
     except UserError as error:
         raise UserError(f"{why}; {error}", error.exit_code) from None
-    print(f"unicron: {place.label} on {place.node}: {why}; the job runs unprotected", file=sys.stderr, flush=True)
+    JobLog(place).say(f"{why}; the job runs unprotected")
+    standard_error.flush(FLUSH_SECONDS)  # a log that takes nothing keeps no command from running
     # The step of a job that is no array has the job's nodes, and what it says of them is true.
     mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
     base = mine | {"PYTHONPATH": package_path(os.environ)}
     environments = [world.environment(local, base) for local in range(world.ranks_per_node)]
     if len(environments) == 1:
         _become(command, environments[0])
+    if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
+        return bare.run_all(command, environments)
     return _Ranks(command, environments).run()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     try:
-        os.execvpe(command[0], list(command), environment)
+        bare.become(command, environment)
     except OSError as error:
         raise UserError(f"couldn't start {command[0]}: {error.strerror}") from None
 
@@ -56,7 +66,7 @@ class _Ranks:
             try:
                 child = Child(command, environment)
             except OSError as error:
-                print(f"unicron: couldn't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+                standard_error.write(f"unicron: couldn't start {command[0]}: {error.strerror}\n".encode())
                 self._status = CANNOT_START
                 break
             self._running.append(child)
@@ -71,6 +81,7 @@ class _Ranks:
         while self._running:
             self._collect(self._running[0])
         self._signals.close()
+        standard_error.flush(FLUSH_SECONDS)
         return self._status
 
     def _turn(self, ready: set[int]) -> None:
@@ -80,7 +91,9 @@ class _Ranks:
             for child in self._running:
                 child.signal(number)
         for child in list(self._running):
-            if child.stderr in ready and not child.pass_stderr():
+            if child.stderr in ready and standard_error.full:
+                time.sleep(HOLD_SECONDS)
+            elif child.stderr in ready and not child.pass_stderr():
                 self._poll.unregister(child.stderr)
             if child.pidfd in ready:
                 self._collect(child)

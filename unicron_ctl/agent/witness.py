@@ -35,6 +35,9 @@ class Witness:
 
         def one(place: int) -> None:
             words[place] = str(reach(targets[place], REACH_SECONDS))
+            answered()
+
+        def answered() -> None:
             with self._lock:
                 self._trying -= 1
                 left[0] -= 1
@@ -43,7 +46,10 @@ class Witness:
                 self.answers.put((number, words))
 
         for place in wanted:
-            threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
+            try:
+                threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
+            except RuntimeError:  # there is none to be had: nothing is known of this one
+                answered()
 
     def close(self) -> None:
         """The door is shut; answers that are still to come are lost."""

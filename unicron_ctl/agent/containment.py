@@ -1,0 +1,49 @@
+"""Errors of the agent's own cost what they struck, and neither it nor its ranks (docs/design/failing-open.md).
+
+A node runs out of descriptors, threads, memory or disk while a training runs. Then what the agent does at that moment
+fails, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+MOST_TOLD = 50  # different errors; an agent that finds ever new ones must not fill the job's log
+PAUSE_SECONDS = 0.02  # after an error: one that comes back at once must not take a core
+Result = TypeVar("Result")
+
+
+class Containment:
+    """say: one line for the job's log."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._told: set[str] = set()
+
+    def attempt(self, what: str, work: Callable[[], Result]) -> Result | None:
+        """What `work` gives; None where it failed, which is said once for each error. what: completes "couldn't"."""
+        try:
+            return work()
+        except Exception as error:
+            self._tell(what, error)
+            time.sleep(PAUSE_SECONDS)
+            return None
+
+    def _tell(self, what: str, error: Exception) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+        text = f"couldn't {what}: {reason(error)} ({where}); the training goes on"
+        if text not in self._told and len(self._told) < MOST_TOLD:
+            self._told.add(text)
+            self._say(text)
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, in one line, with its name where it is not one of the system's."""
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: " if isinstance(error.filename, str) else ""
+        return f"{named}{error.strerror}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
