@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from detector import last_words
 from detector.severity import (
     ACTIONS,
     REPORT,
@@ -27,7 +28,9 @@ from detector.severity import (
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
 MAX_TEXT = 16 * 1024
-_XID = re.compile(r"NVRM:\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
+_XID = re.compile(r"NVRM:?\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
+_STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
+_RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 
@@ -69,6 +72,21 @@ class Classifier:
 
         ``generic``: rules that say no more than "there was an exception" count, too.
         """
+        if source != "kernel" and "\n" in text.strip():
+            return self.last_words(text, source, generic)[1]
+        return self._match(text, source, generic)
+
+    def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
+        """Of a process's last lines the statement that says why it ended, and the verdict on it (detector.last_words).
+
+        The statement alone gets the same verdict, so it can be told on in place of the lines.
+        """
+        said, verdict = last_words.cause(text, lambda each, general: self._match(each, source, general))
+        if verdict is None and generic and said:
+            verdict = self._match(said, source, True)
+        return said, verdict
+
+    def _match(self, text: str, source: str, generic: bool) -> Verdict | None:
         text = _trimmed(text)
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
@@ -90,6 +108,11 @@ class Classifier:
         out-of-memory kill. A dead process cannot be regrouped in place, so the verdict is never milder than SEV2,
         unless it ended with 0. Raises ValueError for a text that is no status.
         """
+        if isinstance(status, str):
+            raised = _RAISED.match(status.strip())
+            status = f"0:{raised.group(1)}" if raised else _STATUS_NAMES.sub("", status).strip()
+            if rule := self._by_name("slurm", status):  # statuses by which Slurm tells of itself
+                return self._verdict(rule, f"Slurm's exit status {status}")
         code, number = _split_status(status)
         said = _status_words(code, number)
         rule = self._by_name("signal", "OOM") if oom else None
@@ -119,11 +142,17 @@ class Classifier:
 
     def slurm(self, state: str) -> Verdict:
         """The verdict on a Slurm job state (sacct/squeue: NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
-        name = state.strip().upper().split(" ")[0].rstrip("+*~#!%$@^-")
-        rule = self._by_name("slurm", name)
-        if rule:
-            return self._verdict(rule, f"Slurm state {name}")
-        return self._make("exited_abnormally", "slurm-default", f"Slurm state {name or '(empty)'} is not in the table")
+        words = _slurm_words(state)
+        known = [rule for word in words if (rule := self._by_name("slurm", word) or self._by_cut_name(word))]
+        if not known:
+            return self._make("exited_abnormally", "slurm-default", f"Slurm state {state!r} is not in the table")
+        verdicts = [self._verdict(rule, f"Slurm state {'+'.join(words)}") for rule in known]
+        return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity))
+
+    def _by_cut_name(self, word: str) -> Rule | None:
+        """Tables of Slurm cut long words: OUT_OF_ME+."""
+        rules = self.table.of_kind("slurm")
+        return next((rule for rule in rules if len(word) > 4 and any(n.startswith(word) for n in rule.names)), None)
 
     def cause(self, name: str, reason: str = "") -> Verdict:
         """The verdict on a cause known by name (a lost heartbeat, a hang found by statistics). Raises KeyError."""
@@ -162,6 +191,15 @@ def _trimmed(text: str) -> str:
 def _quoted(text: str) -> str:
     text = " ".join(text.split())
     return '"' + (text if len(text) <= 90 else text[:87] + "...") + '"'
+
+
+def _slurm_words(state: str) -> list[str]:
+    """The base state and the flags; sinfo writes some of these as a sign behind the word."""
+    words = []
+    for word in re.split(r"[+\s,]+", state.strip().upper()):
+        bare = word.rstrip("*~#!%$@^-")
+        words += [bare] * bool(bare) + ["NOT_RESPONDING"] * word[len(bare) :].count("*")
+    return words
 
 
 def _split_status(status: int | str | signal.Signals) -> tuple[int, int]:

@@ -19,7 +19,9 @@ import msgpack
 import zmq
 
 from detector import stacks
+from detector.classify import default_classifier
 from detector.inject import injector
+from detector.last_words import one_line
 
 VERSION = 1
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
@@ -79,7 +81,14 @@ class RankChannel:
         """Report an exception (detection method 3) with its type, text and the end of its traceback."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         at = at or time.time()
-        self.send("fault", type=type(error).__name__, text=str(error)[:2000], at=at, traceback=lines[-MAX_TRACEBACK:])
+        self.send(
+            "fault",
+            type=type(error).__name__,
+            text=str(error)[:2000],
+            at=at,
+            traceback=lines[-MAX_TRACEBACK:],
+            cause=_cause(lines),
+        )
 
     def install_excepthook(self) -> None:
         """Report an exception that ends the main thread before the process dies of it."""
@@ -145,3 +154,12 @@ class RankChannel:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _cause(lines: str) -> str:
+    """What a traceback names as the reason: the root of a chain, and whose socket it was. Empty where that fails, for
+    a report must go out."""
+    try:
+        return one_line(default_classifier().last_words(lines)[0])
+    except Exception:
+        return ""

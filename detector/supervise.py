@@ -20,7 +20,8 @@ from detector.job_output import standard_error
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-TAIL_LINES = 60
+TAIL_LINES = 200  # an abort writes the frames of every thread behind its reason
+LINE_BYTES = 8192  # of one line; a progress bar never ends its own
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,6 +50,11 @@ def reap_orphans(known: Collection[int]) -> None:
             if ended.si_pid in known or os.getpgid(ended.si_pid) == os.getpgrp():
                 return  # it hides the others until somebody has waited for it
             os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal would show of the line: what is behind its last carriage return, the end of a long one."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2][-LINE_BYTES:]
 
 
 class Forked:
@@ -119,7 +125,8 @@ class Child:
             return True
         standard_error.write(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._tail.extend(line.decode(errors="replace") for line in lines if line.strip())
+        self._partial = _shown(self._partial)
+        self._tail.extend(_shown(line).decode(errors="replace") for line in lines if line.strip())
         return bool(data)
 
     def tail(self) -> str:

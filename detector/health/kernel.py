@@ -23,15 +23,16 @@ from detector.severity import Severity, Verdict
 KEPT = 5  # lines that are remembered
 # Causes that are the hardware's beyond doubt. A driver's failure, an oops or a DMA fault may be a program's doing.
 PROVEN = frozenset({"ecc_error", "gpu_lost", "nvlink_error", "host_hardware_error", "nic_error"})
+UNPROVEN = frozenset({"pcie-hotplug"})  # rules: an admin may pull a device
 # Some lines of the kernel begin with the name of a process, which its user chooses. It has 15 characters at most
 # (prctl(2), PR_SET_NAME), and what is asked for here does not fit into so few.
 _PCI = r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _OWN = re.compile(
-    r"NVRM: Xid \(PCI:[0-9a-f:.]{7,}\): \d+"
+    r"NVRM:? Xid \(PCI:[0-9a-f:.]{7,}\): \d+"
     r"|nvidia-nvswitch\d+: SXid \(PCI:[0-9a-f:.]{7,}\): \d+"
     r"|EDAC MC\d+: (?:\d+ )?UE [a-z ]{6,}"
     r"|mce: \[Hardware Error\]: |(?:\{\d+\})?\[Hardware Error\]: "
-    rf"|pcieport {_PCI}: |mlx[45]_core {_PCI}"
+    rf"|pcieport {_PCI}: |mlx[45]_core {_PCI}|amdgpu {_PCI}: amdgpu: "
     r"|Memory failure: 0x[0-9a-f]+: ",
     re.IGNORECASE,
 )
@@ -53,8 +54,9 @@ def proven(line: str, classifier: Classifier) -> Verdict | None:
     if not _OWN.match(line):
         return None
     verdict = classifier.match(_OF_A_USER.sub("", line), "kernel")
-    fatal = verdict is not None and verdict.severity is Severity.SEV1 and verdict.cause in PROVEN
-    return verdict if fatal else None
+    if verdict is None or verdict.severity is not Severity.SEV1:
+        return None
+    return verdict if verdict.cause in PROVEN and verdict.rule not in UNPROVEN else None
 
 
 def look(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:

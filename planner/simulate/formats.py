@@ -5,6 +5,9 @@
 - JSON with the times between which nodes were away: a list of `{"node", "start", "end"}`, or by node a list of
   `[start, end]`.
 - CSV with a header that names a node, a start and a stop.
+- What `sacctmgr show event -P` prints, as it is or with commas in place of its bars. Rows without a node are the
+  cluster's own. A node that was drained, put into maintenance, rebooted or powered down was taken by its admin or by
+  Slurm and has not failed; one that was DOWN, FAIL or in an error has.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
 seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
@@ -168,8 +171,9 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Aw
     if "event_type" in header:
         why = "event_type may mark the times between outages, too: keep the rows of the outages, without this column"
         raise PlanError(f"{path}: {why}")
+    body = _failures_of_slurm(header, rows[1:])
     told = []
-    for number, row in rows[1:]:
+    for number, row in rows[1:] if body is None else body:
         if len(row) <= max(node, start, stop):
             raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
         text = row[cause] if cause is not None and cause < len(row) else ""
@@ -188,7 +192,42 @@ def _plain(field: str) -> str:
 
 def read_csv(text: str) -> list[tuple[int, list[str]]]:
     """(number of the line, fields) of each line that is not empty. Raises csv.Error."""
-    return [(number, row) for number, row in enumerate(csv.reader(text.split("\n")), 1) if any(map(str.strip, row))]
+    lines = text.split("\n")
+    head = next((line for line in lines if line.strip()), "")
+    if "|" in head and "," not in head:  # sacctmgr quotes nothing
+        rows = [line.rstrip("\r").split("|") for line in lines]
+        if rows and head.rstrip().endswith("|"):
+            rows = [row[:-1] if len(row) > 1 and not row[-1].strip() else row for row in rows]
+        return [(number, row) for number, row in enumerate(rows, 1) if any(map(str.strip, row))]
+    return [(number, row) for number, row in enumerate(csv.reader(lines), 1) if any(map(str.strip, row))]
+
+
+def _failures_of_slurm(
+    header: Sequence[str], rows: Sequence[tuple[int, list[str]]]
+) -> Sequence[tuple[int, list[str]]] | None:
+    """The rows of nodes that failed, of what sacctmgr printed; None where it is another table."""
+    if not {"nodename", "timestart", "timeend", "state"} <= set(header):
+        return None
+    node, state = header.index("nodename"), header.index("state")
+    reason = header.index("reason") if "reason" in header else len(header) - 1
+    kept = []
+    for number, row in rows:
+        more = len(row) - len(header)
+        if more > 0:  # a reason may have the separator in it
+            row = [*row[:reason], ",".join(row[reason : reason + more + 1]), *row[reason + more + 1 :]]
+        if len(row) > max(node, state) and (not row[node].strip() or not _has_failed(row[state])):
+            continue
+        kept.append((number, row))
+    return kept
+
+
+def _has_failed(state: str) -> bool:
+    """Whether a node's state in Slurm's accounting is a failure. The signs behind a state: `$` maintenance, `@` and `^`
+    a reboot that somebody asked for, `~`, `#`, `!` and `%` power saving (sinfo(1))."""
+    words = re.split(r"[+\s]+", state.strip().upper())
+    if re.search(r"[$@^~#!%]", state) or any(word.startswith(("MAINT", "POWER", "REBOOT")) for word in words):
+        return False
+    return any(word.rstrip("*-") in ("DOWN", "FAIL", "FAILING", "ERROR", "NOT_RESPONDING") for word in words)
 
 
 # ------------------------------------------------------------ both

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,8 @@ from typing import Any
 import msgspec
 
 import transition
+from detector.classify import default_classifier
+from detector.last_words import one_line
 from detector.supervise import Child
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.template import AlwaysCold, Coming, Starter
@@ -29,7 +30,6 @@ AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
-_EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?:: |$)")
 _rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
 
 
@@ -145,7 +145,7 @@ class Rank:
         if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
             return False  # of a process that has been replaced
         if message["kind"] == "fault":
-            said = ("type", "text", "at", "traceback")
+            said = ("type", "text", "at", "traceback", "cause")
             fields: dict[str, Any] = {name: message[name] for name in said if name in message}
             fields |= {"fatal": True, "lived": time.monotonic() - self.child.started if self.child else 0.0}
             self.status.fault = msgspec.convert(fields, wire.Fault)
@@ -177,7 +177,7 @@ class Rank:
                 code=-signal.SIGKILL if code is None else code,
                 at=now,
                 lived=time.monotonic() - self.child.started,
-                last_line=last_words(tail)[:500],
+                last_line=last_words(tail),
             )
         self.status.changed = now
         self.child.close()
@@ -200,9 +200,10 @@ class Rank:
 
 
 def last_words(tail: str) -> str:
-    """The line that says why a process ended: its last exception's, which torch and loggers may write more after."""
+    """The statement that says why a process ended, as one line (detector.last_words); the last line where none does."""
+    said, _ = default_classifier().last_words(tail)
     lines = tail.splitlines()
-    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1] if lines else "")
+    return one_line(said or (lines[-1] if lines else ""))
 
 
 def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:

@@ -19,7 +19,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
     type=click.Path(),
     metavar="FILE",
     help="CSV `seconds,event,node,cause`, or a public format, which is found out: churn `ms,add|remove,node`, CSV with "
-    "node, start and stop, JSON of faults with start and end.",
+    "node, start and stop, JSON of faults with start and end, or what `sacctmgr show event -P` prints.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
 @click.option(

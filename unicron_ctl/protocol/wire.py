@@ -68,12 +68,13 @@ class Exit(msgspec.Struct, kw_only=True, gc=False):
 
 class Fault(msgspec.Struct, kw_only=True, gc=False):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
-    seconds."""
+    seconds. cause: the line that its traceback names as the reason (detector.last_words)."""
 
     type: ranges.Text
     text: ranges.Text
     at: ranges.Time
     traceback: ranges.Text = ""
+    cause: ranges.Text = ""
     fatal: bool = False
     lived: ranges.Seconds = 0.0
 

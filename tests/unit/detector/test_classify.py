@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,38 @@ from hypothesis import strategies as st
 
 from detector.classify import MAX_TEXT, default_classifier
 from detector.severity import Severity
+from unicron_ctl.agent.ranks import last_words
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "errors.jsonl").read_text().splitlines()]
 CLASSIFIER = default_classifier()
 
 
 def test_the_corpus_is_large_and_sourced():
-    assert len(CORPUS) >= 150
-    assert all(entry["source"].startswith("https://github.com/") for entry in CORPUS)
+    assert len(CORPUS) >= 600
+    assert all(len(entry["source"]) > 5 for entry in CORPUS)
     assert len({(entry["text"], entry["channel"]) for entry in CORPUS}) == len(CORPUS)
-    assert {entry["split"] for entry in CORPUS} >= {"development", "held-out"}
+    assert {entry["split"] for entry in CORPUS} >= {"development", "held-out", "blind-6", "rules-6"}
+    families = Counter(entry["family"] for entry in CORPUS if "family" in entry)
+    assert len(families) >= 16 and min(families.values()) >= 8
 
 
-def test_accuracy_over_the_corpus():
-    causes = severities = 0
+@pytest.mark.parametrize("split", sorted({entry["split"] for entry in CORPUS}))
+def test_accuracy_over_the_corpus(split):
+    entries = [entry for entry in CORPUS if entry["split"] == split]
+    verdicts = [CLASSIFIER.text(entry["text"], entry["channel"]) for entry in entries]
+    causes = sum(verdict.cause == entry["cause"] for verdict, entry in zip(verdicts, entries, strict=True))
+    severities = sum(
+        int(verdict.severity) == entry["severity"] for verdict, entry in zip(verdicts, entries, strict=True)
+    )
+    assert causes / len(entries) >= (0.75 if split == "held-out" else 0.9)
+    assert severities / len(entries) >= 0.95
+
+
+def test_what_the_agent_tells_of_the_lines_has_the_verdict_of_the_lines():
     for entry in CORPUS:
-        verdict = CLASSIFIER.text(entry["text"], entry["channel"])
-        causes += verdict.cause == entry["cause"]
-        severities += int(verdict.severity) == entry["severity"]
-    assert causes / len(CORPUS) >= 0.95
-    assert severities / len(CORPUS) >= 0.95
+        if entry["channel"] != "kernel":
+            told = last_words(entry["text"])
+            assert CLASSIFIER.text(told, "stderr").cause == CLASSIFIER.text(entry["text"], "stderr").cause, told
 
 
 def test_no_application_error_is_isolated():
@@ -249,3 +262,55 @@ def test_any_exit_gets_a_verdict(status, tail, oom):
     verdict = CLASSIFIER.exit(status, tail, oom)
     if status != 0 or oom:
         assert verdict.severity <= Severity.SEV2
+
+
+@pytest.mark.parametrize(
+    ("states", "cause", "severity"),
+    [
+        (
+            ("idle", "mixed-", "drained", "IDLE+DRAIN", "drng", "idle~", "IDLE+CLOUD+POWERED_DOWN", "maint", "alloc"),
+            "finished",
+            3,
+        ),
+        (("ALLOCATED+PLANNED", "MIXED+DYNAMIC_NORM", "COMPLETI+", "REQUEUE_H+", "CG"), "finished", 3),
+        (("DOWN+NOT_RESPONDING", "DOWN+DYNAMIC_NORM+NOT_RESPONDING", "down*", "idle*", "DOWN+DRAIN"), "node_failed", 1),
+        (("MIXED+CLOUD+NOT_RESPONDING", "IDLE+INVALID_REG", "NODE_FAI+", "NF", "BOOT_FAIL"), "node_failed", 1),
+        (("OUT_OF_ME+", "OOM", "OUT_OF_MEMORY"), "host_out_of_memory", 2),
+        (("CANCELLED+", "CANCELLED by 1000", "TIMEOUT", "PREEMPTED+", "DEADLI+"), "killed_from_outside", 2),
+        (("BLUE", "", "D+"), "exited_abnormally", 2),
+    ],
+)
+def test_slurm_states_have_flags_signs_and_cut_words(states, cause, severity):
+    for state in states:
+        verdict = CLASSIFIER.slurm(state)
+        assert (verdict.cause, int(verdict.severity)) == (cause, severity), state
+
+
+@pytest.mark.parametrize(
+    "status", ["0:53", "ExitCode=0:53", "DerivedExitCode=0:53", "RaisedSignal:53(Real-time_signal_19)"]
+)
+def test_slurm_could_not_open_the_output(status):
+    verdict = CLASSIFIER.exit(status)
+    assert verdict.cause == "configuration_error" and "output file" in verdict.reason
+    assert CLASSIFIER.exit("0:125").cause == "host_out_of_memory"
+    assert CLASSIFIER.exit("DerivedExitCode=0:9").cause == "killed_from_outside"
+    assert CLASSIFIER.exit(-53).cause == "exited_abnormally"  # a process's own real-time signal
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "severity"),
+    [
+        (
+            "[   36.0] NVRM kgspBootstrapRiscvOSEarly_GH100: Timeout waiting for GSP.",
+            "gpu_driver_error",
+            1,
+        ),
+        ("NVRM Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.", "gpu_lost", 1),
+        ("pcieport 0000:64:01.0: pciehp: Slot(21): Link Down", "host_hardware_error", 1),
+        ("mlx5_core 0000:61:00.0 ib0: Port: 1 Link DOWN", "link_flapping", 3),
+        ("NVRM: Xid (PCI:0000:01:00): 122, SPI PMU RPC Read Failure", "gpu_driver_error", 2),
+    ],
+)
+def test_kernel_lines_of_several_drivers(line, cause, severity):
+    verdict = CLASSIFIER.match(line, "kernel")
+    assert (verdict.cause, int(verdict.severity)) == (cause, severity)

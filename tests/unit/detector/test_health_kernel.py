@@ -141,3 +141,11 @@ def test_the_real_kernel_log_is_read_to_its_end(tmp_path: Path) -> None:
     assert check_kernel(settings).verdict == check_kernel(settings).verdict == "good"
     (state,) = (tmp_path / "state").iterdir()
     assert json.loads(state.read_text())["last"] >= 0
+
+
+def test_a_slot_whose_device_was_pulled_proves_nothing_and_an_amd_gpus_memory_does():
+    classifier = default_classifier()
+    assert proven("pcieport 0000:64:01.0: pciehp: Slot(21): Link Down", classifier) is None
+    line = "amdgpu 0000:83:00.0: amdgpu: 2 uncorrectable hardware errors detected in umc block"
+    assert proven(line, classifier).cause == "ecc_error"
+    assert proven("NVRM Xid (PCI:0000:01:00): 79, pid=1, GPU has fallen off the bus.", classifier).cause == "gpu_lost"

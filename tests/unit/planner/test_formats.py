@@ -226,3 +226,43 @@ def test_refusals_are_one_line_with_the_place(tmp_path, text, why):
     with pytest.raises(PlanError) as caught:
         load(path)
     assert why in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+EVENTS = """Cluster|NodeName|TimeStart|TimeEnd|State|Reason|User
+c1||2025-03-01T00:00:00|Unknown||Cluster Registered TRES|
+c1|n3|2025-03-04T08:00:00|2025-03-04T11:00:00|DOWN*|Not responding|slurm(64030)
+c1|n7|2025-03-09T21:00:00|2025-03-10T09:00:00|DRAIN|NHC: a check, of ports | failed|root(0)
+c1|n7|2025-03-11T00:00:00|2025-03-11T01:00:00|DOWN|gres/gpu count is lower (7 < 8), twice|slurm(64030)
+c1|n8|2025-03-12T00:00:00|2025-03-12T01:00:00|DOWN$|maintenance|root(0)
+c1|n8|2025-03-13T00:00:00|2025-03-13T01:00:00|IDLE~||slurm(64030)
+c1|n9|2025-03-14T00:00:00|Unknown|DOWN*+DRAIN|Not responding|slurm(64030)
+c1|n9|2025-03-02T00:00:00|2025-03-03T00:00:00|DRAINED^|reboot|root(0)
+"""
+
+
+@pytest.mark.parametrize("variant", ["bars", "trailing bars", "commas", "windows"])
+def test_events_of_sacctmgr(tmp_path, variant):
+    text = EVENTS
+    if variant == "trailing bars":
+        text = text.replace("\n", "|\n")
+    elif variant == "commas":
+        text = text.replace("|", ",")
+    elif variant == "windows":
+        text = text.replace("\n", "\r\n")
+    path = tmp_path / "events.txt"
+    path.write_text(text)
+    events = load(path).events
+    assert [(event.node, event.event, event.seconds / 3600) for event in events] == [
+        ("n3", "fail", 0.0),
+        ("n3", "join", 3.0),
+        ("n7", "fail", 160.0),
+        ("n7", "join", 161.0),
+        ("n9", "fail", 232.0),
+    ]
+    assert events[2].failure.name == "gpu_lost"
+
+
+def test_events_of_sacctmgr_without_a_failure_make_an_empty_trace(tmp_path):
+    path = tmp_path / "events.txt"
+    path.write_text("\n".join(line for line in EVENTS.splitlines() if "DOWN" not in line or "DOWN$" in line))
+    assert load(path).events == ()

@@ -77,7 +77,7 @@ def _end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStat
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
         return
-    text = f"{status.fault.type}: {status.fault.text}" if status.fault else ""
+    text = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
     yield Finding(
         What.WANTED_END if wanted else What.EXIT,

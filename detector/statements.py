@@ -1,0 +1,305 @@
+"""The lines that a process wrote, as statements: each with what its writer says about its weight.
+
+A log is not a bag of words. Its writers label their lines (INFO, W, ERROR), a traceback ends with the exception that it
+is about, an abort names its reason after `what():`, and the frames of a backtrace are names of functions. So the lines
+are parsed before a rule of the severity table sees them. Standard library only: ranks and agents use it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+MOST_LINES = 2000  # of a longer text the end is read
+MESSAGE_LINES = 12  # of one message
+
+
+class Weight(enum.IntEnum):
+    """What a statement's writer says about it."""
+
+    NOISE = 0  # information, a warning, or a part of a report that says nothing by itself
+    PLAIN = 1  # no label
+    ERROR = 2  # labelled as an error
+    FATAL = 3  # the process names it as its end
+
+
+class Kind(enum.Enum):
+    """How a statement was made."""
+
+    LINE = "line"
+    EXCEPTION = "exception"  # nothing caught it, as far as the log shows
+    ABORT = "abort"  # of C++ or of a library: the process ends itself
+    CRASH = "crash"  # a signal or the allocator ended it; says how, not why
+    LAUNCHER = "launcher"  # a parent's report of how its child ended
+
+
+@dataclass
+class Statement:
+    """One thing that was said. speaker: the rank that a prefix names. chained: it came while the exception before it
+    was handled, or was raised from it. grouped: it is a part of an ExceptionGroup."""
+
+    text: str
+    weight: Weight
+    kind: Kind = Kind.LINE
+    speaker: str = ""
+    chained: bool = False
+    grouped: bool = False
+    frames: list[str] = field(default_factory=list)
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# What launchers put before each line: torch, torchrun, mpirun, Ray, srun --label.
+_PREFIX = re.compile(
+    r"(\[(?:rank|default)\d+\]: ?|\[rank\d+\]:(?=\[)|\[\d+,\d+\]<\w+>: ?|\(\w+ pid=\d+[^)]*\) ?| {0,4}\d{1,5}: (?=\S))"
+)
+_GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
+_INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
+_WARN = "WARNING|WARN"
+_BAD = "ERROR|ERR|CRITICAL|CRIT|FATAL|SEVERE"
+_LETTERS = {"I": Weight.NOISE, "V": Weight.NOISE, "D": Weight.NOISE, "W": Weight.NOISE, "E": Weight.ERROR}
+_GLOG = re.compile(r"\[?([IVDWEFC])\d{0,8}(?: [\d:.]+)?(?: +\d+)? [\w./<>-]+\.\w+:\d+\] ?")
+_TENSORFLOW = re.compile(r"(?:\d{4}-\d\d-\d\d [\d:.,]+: )?([IWEF]) (?=[\w/.]+\.\w+:\d+\])")
+_NEMO = re.compile(r"\[NeMo ([IWEDF]) [^\]]*\]")
+_LOGGER = re.compile(
+    rf"(?:\[|\(|<|\|\s*|-\s+)?\b({_INFO}|{_WARN}|{_BAD})\b(?=[\]\s:|)>\[-]|$)",
+)
+_LEVEL = re.compile(rf"\blevel\"?[=:] ?\"?(?:({_INFO}|{_WARN})|{_BAD})\b", re.IGNORECASE)
+_LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets
+    rf"(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\[-]|\[|\(|<|\d{{2,4}}[-/:.]\d\d|time=|ts=|\{{\"|[A-Z][a-z]{{2}} +\d+ [\d:]+"
+)
+_NCCL = re.compile(r"\b[NR]CCL (INFO|TRACE|WARN|ABORT)\b")
+_LIBFABRIC = re.compile(r"libfabric:\d+:.{0,200}?<(info|trace|debug|warn|critical)>")
+_UCX = re.compile(r"\bUCX +(ERROR|FATAL|WARN|INFO|DEBUG|DIAG|TRACE)\b")
+_PYTHON_WARNING = re.compile(r"(?:\S+:\d+: )\w*Warning: ")
+_SLURM = re.compile(r"(?:srun|slurmstepd|slurmd\S*|sbatch|salloc): (?:error|fatal): ")
+
+_TRACEBACK = re.compile(r"( *)(?:traceback *: )?(?:Exception Group )?Traceback \(most recent call last\):")
+_IGNORED = re.compile(r"Exception ignored (in|while|on)\b")
+_IN_THREAD = re.compile(r"Exception in thread |Exception in callback |Task exception was never retrieved")
+_CHAIN = re.compile(
+    r"(?:The above exception was the direct cause of|During handling of the above exception, another exception)"
+)
+_EXCEPTION = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)"
+    r"(?:: |:?\s*$)"
+)
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+_FRAME_FILE = re.compile(r'\s*File "([^"]+)", line \d+')
+_TERMINATE = re.compile(r"terminate called|libc\+\+abi: terminating|pure virtual method called")
+_WHAT = re.compile(r"\s*what\(\): ")
+_ENDED_BY = re.compile(r"\bterminated with exception: |\bterminating with uncaught exception of type ")
+_PANIC = re.compile(
+    r"thread '[^']*' (?:\(\d+\) )?panicked at |^panic: |goroutine \d+ \[running\]|MPI_ABORT was invoked"
+)
+_CRASH = re.compile(
+    r"Fatal Python error: |\*\*\* SIG[A-Z]+ |\[\S+:\d+\] Signal: |Segmentation fault\b|Bus error\b|"
+    r"Aborted\b(?: \(core)?|"
+    r"Illegal instruction\b|Floating point exception\b|Killed$|double free or corruption|free\(\): |malloc\(\): |"
+    r"corrupted (?:size|double)|munmap_chunk\(\)|realloc\(\): |\*\*\* stack smashing detected|Trace/breakpoint trap|"
+    r"\*\*\* Error in |Caught signal \d+"
+)
+_LAUNCHER = re.compile(
+    r"(?:[\w.]+\.)?(?:ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError|"
+    r"RayTaskError\S*)\b|"
+    r"(?:srun: error: \S+: tasks? [\d,-]+: )|(?:mpirun|mpiexec|prterun|orterun)\b.{0,40} noticed that|"
+    r"Primary job +terminated|-+ Process \d+ terminated with"
+)
+_HINT = re.compile(
+    r"(?:CUDA|HIP) kernel errors might|For debugging consider passing|Compile with `TORCH_USE|"
+    r"Exception raised from |Device-side assertion tracking|note: run with `RUST|NOTE: |Search for `cuda|"
+    r"Extension modules: |(?:Current thread|Thread) 0x[0-9a-f]+ |<no Python frame>|Python runtime state: |"
+    r"Last error:\s*$|\*\*\* Check failure stack trace|\*\*\* End of error message|\*\*\* Process received signal|"
+    r"\[\S+:\d+\] \*\*\* (?:Process received|End of error)|\[\S+:\d+\] (?:Failing at address|Signal code): |"
+    r"Traceback: |Stack trace|Backtrace"
+)
+_FRAME = re.compile(
+    r"frame #\d+: |\s*#\d+ +(?:0x|\S+ )|\s*@ +0x|PC: @ |\s+\d+:? +(?:0x[0-9a-f]+|/\S+)|\[0x[0-9a-f]+\]|\s+at \S+:\d+|"
+    r"\s*\d+ +/\S+\(|\[\S+:\d+\] +\[ *\d+\]|=+ backtrace|={4,}|-{4,}|\*{4,}$|[0-9a-f]{6,}-[0-9a-f]{6,} [-r]|"
+    r"\s*/\S+\.so\S*\(\S*\) ?\[0x|\s+[~^]+[~^ ]*$|\s+<[^>]+>$|\s*\d+: 0x[0-9a-f]+|\s*\.\.\. \d+ more"
+)
+
+
+def statements(text: str) -> list[Statement]:
+    """What was said, in the order of the text; frames of backtraces and the like are left out."""
+    return list(_Reader(text.splitlines()[-MOST_LINES:]))
+
+
+class _Line:
+    """A line without what launchers and terminals add to it."""
+
+    __slots__ = ("grouped", "indent", "speaker", "text")
+
+    def __init__(self, raw: str) -> None:
+        text, speaker = _COLOUR.sub("", raw).rstrip(), ""
+        while prefix := _PREFIX.match(text):
+            speaker, text = prefix.group(1).strip(": "), text[prefix.end() :]
+        gutter = _GUTTER.match(text)
+        self.grouped = gutter is not None
+        if gutter is not None:
+            bare = text.lstrip(" |+-")
+            text = text[len(re.match(r"\s+[|+]-?", text).group(0)) :].removeprefix(" ") if bare else ""  # type: ignore[union-attr]
+            text = re.sub(r"^\+?-{4,}.*", "", text)
+        self.text, self.speaker = text, speaker
+        self.indent = len(text) - len(text.lstrip())
+
+
+def label(text: str) -> Weight | None:
+    """The weight that the line's own writer gives it; None for a line without a label."""
+    if hit := _NCCL.search(text[:200]):  # a WARN of NCCL is the worst that it says
+        return Weight.ERROR if hit.group(1) in ("WARN", "ABORT") else Weight.NOISE
+    if hit := _LIBFABRIC.match(text):
+        return Weight.ERROR if hit.group(1) in ("warn", "critical") else Weight.NOISE
+    if hit := _UCX.search(text[:160]):
+        return Weight.ERROR if hit.group(1) in ("ERROR", "FATAL") else Weight.NOISE
+    if hit := _GLOG.match(text) or _TENSORFLOW.match(text) or _NEMO.match(text):
+        return _LETTERS.get(hit.group(1), Weight.FATAL)
+    if _PYTHON_WARNING.match(text):
+        return Weight.NOISE
+    if _SLURM.match(text):
+        return Weight.ERROR
+    if _LOGGED.match(text):
+        if hit := _LEVEL.search(text[:200]):
+            return Weight.NOISE if hit.group(1) else Weight.ERROR
+        if hit := _LOGGER.search(text[:120]):
+            return Weight.ERROR if re.fullmatch(_BAD, hit.group(1)) else Weight.NOISE
+    return None
+
+
+class _Reader:
+    """Goes through the lines once."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = [_Line(line) for line in lines]
+        self._at = 0
+
+    def __iter__(self) -> Iterator[Statement]:
+        said: list[Statement] = []
+        owner: tuple[Weight, bool] | None = None  # of the record right before: its weight, and whether a warning's
+        chained = False
+        while self._at < len(self._lines):
+            line = self._lines[self._at]
+            text = line.text
+            traced = _TRACEBACK.match(text) or self._begins_within_frames(line)
+            if traced:
+                found = self._exception(line, Weight.FATAL if owner is None else owner[0])
+                found.chained = chained
+                said.append(found)
+                owner, chained = None, False
+                continue
+            self._at += 1
+            if _CHAIN.match(text.strip()):
+                chained = True
+                continue
+            if not text.strip():
+                continue
+            if _IGNORED.match(text):
+                owner = Weight.NOISE, True
+                continue
+            if _IN_THREAD.match(text):
+                owner = Weight.ERROR, False
+                continue
+            if _FRAME.match(text) or _HINT.match(text):
+                continue
+            one = self._statement(line)
+            said.append(one)
+            owner = self._owner(one, text)
+            if owner is None and one.kind is not Kind.LINE:
+                chained = False
+        yield from _settled(said)
+
+    @staticmethod
+    def _owner(one: Statement, text: str) -> tuple[Weight, bool] | None:
+        """The weight of a traceback that follows right after a record of a logger: the logger's own, where it writes
+        such at all."""
+        if one.kind is not Kind.LINE or _GLOG.match(text) or _NCCL.search(text[:200]):
+            return None
+        if one.weight is Weight.ERROR or (one.weight is Weight.NOISE and re.search(rf"\b({_WARN})\b", text[:120])):
+            return Weight.ERROR, one.weight is Weight.NOISE
+        return None
+
+    def _begins_within_frames(self, line: _Line) -> bool:
+        """The text begins in the middle of a traceback."""
+        return self._at == 0 and _FRAME_FILE.match(line.text) is not None
+
+    def _exception(self, line: _Line, weight: Weight) -> Statement:
+        """A traceback: its files, and the exception that ends it."""
+        base = line.indent
+        frames: list[str] = []
+        if _TRACEBACK.match(line.text):
+            self._at += 1
+        while self._at < len(self._lines):
+            here = self._lines[self._at]
+            if hit := _FRAME_FILE.match(here.text):
+                frames.append(hit.group(1))
+            elif here.text.strip() and here.indent <= base:
+                break
+            self._at += 1
+        if self._at == len(self._lines):
+            return Statement("", Weight.NOISE)
+        last = self._lines[self._at]
+        if not _NAMED.match(last.text.strip()):  # the log goes on with something else
+            return Statement("", Weight.NOISE)
+        self._at += 1
+        text = self._message(last)
+        kind = Kind.LAUNCHER if _LAUNCHER.match(last.text) else Kind.EXCEPTION
+        return Statement(text, weight, kind, last.speaker, grouped=last.grouped, frames=frames)
+
+    def _message(self, line: _Line) -> str:
+        """The line, and those that belong to the same message."""
+        parts = [line.text.strip()]
+        while self._at < len(self._lines) and len(parts) < MESSAGE_LINES:
+            here = self._lines[self._at]
+            if here.speaker != line.speaker or here.grouped != line.grouped or self._begins_anew(here.text):
+                break
+            self._at += 1
+            if here.text.strip() and not _FRAME.match(here.text) and not _HINT.match(here.text):
+                parts.append(here.text.strip())
+        return "\n".join(parts)
+
+    @staticmethod
+    def _begins_anew(text: str) -> bool:
+        strip = text.strip()
+        return (
+            any(
+                each.match(strip)
+                for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _EXCEPTION, _CRASH, _LAUNCHER)
+            )
+            or _TRACEBACK.match(text) is not None
+            or strip.startswith(("Exception raised from ", "frame #"))
+            or label(text) is not None
+        )
+
+    def _statement(self, line: _Line) -> Statement:
+        text = line.text
+        weight = label(text)
+        if weight is not Weight.NOISE:
+            if _ENDED_BY.search(text):
+                return Statement(self._message(line), Weight.FATAL, Kind.ABORT, line.speaker)
+            if _WHAT.match(text) or _PANIC.search(text):
+                return Statement(self._message(line), Weight.FATAL, Kind.ABORT, line.speaker)
+            if _LAUNCHER.match(text):
+                return Statement(self._message(line), Weight.FATAL, Kind.LAUNCHER, line.speaker)
+        if weight is Weight.FATAL:
+            return Statement(text, Weight.FATAL, Kind.ABORT, line.speaker)
+        if weight is not None:
+            return Statement(text, weight, Kind.LINE, line.speaker)
+        if _CRASH.match(text):
+            return Statement(text, Weight.FATAL, Kind.CRASH, line.speaker)
+        if _EXCEPTION.match(text):
+            return Statement(self._message(line), Weight.FATAL, Kind.EXCEPTION, line.speaker, grouped=line.grouped)
+        if _TERMINATE.match(text):
+            return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
+        return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
+
+
+def _settled(said: Sequence[Statement]) -> Iterator[Statement]:
+    """Without what is empty. An error that somebody logged and after which the process went on was handled."""
+    for number, one in enumerate(said):
+        if not one.text:
+            continue
+        handled = one.kind is Kind.EXCEPTION and one.weight is Weight.ERROR
+        if handled and any(later.kind is Kind.EXCEPTION and later.weight is Weight.FATAL for later in said[number:]):
+            one.weight = Weight.NOISE
+        yield one
