@@ -49,7 +49,7 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
         for name in lost:
             if scenario.job(name).nodes < event[1:].count(name):
                 raise PlanError(f"job {name} has only {scenario.job(name).nodes} nodes to lose")
-        jobs = tuple(replace(job, lost_worker=True) if job.name in lost else job for job in scenario.jobs)
+        jobs = tuple(_robbed(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
         return _resized(replace(scenario, jobs=jobs), 1 - len(event), [scenario.job(name) for name in event[1:]])
     if kind == "spare":
         return _resized(scenario, -1)
@@ -66,6 +66,11 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
             raise PlanError(f"no queued job is named {event[1]!r}")
         return replace(scenario, jobs=(*scenario.jobs, replace(new, nodes=0, lost_worker=False)))
     raise PlanError(f"unknown event {kind!r}: use lost, spare, join, finish or start")
+
+
+def _robbed(job: Job, count: int) -> Job:
+    """The job after the loss of `count` nodes."""
+    return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
 
 
 def _resized(scenario: Scenario, change: int, losers: Iterable[Job] = ()) -> Scenario:

@@ -11,7 +11,7 @@ from planner import keys, tables
 from planner.keys import Row
 from planner.model import Scenario
 from planner.plan import Plan, flops_text, nodes_text, plan_of
-from planner.solve import solve
+from planner.solve import solve, within
 
 __all__ = ["Explanation", "explain", "runner_up"]
 
@@ -42,19 +42,23 @@ class Explanation:
         return out | {"second": None if self.second is None else self.second.to_dict()}
 
 
-def runner_up(scenario: Scenario, name: str, nodes: int) -> Plan | None:
-    """The best plan in which the job gets anything but `nodes`; None where it has no other size."""
+def runner_up(scenario: Scenario, name: str, plan: Plan) -> Plan | None:
+    """The best plan in which the job gets anything but what `plan` gives it, on the nodes that were offered to its
+    owner; None where it has no other size."""
+    nodes = plan.assignment[name]
     if scenario.types:
         return _runner_up_typed(scenario, name, nodes)
-    jobs = sorted(scenario.jobs, key=lambda job: job.name)
-    rows = keys.rows(scenario, jobs)
+    owner = scenario.job(name).owner
+    jobs, room = scenario.owners[owner], plan.shares.get(owner, scenario.nodes)
+    rows = [within(row, room) for row in keys.rows(scenario, jobs)]
     at = [job.name for job in jobs].index(name)
     other = rows[at].sizes != nodes
     if not np.any(other):
         return None
     rows[at] = Row(rows[at].sizes[other], rows[at].keys[other])
-    sizes, _ = tables.optimum(rows, scenario.nodes)
-    return plan_of(scenario, {job.name: size for job, size in zip(jobs, sizes, strict=True)})
+    sizes, _ = tables.optimum(rows, room)
+    found = {job.name: size for job, size in zip(jobs, sizes, strict=True)}
+    return plan_of(scenario, plan.assignment | found, plan.shares)
 
 
 def _runner_up_typed(scenario: Scenario, name: str, nodes: int) -> Plan | None:
@@ -84,7 +88,7 @@ def explain(scenario: Scenario, name: str, plan: Plan | None = None) -> Explanat
     scenario.job(name)
     plan = plan or solve(scenario)
     nodes = plan.assignment[name]
-    second = runner_up(scenario, name, nodes)
+    second = runner_up(scenario, name, plan)
     seconds = scenario.d_running
     lead = f"{name} gets {nodes_text(nodes)}: {plan.reasons[name]}."
     if second is None:

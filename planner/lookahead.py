@@ -10,7 +10,7 @@ first (`tables.Bound`); when the optimum is known, an assignment is traced over 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from planner.events import Event, after, normal, pairs_of_losses, single_events
 from planner.keys import Row
 from planner.model import Job, Scenario
 from planner.plan import Plan, plan_of
-from planner.solve import solve
+from planner.solve import best, by_owner, solve
 
 MOST_JOBS_FOR_PAIRS = 16
 TRACED = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
@@ -58,7 +58,8 @@ class Lookahead:
         if pairs:
             events += pairs_of_losses(scenario)
         events = [event for event in events if self._possible(event)]
-        found = self._one_by_one(events) if scenario.types else self._by_tables(events)
+        alike = not scenario.types and len(scenario.owners) == 1 and not any(job.owner for job in self.queue)
+        found = self._by_tables(events) if alike else self._one_by_one(events)
         self.entries = {event: Entry(found[event], scenario, event, self.queue) for event in events}
 
     def get(self, event: Event) -> Entry | None:
@@ -70,7 +71,14 @@ class Lookahead:
         return event[0] != "lost" or self.scenario.nodes >= len(event) - 1
 
     def _one_by_one(self, events: list[Event]) -> dict[Event, dict[str, int]]:
-        return {event: solve(after(self.scenario, event, self.queue)).assignment for event in events}
+        """Each event solved; what an owner does with as many nodes is worked out once."""
+        known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]] = {}
+        found, alive = {}, []
+        for event in events:
+            scenario = after(self.scenario, event, self.queue)
+            alive.append(scenario)  # `known` goes by the identity of its jobs
+            found[event] = solve(scenario).assignment if scenario.types else _solved(scenario, known)
+        return found
 
     def _by_tables(self, events: list[Event]) -> dict[Event, dict[str, int]]:
         classes: dict[int, list[Event]] = {}
@@ -80,6 +88,19 @@ class Lookahead:
         for nodes, members in classes.items():
             found |= _Class(replace(self.scenario, nodes=nodes), self.queue, members).solve()
         return found
+
+
+def _solved(scenario: Scenario, known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
+    """The assignment of `solve`. known: those of owners that were worked out before, by n', the nodes that were
+    offered, and the jobs (which live as long as `known`)."""
+
+    def assign(jobs: Sequence[Job], room: int) -> dict[str, int]:
+        key = (scenario.nodes, room, tuple(id(job) for job in jobs))
+        if key not in known:
+            known[key] = best(scenario, jobs, room)
+        return known[key]
+
+    return by_owner(scenario, assign)[0]
 
 
 def _change(event: Event) -> int:

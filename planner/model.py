@@ -83,6 +83,9 @@ class Job:
         preferred first, and the way it runs now; None while it is free. Going to another is a restart.
     spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what
         these save, FLOP/s (`planner.spares`). It counts in G and not in F; another number of them disturbs nobody.
+    owner: whose job it is. FLOP/s are compared among the jobs of one owner only (`planner.shares`).
+    unit: nodes of a whole replica: only multiples of it, and the minimum, are worth asking for.
+    keep: nodes that hold the state of a running job; its owner has at least as many.
     """
 
     name: str
@@ -101,6 +104,9 @@ class Job:
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layout: str | None = None
     spares: Mapping[int, float] = field(default_factory=dict)
+    owner: str = ""
+    unit: int = 1
+    keep: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -109,6 +115,10 @@ class Job:
         number(self.weight, f"{what}: weight")
         whole(self.min_nodes, f"{what}: min_nodes")
         whole(self.nodes, f"{what}: nodes")
+        whole(self.unit, f"{what}: unit", least=1)
+        whole(self.keep, f"{what}: keep")
+        if not isinstance(self.owner, str) or (self.owner and not self.owner.isprintable()):
+            raise PlanError(f"{what}: owner must be printable text, not {self.owner!r}")
         if self.max_nodes is not None and whole(self.max_nodes, f"{what}: max_nodes") < self.min_nodes:
             raise PlanError(f"{what}: max_nodes {self.max_nodes} is below min_nodes {self.min_nodes}")
         if not isinstance(self.lost_worker, bool) or not isinstance(self.restart_only, bool):
@@ -198,6 +208,11 @@ class Job:
         return self.weight * rates.get(nodes, 0.0) if nodes and self.runs(nodes) else 0.0
 
     @property
+    def holds(self) -> int:
+        """The nodes that it has left: one fewer than x_t after a loss."""
+        return max(0, self.nodes - self.lost_worker)
+
+    @property
     def now(self) -> float:
         """F(t,x_t), as it runs."""
         return self.f(self.nodes, self.layout)
@@ -237,13 +252,15 @@ class Job:
 @dataclass(frozen=True)
 class Scenario:
     """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. types: nodes by type, where
-    there are several (their sum is `nodes`)."""
+    there are several (their sum is `nodes`). elsewhere: nodes that owners have been given beside these; they count as a
+    part of their shares."""
 
     nodes: int
     jobs: tuple[Job, ...]
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 60.0
     types: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole(self.nodes, "cluster: nodes")
@@ -263,6 +280,16 @@ class Scenario:
             raise PlanError(f"two jobs are named {double}: names must be unique")
         for job in self.jobs:
             self._check_job(job)
+        if self.types and len(self.owners) > 1:
+            raise PlanError("jobs of several owners can't be planned where the cluster has types of nodes")
+
+    @property
+    def owners(self) -> dict[str, list[Job]]:
+        """The jobs of each owner, owners and jobs sorted by name."""
+        found: dict[str, list[Job]] = {owner: [] for owner in sorted({job.owner for job in self.jobs})}
+        for job in sorted(self.jobs, key=lambda job: job.name):
+            found[job.owner].append(job)
+        return found
 
     def _check_job(self, job: Job) -> None:
         if job.layouts and self.types:

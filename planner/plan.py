@@ -13,7 +13,7 @@ from planner.model import Job, Scenario
 class Plan:
     """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
     weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there
-    are several. layouts: by job that has several."""
+    are several. layouts: by job that has several. shares: nodes offered by owner, where there are several."""
 
     assignment: dict[str, int]
     objective: float
@@ -22,6 +22,7 @@ class Plan:
     spares: int = 0
     types: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
+    shares: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl plan`."""
@@ -32,12 +33,13 @@ class Plan:
             "reasons": self.reasons,
             "spares": self.spares,
         }
-        more = {"types": self.types, "layouts": self.layouts}
+        more = {"types": self.types, "layouts": self.layouts, "shares": self.shares}
         return out | {name: value for name, value in more.items() if value}
 
 
-def plan_of(scenario: Scenario, assignment: dict[str, int]) -> Plan:
-    """The Plan with figures and reasons for an assignment that is already known."""
+def plan_of(scenario: Scenario, assignment: dict[str, int], shares: dict[str, int] | None = None) -> Plan:
+    """The Plan with figures and reasons for an assignment that is already known. shares: nodes offered by owner."""
+    shares = shares if shares and len(shares) > 1 else {}
     assignment = {job.name: assignment[job.name] for job in scenario.jobs}
     spares = scenario.nodes - sum(assignment.values())
     layouts = {job.name: scenario.layout(job, assignment[job.name]) for job in scenario.jobs}
@@ -45,9 +47,13 @@ def plan_of(scenario: Scenario, assignment: dict[str, int]) -> Plan:
         assignment=assignment,
         objective=math.fsum(scenario.g(job, assignment[job.name]) for job in scenario.jobs),
         waf=math.fsum(job.f(assignment[job.name], layouts[job.name]) for job in scenario.jobs),
-        reasons={job.name: reason(scenario, job, assignment[job.name], spares) for job in scenario.jobs},
+        reasons={
+            job.name: reason(scenario, job, assignment[job.name], spares, shares.get(job.owner))
+            for job in scenario.jobs
+        },
         spares=spares,
         layouts={name: layout for name, layout in layouts.items() if layout is not None},
+        shares=shares,
     )
 
 
@@ -64,13 +70,17 @@ def nodes_text(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
 
 
-def reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
-    """Why the job gets `nodes` nodes, in one sentence."""
+def reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | None = None) -> str:
+    """Why the job gets `nodes` nodes, in one sentence. share: what was offered to its owner, where there are
+    several."""
+    offer = (
+        "" if share is None else f"; {job.owner or 'its owner'} has {share} of {nodes_text(scenario.nodes)} by weight"
+    )
     if nodes == 0:
-        return _stopped(scenario, job)
+        return _stopped(scenario, job, share) + offer
     if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
-        return _other_spares(job, nodes)
-    return _reason(scenario, job, nodes, spares) + _with_spares(job, nodes)
+        return _other_spares(job, nodes) + offer
+    return _reason(scenario, job, nodes, spares, share) + _with_spares(job, nodes) + offer
 
 
 def _with_spares(job: Job, nodes: int) -> str:
@@ -95,7 +105,7 @@ def _other_spares(job: Job, nodes: int) -> str:
     return f"gives up {spares}: another job gains more, or the node is kept free; all that train go on"
 
 
-def _reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
+def _reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | None) -> str:
     layout = scenario.layout(job, nodes)
     now, then = flops_text(job.now), flops_text(job.f(nodes, layout))
     seconds = f"{scenario.d_transition(job, nodes, layout):g} s"
@@ -108,10 +118,14 @@ def _reason(scenario: Scenario, job: Job, nodes: int, spares: int) -> str:
         return f"stays on {nodes_text(nodes)} ({now}): no other plan gains more than its transition costs"
     if job.nodes == 0:
         return f"starts on {nodes_text(nodes)}{f' as {layout}' if layout else ''} ({then})"
+    others = "in other jobs" if share is None else "in its owner's other jobs, or are others' by weight"
     if nodes > job.nodes:
-        verb, why = "grows", "the nodes bring more weighted FLOP/s here than anywhere else"
+        where = "than anywhere else" if share is None else "than in its owner's other jobs"
+        verb, why = "grows", f"the nodes bring more weighted FLOP/s here {where}"
     elif not job.lost_worker:
-        verb, why = "shrinks", "its nodes bring more weighted FLOP/s in other jobs"
+        verb, why = "shrinks", f"its nodes bring more weighted FLOP/s {others}"
+    elif share is not None and nodes >= share:
+        verb, why = "shrinks", "the other nodes are others' by weight"
     elif spares:
         verb, why = "shrinks", "a replacement would cost more than it brings before the next failure"
     else:
@@ -128,9 +142,12 @@ def _relaid(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str
     return f"goes from {job.layout} to {layout} {size}: as {job.layout} {why}"
 
 
-def _stopped(scenario: Scenario, job: Job) -> str:
+def _stopped(scenario: Scenario, job: Job, share: int | None) -> str:
     smallest = next((size for size in job.flops if size <= scenario.nodes and job.runs(size)), None)
     before = "stays without nodes" if job.nodes == 0 else f"stops and gives up its {nodes_text(job.nodes)}"
     if smallest is None:
         return f"{before}: none of its sizes fits into {nodes_text(scenario.nodes)}"
-    return f"{before}: its smallest size is {nodes_text(smallest)}, which bring more weighted FLOP/s in other jobs"
+    if share is not None and smallest > share:
+        return f"{before}: its smallest size is {nodes_text(smallest)}, more than its owner's share"
+    whose = "other jobs" if share is None else "its owner's other jobs"
+    return f"{before}: its smallest size is {nodes_text(smallest)}, which bring more weighted FLOP/s in {whose}"

@@ -19,6 +19,9 @@ flops = { 2 = 1.0e15, 4 = 1.9e15 }       # T(t,x) by node count
 layouts = { "TP2 PP2" = { 2 = 1.0e15 }, TP2 = { 1 = 0.6e15 } }  # optional, in place of flops: the same by layout
 layout = "TP2 PP2"           # the one it runs in
 spares = { 5 = 1.0e12 }      # optional: sizes above those in flops, with hot spares; what these save, FLOP/s
+owner = "ann"                # optional: whose job it is; the nodes are divided among owners by weight
+unit = 1                     # optional: nodes of a whole replica
+keep = 0                     # optional: nodes that hold the state of a running job, which its owner keeps in any case
 ```
 """
 
@@ -50,6 +53,9 @@ JOB_KEYS = (
     "layouts",
     "layout",
     "spares",
+    "owner",
+    "unit",
+    "keep",
 )
 
 
@@ -171,6 +177,9 @@ def _job_dict(job: Job) -> dict[str, Any]:
     for key in ("max_nodes", "transition_seconds", "node_type", "layout"):
         if getattr(job, key) is not None:
             out[key] = getattr(job, key)
+    out |= {key: value for key in ("owner", "keep") if (value := getattr(job, key))}
+    if job.unit > 1:
+        out["unit"] = job.unit
     if job.transition:
         out["transition"] = dict(job.transition)
     if job.restart_only:

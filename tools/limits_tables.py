@@ -14,7 +14,7 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from unicron_ctl.config import ELSEWHERE, AgentConfig, ControllerConfig
+from unicron_ctl.config import ELSEWHERE, AgentConfig, ControllerConfig, PlannerConfig
 from unicron_ctl.limits import HOMES, LIMITS, RULES, Limit, Range, label, number
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "admin-guide.md"
@@ -28,7 +28,10 @@ def tables() -> str:
             "The rules, which `unicrond --check` tests together and prints with their values:",
             _table(("this", "must be", "this", "because"), [_rule(*rule[:4]) for rule in RULES]),
             "What can be set in `unicron.toml`, times in seconds:",
-            _table(("field", "default", "range", "meaning"), [*_fields(ControllerConfig), *_fields(AgentConfig)]),
+            _table(
+                ("field", "default", "range", "meaning"),
+                [*_fields(ControllerConfig), *_fields(PlannerConfig), *_fields(AgentConfig)],
+            ),
             "What is fixed, in seconds unless it says otherwise. A variable in brackets sets another value for a job:",
             _table(("of", "name", "value", "meaning"), [_fixed(limit) for limit in LIMITS]),
         ]
@@ -53,7 +56,7 @@ def _rule(low: str, high: str, why: str, equal: bool) -> tuple[str, ...]:
 
 def _fields(struct: type[msgspec.Struct]) -> list[tuple[str, ...]]:
     said = meanings(struct)
-    prefix = "[agent] " if struct is AgentConfig else ""
+    prefix = {AgentConfig: "[agent] ", PlannerConfig: "[planner] "}.get(struct, "")
     return [
         (f"`{prefix}{field.name}`", _default(field), _range(field.type), said[field.name])
         for field in msgspec.structs.fields(struct)

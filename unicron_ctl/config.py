@@ -26,8 +26,9 @@ from unicron_ctl.partitions import PartitionConfig, Rules
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to connect to
 # Parts of the file that belong to others; the controller neither reads nor rejects them.
-OTHER_SECTIONS = ("severity", "planner", "health")
-ELSEWHERE = ("partitions",)  # fields of ControllerConfig that are no keys of [controller]
+OWN_SECTIONS = ("controller", "agent", "planner", "partition")
+OTHER_SECTIONS = ("severity", "health")
+ELSEWHERE = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 _DEATHS = "what cannot start ends no job that trains"
 GONE = {  # keys of [controller] of release 0.1
     "hint_grace": "hints shorten no lease any more",
@@ -39,6 +40,14 @@ Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
 LongSeconds = Annotated[float, Range(0.001, 30 * DAY)]
 Share = Annotated[float, Range(0.0, 1.0)]
+
+
+class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [planner]: how the plan divides the nodes."""
+
+    compare: Literal["user", "account", "flops"] = "user"
+    """Whose FLOP/s are compared with each other: those of one user's jobs, of one Slurm account's, or of all jobs. What
+    is not compared shares the nodes by weight. FLOP/s are what jobs say of themselves."""
 
 
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +174,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # ---- not of this section
     partitions: dict[str, PartitionConfig] = {}
     """The tables [partition.NAME]: see `unicron_ctl.partitions`."""
+    planner: PlannerConfig = msgspec.field(default_factory=PlannerConfig)
+    """The section [planner]."""
 
     def rules(self, partition: str) -> Rules:
         """What an admin allows in this Slurm partition."""
@@ -189,6 +200,9 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Users whose unicrond agents and commands believe, beside root, SlurmUser and their own."""
 
 
+Section = ControllerConfig | AgentConfig | PlannerConfig
+
+
 class Config(msgspec.Struct, kw_only=True):
     """The whole file. `severity` is handed to the classifier as it is. ignored: what is in it and means nothing any
     more, in one line each."""
@@ -205,7 +219,7 @@ class Config(msgspec.Struct, kw_only=True):
         return self
 
 
-def problems(section: ControllerConfig | AgentConfig, environment: Mapping[str, str] | None = None) -> list[str]:
+def problems(section: Section, environment: Mapping[str, str] | None = None) -> list[str]:
     """What is out of range or contradicts something else, in one line each; empty when all is well.
 
     environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
@@ -245,6 +259,7 @@ def _alone(section: ControllerConfig) -> list[str]:
 
 def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
     found = [f"[controller] {problem}" for problem in problems(config.controller, environment)]
+    found += [f"[planner] {problem}" for problem in problems(config.controller.planner)]
     return found + [f"[agent] {problem}" for problem in problems(config.agent)]
 
 
@@ -349,14 +364,15 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
 
 def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
     """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
-    own = ", ".join(f"[{section}]" for section in ("controller", "agent", "partition", *OTHER_SECTIONS))
+    own = ", ".join(f"[{section}]" for section in (*OWN_SECTIONS, *OTHER_SECTIONS))
     found = [
         f"unknown section [{section}]: use one of {own}"
         for section in raw
-        if section not in ("controller", "agent", "partition", *OTHER_SECTIONS)
+        if section not in (*OWN_SECTIONS, *OTHER_SECTIONS)
     ]
     controller, wrong = _section(ControllerConfig, "controller", raw)
     controller.partitions, odd = partitions.understand(raw.get("partition", {}))
+    controller.planner, wrong_planner = _section(PlannerConfig, "planner", raw)
     agent, wrong_too = _section(AgentConfig, "agent", raw)
     severity = raw.get("severity", {})
     if not isinstance(severity, Mapping):
@@ -369,11 +385,12 @@ def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str
         *found,
         *wrong,
         *odd,
+        *wrong_planner,
         *wrong_too,
     ]
 
 
-SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig)
+SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig, PlannerConfig)
 
 
 def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tuple[SectionType, list[str]]:

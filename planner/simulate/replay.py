@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.model import Scenario
 from planner.simulate.clairvoyant import bound
 from planner.simulate.engine import Result, Simulation
@@ -10,7 +12,11 @@ from planner.simulate.trace import Trace
 
 
 def simulate(scenario: Scenario, trace: Trace, policy: Policy) -> Result:
-    """The Result of one policy on one trace; the same input always gives the same result. Raises PlanError."""
+    """The Result of one policy on one trace; the same input always gives the same result. Raises PlanError.
+
+    All jobs are taken for one owner's: policies are compared by the weighted FLOP/s of the whole cluster.
+    """
+    scenario = replace(scenario, jobs=tuple(replace(job, owner="") for job in scenario.jobs))
     if policy.placement != BOUND:
         return Simulation(scenario, trace, policy).run()
     reached = Simulation(scenario, trace, POLICIES["unicron"]).run()

@@ -34,6 +34,9 @@ def scenario(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> di
                 "max_nodes": i.max_nodes,
                 "nodes": i.nodes,
                 "lost_worker": i.alive < i.nodes,
+                "owner": i.whose,
+                "unit": i.unit,
+                "keep": min(i.alive, i.unit),
                 "node_names": sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive)
                 if asker.may_order(core.state.jobs[i.job])
                 else [],

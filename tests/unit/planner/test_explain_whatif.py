@@ -17,7 +17,7 @@ from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_o
 def test_runner_up_is_the_best_of_all_others(scenario):
     plan = solve(scenario)
     for job in scenario.jobs:
-        second = runner_up(scenario, job.name, plan.assignment[job.name])
+        second = runner_up(scenario, job.name, plan)
         if sizes_of(job, scenario.nodes) == [plan.assignment[job.name]]:
             assert second is None
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import tomllib
 from pathlib import Path
@@ -207,9 +208,21 @@ def test_the_option_takes_the_place_of_the_files_address(tmp_path: Path) -> None
 
 
 def test_sections_of_others_are_left_alone_and_whole_numbers_are_numbers() -> None:
-    config = parse({"controller": {"heartbeat_period": 2}, "planner": 1, "health": {}, "severity": {"rules": []}})
+    config = parse({"controller": {"heartbeat_period": 2}, "health": {}, "severity": {"rules": []}})
     assert config.controller.heartbeat_period == 2.0 and config.severity == {"rules": []}
     assert understand({}) == (Config(), [])
+
+
+def test_whose_flops_are_compared_is_one_of_three() -> None:
+    assert parse({}).controller.planner.compare == "user"
+    assert parse({"planner": {"compare": "flops"}}).controller.planner.compare == "flops"
+    for wrong, said in (
+        ({"compare": "all"}, '[planner] compare = "all": use one of user, account, flops'),
+        ({"compares": "flops"}, "[planner] compares: unknown key; did you mean compare?"),
+        (1, "[planner] must be a section"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            parse({"planner": wrong})
 
 
 def test_where_the_file_and_the_controller_are_found(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.gpus import BEST
@@ -22,6 +22,7 @@ from unicron_ctl.controller.plan.reach import Ground, Reach
 from unicron_ctl.partitions import ACT
 from unicron_ctl.slurm.client import ElementInfo
 
+EVERYBODY = "all users"  # the one owner where the FLOP/s of all jobs are compared
 MOST_TRIES = 4  # of starting an element again of which no agent comes: its script may fail at once everywhere
 
 
@@ -60,7 +61,7 @@ def key_of(found: Sequence[Pool]) -> str:
         f"{pool.count} nodes: "
         + ", ".join(
             f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_spares(i)}{_part(i, pool)}{_by(i)}{_as(i)}"
-            f"{' measured' if i.rate else ''}"
+            f"{' measured' if i.rate else ''} of {i.whose}"
             for i in pool.jobs
         )
         for pool in found
@@ -94,14 +95,14 @@ def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, b
     """The plan over all pools, and whether all of it was looked up."""
     config, looked = view.config, []
 
-    def solve(jobs: Sequence[JobInput], nodes: int) -> Plan:
+    def solve(jobs: Sequence[JobInput], nodes: int, elsewhere: Mapping[str, int]) -> Plan:
         for pool in found:  # a part of a pool is solved as it comes
-            if pool.jobs == tuple(jobs):
+            if pool.jobs == tuple(jobs) and not elsewhere:
                 plan, was = aheads.of(jobs).plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds)
                 looked.append(was)
                 return plan
         looked.append(False)
-        return planning.plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds)
+        return planning.plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds, elsewhere)
 
     parts = [plan_pool(pool, solve) for pool in found]
     return joined(parts, sum(len(pool.nodes) for pool in found)), all(looked)
@@ -166,7 +167,12 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
     found = JobInput(
         job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit_of(view, job)
     )
-    found = replace(found, working=view.job(job).wanted, wait_seconds=view.config.replacement_seconds)
+    found = replace(
+        found,
+        working=view.job(job).wanted,
+        wait_seconds=view.config.replacement_seconds,
+        owner=owner(view, job, None),
+    )
     return layouts.with_layouts(view, job, found, "", float("inf"))
 
 
@@ -198,6 +204,16 @@ def weight(view: View, job: JobState) -> float:
     first = next(iter(listed), None)
     most = permission.of_job(view, job.job).most_weight(first.account if first else "", first.qos if first else "")
     return min(job.settings.weight, most)
+
+
+def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
+    """With whose jobs the job's FLOP/s are compared. element: one of its own, as Slurm shows it."""
+    compare = view.config.planner.compare
+    if compare == "flops":
+        return EVERYBODY
+    if compare == "account" and element is not None and element.account:
+        return f"account {element.account}"
+    return element.user if element is not None and element.user else job.owner
 
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
@@ -235,6 +251,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         unit_of(view, job),
         working=min(most, view.job(job).wanted),
         wait_seconds=_wait(view, listing, within) if job.settings.spares else 0.0,
+        owner=owner(view, job, next(iter(elements), None)),
     )
     return layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.model import Job, Scenario
-from planner.solve import Plan, solve
+from planner.solve import Plan, best, by_owner, plan_of
 from planner.spares import worth
 from planner.throughput import Throughput
 
+NOWHERE: Mapping[str, int] = {}
 UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
 
 
@@ -21,7 +22,8 @@ class JobInput:
     free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
     run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
     restart_seconds: what it costs to start it in another one. working: how many of max_nodes train at most, 0 for all;
-    those above are hot spares, and without one a lost node's place stays empty for wait_seconds.
+    those above are hot spares, and without one a lost node's place stays empty for wait_seconds. owner: whose FLOP/s
+    its own are compared with; a job without one is compared with itself only.
     """
 
     job: str
@@ -41,6 +43,12 @@ class JobInput:
     restart_seconds: float = 0.0
     working: int = 0
     wait_seconds: float = 0.0
+    owner: str = ""
+
+    @property
+    def whose(self) -> str:
+        """The owner, as the planner knows it."""
+        return self.owner or self.job
 
     @property
     def trains(self) -> int:
@@ -86,8 +94,15 @@ def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, 
     return worth(flops, job.trains, job.spares, least, mtbf_node_hours, job.wait_seconds)
 
 
-def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Scenario:
-    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty."""
+def scenario(
+    jobs: Sequence[JobInput],
+    nodes: int,
+    mtbf_node_hours: float,
+    transition_seconds: float,
+    elsewhere: Mapping[str, int] = NOWHERE,
+) -> Scenario:
+    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: nodes that owners are
+    given beside these."""
     rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
     usual = sum(rates) / len(rates) if rates else UNMEASURED
     return Scenario(
@@ -105,33 +120,54 @@ def scenario(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, trans
                 nodes=min(job.nodes, job.max_nodes),
                 lost_worker=job.alive < job.nodes,
                 spares=spares(job, usual, mtbf_node_hours),
+                owner=job.whose,
+                unit=job.unit,
+                keep=min(job.alive, job.unit),
             )
             for job in jobs
         ),
         mtbf_node_hours=mtbf_node_hours,
         transition_seconds=transition_seconds,
+        elsewhere=elsewhere,
     )
 
 
-def plan(jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float) -> Plan:
+def plan(
+    jobs: Sequence[JobInput],
+    nodes: int,
+    mtbf_node_hours: float,
+    transition_seconds: float,
+    elsewhere: Mapping[str, int] = NOWHERE,
+) -> Plan:
     """The assignment of at most `nodes` nodes.
 
     Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps
-    what lives, at most its minimum, and the others share the rest.
+    what lives, at most its minimum where its owner's share has that, and the others share the rest.
     """
+    whole = scenario(jobs, nodes, mtbf_node_hours, transition_seconds, elsewhere)
+    by_name = {job.job: job for job in jobs}
     fixed: dict[str, int] = {}
-    free = list(jobs)
-    while free:
-        left = max(0, nodes - sum(fixed.values()))
-        found = solve(scenario(free, left, mtbf_node_hours, transition_seconds))
-        starved = [job for job in free if job.alive and found.assignment[job.job] == 0]
-        if not starved:
-            return _with_fixed(found, fixed, jobs, nodes)
-        # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
-        keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
-        fixed[keep.job] = min(keep.alive, max(keep.unit, keep.min_nodes))
-        free.remove(keep)
-    return _with_fixed(Plan({}, 0.0, 0.0, {}), fixed, jobs, nodes)
+
+    def assign(own: Sequence[Job], room: int) -> dict[str, int]:
+        """The best for one owner's jobs; those that would stop get what they keep first."""
+        free, kept = list(own), dict[str, int]()
+        while free:
+            found = best(whole, free, max(0, room - sum(kept.values())))
+            starved = [by_name[job.name] for job in free if by_name[job.name].alive and not found[job.name]]
+            if not starved:
+                return kept | found
+            # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
+            keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
+            free = [job for job in free if job.name != keep.job]
+            states = sum(job.keep for job in free)
+            least, wanted = min(keep.alive, keep.unit), min(keep.alive, max(keep.unit, keep.min_nodes))
+            fixed[keep.job] = kept[keep.job] = wanted if sum(kept.values()) + wanted + states <= room else least
+        return kept
+
+    assignment, shares = by_owner(whole, assign)
+    free = tuple(job for job in whole.jobs if job.name not in fixed)
+    found = plan_of(replace(whole, jobs=free), assignment, shares) if free else Plan({}, 0.0, 0.0, {}, shares=shares)
+    return _with_fixed(found, {name: assignment[name] for name in fixed}, jobs, nodes)
 
 
 def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:

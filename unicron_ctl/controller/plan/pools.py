@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from planner.solve import Plan
 from unicron_ctl.controller.plan.planning import JobInput
 
-Solve = Callable[[Sequence[JobInput], int], Plan]
+Solve = Callable[[Sequence[JobInput], int, Mapping[str, int]], Plan]
 NOTHING = Plan({}, 0.0, 0.0, {}, 0)
 
 
@@ -50,7 +50,7 @@ def pools(jobs: Sequence[JobInput]) -> list[Pool]:
 def plan(pool: Pool, solve: Solve) -> Plan:
     """The assignment for one pool; every job's nodes can be found among those in its reach. Hot spares are among the
     nodes that the partition keeps free, as far as these suffice."""
-    return _with_kept(pool, _shared(pool, solve))
+    return _with_kept(pool, _shared(pool, solve, {}))
 
 
 def _with_kept(pool: Pool, found: Plan) -> Plan:
@@ -70,16 +70,21 @@ def _with_kept(pool: Pool, found: Plan) -> Plan:
     return replace(found, assignment=given, reasons=reasons, spares=spares)
 
 
-def _shared(pool: Pool, solve: Solve) -> Plan:
-    found = solve(pool.jobs, pool.count)
+def _shared(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
+    """elsewhere: nodes that owners have been given already, beside those of the pool: they count as a part of their
+    shares, so nobody has more by asking for certain nodes."""
+    found = solve(pool.jobs, pool.count, elsewhere)
     crowded = crowd(pool, found.assignment)
     if not crowded or len(crowded) == len(pool.jobs):
         return found
     inner = [job for job in pool.jobs if job.job in crowded]
     nodes = frozenset().union(*(job.reach for job in inner))
-    parts = [_shared(part, solve) for part in pools(inner)]
+    parts = [_shared(part, solve, elsewhere) for part in pools(inner)]
+    had = dict(elsewhere)
+    for job in inner:
+        had[job.whose] = had.get(job.whose, 0) + sum(part.assignment.get(job.job, 0) for part in parts)
     rest = [replace(job, reach=job.reach - nodes) for job in pool.jobs if job.job not in crowded]
-    parts += [_shared(part, solve) for part in pools(rest)]
+    parts += [_shared(part, solve, had) for part in pools(rest)]
     return joined(parts, len(pool.nodes))
 
 
@@ -93,6 +98,9 @@ def joined(parts: Sequence[Plan], nodes: int) -> Plan:
             whole.waf + part.waf,
             {**whole.reasons, **part.reasons},
             layouts={**whole.layouts, **part.layouts},
+            shares={
+                owner: whole.shares.get(owner, 0) + part.shares.get(owner, 0) for owner in whole.shares | part.shares
+            },
         )
     return replace(whole, spares=max(0, nodes - sum(whole.assignment.values())))
 

@@ -13,8 +13,10 @@ from unicron_ctl.controller.plan.planning import JobInput
 RECKONING = (1000.0, 5.0)
 
 
-def job(name: str, nodes: int, alive: int | None = None, weight: float = 1.0, most: int = 4) -> JobInput:
-    return JobInput(name, weight, 1, most, nodes, nodes if alive is None else alive, 1e9 * nodes, nodes)
+def job(
+    name: str, nodes: int, alive: int | None = None, weight: float = 1.0, most: int = 4, owner: str = "ann"
+) -> JobInput:
+    return JobInput(name, weight, 1, most, nodes, nodes if alive is None else alive, 1e9 * nodes, nodes, owner=owner)
 
 
 SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
@@ -45,6 +47,21 @@ def test_a_known_event_is_looked_up_and_equals_solving(ahead: Ahead, event: tupl
     plan, looked_up = ahead.plan(jobs, nodes, *RECKONING)
     assert looked_up
     assert plan.assignment == planning.plan(jobs, nodes, *RECKONING).assignment
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=" ".join)
+def test_so_it_is_where_each_job_has_an_owner_of_its_own(event: tuple[str, ...]) -> None:
+    jobs, nodes = EVENTS[event]
+    made = Ahead()
+    made.settle([replace(known, owner=known.job) for known in SETTLED], {"a": 3, "b": 2}, 6, *RECKONING)
+    try:
+        assert made._keeper.wait(20)
+        plan, looked_up = made.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
+        assert looked_up
+        expected = planning.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
+        assert plan.assignment == expected.assignment
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.config import PlannerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.partitions import Claim, PartitionConfig
@@ -136,6 +137,15 @@ def test_a_huge_weight_takes_no_nodes_of_others() -> None:
     run(world, slurm, "2", 6, weight=1e6)
     world.run(6.0)
     assert plan_of(world) == {"1": 3, "2": 3}
+
+
+def test_flops_are_compared_among_the_jobs_of_one_user_unless_the_admin_says_otherwise() -> None:
+    for compare, owner in (("user", "ann"), ("account", "account lab"), ("flops", "all users")):
+        world, slurm = world_of(2, default=PartitionConfig(mode="act"))
+        world.core.config.planner = PlannerConfig(compare=compare)
+        run(world, slurm, "1", 2, account="lab")
+        world.run(3.0)
+        assert world.core.state.plan_inputs.endswith(f"of {owner}")
 
 
 def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:

@@ -68,7 +68,8 @@ TABLES = {"TP2": {1: 0.0, 2: 2e9, 3: 2e9}, "TP1": {1: 0.9e9, 2: 1.8e9, 3: 2.7e9}
 
 
 def relaid(name: str, nodes: int, alive: int, restart: float = 100.0, weight: float = 1.0) -> JobInput:
-    return JobInput(name, weight, 1, 3, nodes, alive, unit=1, layouts=TABLES, layout="TP2", restart_seconds=restart)
+    more = {"layouts": TABLES, "layout": "TP2", "restart_seconds": restart, "owner": "ann"}
+    return JobInput(name, weight, 1, 3, nodes, alive, unit=1, **more)
 
 
 def test_the_layout_comes_with_the_nodes_and_is_charged_with_its_restart():
@@ -81,3 +82,27 @@ def test_the_layout_comes_with_the_nodes_and_is_charged_with_its_restart():
 def test_who_keeps_its_last_node_keeps_its_layout():
     found = plan([relaid("a", 1, 1, weight=0.1), relaid("b", 1, 1)], 1, 1000.0, 5.0)
     assert found.assignment == {"a": 1, "b": 1} and found.layouts["a"] == "TP2"
+
+
+def test_a_running_job_that_its_share_does_not_hold_keeps_its_state_and_no_more():
+    """Its minimum is 6, and 4 nodes are its owner's: where another wants all of its own, it keeps one whole replica."""
+    large = JobInput("m", 1.0, 6, 8, 8, 8, 8e9, 8, unit=2, owner="mallory")
+    victim = JobInput("v", 1.0, 1, 8, 0, 0, owner="victim")
+    found = plan([large, victim], 8, 1000.0, 5.0)
+    assert found.assignment == {"m": 2, "v": 6}
+    assert found.reasons["m"] == "keeps 2 nodes: its training state lives there and nowhere else"
+    assert plan([large], 8, 1000.0, 5.0).assignment == {"m": 8}
+
+
+def test_a_speed_that_is_said_takes_no_node_of_another_user():
+    for rate in (0.4e15, 0.42e15, 1e17):
+        jobs = [
+            JobInput("v", 1.0, 1, 8, 4, 4, 4 * 0.4e15, 4, owner="victim"),
+            JobInput("m", 1.0, 1, 8, 4, 4, 4 * rate, 4, owner="mallory"),
+        ]
+        assert plan(jobs, 8, 1000.0, 5.0).assignment == {"v": 4, "m": 4}
+
+
+def test_what_an_owner_has_elsewhere_is_a_part_of_its_share():
+    jobs = [JobInput(name, 1.0, 1, 8, 0, 0, owner=name) for name in ("ann", "bob")]
+    assert plan(jobs, 6, 1000.0, 5.0, {"ann": 2}).assignment == {"ann": 2, "bob": 4}

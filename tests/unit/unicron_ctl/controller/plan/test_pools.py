@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +17,8 @@ def _job(name: str, reach: str, nodes: int = 0, most: int = 8, weight: float = 1
     return JobInput(name, weight, 1, most, nodes, nodes, reach=frozenset(reach), spare_nodes=spare)
 
 
-def _solve(jobs: Sequence[JobInput], nodes: int) -> Plan:
-    return planning.plan(jobs, nodes, 1000.0, 5.0)
+def _solve(jobs: Sequence[JobInput], nodes: int, elsewhere: Mapping[str, int]) -> Plan:
+    return planning.plan(jobs, nodes, 1000.0, 5.0, elsewhere)
 
 
 def _plan(*jobs: JobInput) -> dict[str, int]:
