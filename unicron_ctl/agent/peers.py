@@ -5,26 +5,28 @@ something to say to, both known to each other by their public keys (CURVE), whic
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
 
-from unicron_ctl.addresses import in_brackets, join
+from unicron_ctl.addresses import join
 from unicron_ctl.descriptors import open_files, raise_limit
 from unicron_ctl.protocol import peers, wire
-from unicron_ctl.protocol.doorkeeper import LET_IN, Answer, Doorkeeper
+from unicron_ctl.protocol.listener import Connection, Listener, listening
+from unicron_ctl.protocol.zmtp import Keys
 
 MANY = 100  # connections, for which the open files of an ordinary process suffice
 SHARE = 0.25  # of the open files, for connections that others make: the ranks need theirs
-HANDSHAKE_MS = 1000  # who is not let in yet is told nothing, and tries again after this; usually 30 s
-TRY_AGAIN: Answer = (b"300", b"no agent of this generation")  # the plan may be on its way; after a 400 none tries again
+RECEIVE_SECONDS = 0.02  # that what others say may take of the agent's loop at once
 _OPTIONS = (
     (zmq.LINGER, 0),
     (zmq.RECONNECT_IVL, 50),
     (zmq.RECONNECT_IVL_MAX, 1000),
     (zmq.CONNECT_TIMEOUT, 2000),
-    (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+    (zmq.HANDSHAKE_IVL, 1000),  # usually 30 s
     (zmq.HEARTBEAT_IVL, 1000),
     (zmq.HEARTBEAT_TIMEOUT, 5000),
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
@@ -45,42 +47,29 @@ class Peers:
         keys: tuple[str, str],
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._known: dict[bytes, wire.Peer] = {}  # replaced as a whole: the doorkeeper's thread reads it
+        self._known: dict[bytes, wire.Peer] = {}
         self._dialed: dict[bytes, str] = {}  # key -> endpoint
         self._keys = keys
-        self._in: Any = context.socket(zmq.ROUTER)
         self._out: Any = context.socket(zmq.ROUTER)
-        for socket in (self._in, self._out):
-            for option, value in _OPTIONS:
-                socket.setsockopt(option, value)
-            socket.curve_publickey, socket.curve_secretkey = (key.encode() for key in keys)
-        self._in.curve_server = True
-        self._doorkeeper = Doorkeeper(
-            context, self._in, _most(), self._admits, HANDSHAKE_MS, lambda text: say(f"agents' port: {text}")
+        for option, value in _OPTIONS:
+            self._out.setsockopt(option, value)
+        self._out.curve_publickey, self._out.curve_secretkey = (key.encode() for key in keys)
+        self.address, sockets = _listen(host)
+        self._in = Listener(
+            sockets, Keys(*keys), _most(), wire.MAX_BYTES, self._admits, warn=lambda text: say(f"agents' port: {text}")
         )
-        self.address = self._listen(host)
-        if self.address:
-            self._doorkeeper.port = int(self.address.rpartition(":")[2])
 
     @property
     def sockets(self) -> tuple[Any, ...]:
         """To be polled."""
-        return self._in, self._out
-
-    def _listen(self, host: str) -> str:
-        for interface in (host, "*"):  # the name of a node need not be one of its interfaces'
-            try:
-                return join(host, self._in.bind_to_random_port(f"tcp://{in_brackets(interface)}"))
-            except zmq.ZMQError:
-                continue
-        return ""
+        return self._in.fileno(), self._out
 
     def know(self, known: Iterable[wire.Peer]) -> None:
         """Only these are listened to and spoken to from now on."""
         self._known = {peer.key.encode(): peer for peer in known if peer.key}
-        if len(self._known) > self._doorkeeper.most // 2:
+        if len(self._known) > self._in.most // 2:
             raise_limit()
-            self._doorkeeper.most = _most()
+            self._in.most = _most()
         for key, endpoint in list(self._dialed.items()):
             if key not in self._known:
                 del self._dialed[key]
@@ -112,29 +101,39 @@ class Peers:
         """Hands on what has come. drop(who, why): of a message that makes no sense."""
         while self._out.poll(0):
             self._out.recv_multipart()  # nobody answers here
-        while self._in.poll(0):
-            route, *_, frame = self._in.recv_multipart(copy=False)
-            key = str(frame.get("User-Id"))
-            peer = self._known.get(key.encode())
+
+        def hear(connection: Connection, data: bytes) -> None:
+            peer = self._known.get(connection.session.key.encode())
             if peer is None:
-                continue  # known once, of an agent that is gone
-            self._doorkeeper.spoke(key, route.bytes, frame)
+                return  # known once, of an agent that is gone
+            self._in.is_known(connection)
             try:
-                message = peers.decode(frame.bytes)
+                message = peers.decode(data)
                 if message.element != peer.element:
                     raise wire.BadMessage(f"speaks for element {message.element}")
                 take(message)
             except wire.BadMessage as error:
                 drop(f"the agent of element {peer.element}", str(error))
 
-    def _admits(self, key: str) -> Answer:
-        return LET_IN if key.encode() in self._known else TRY_AGAIN
+        self._in.receive(hear, time.monotonic() + RECEIVE_SECONDS)
+
+    def _admits(self, key: str) -> bool:
+        """Who is not let in yet tries again: the plan that names it may be on its way."""
+        return key.encode() in self._known
 
     def close(self) -> None:
         """Leave nothing behind."""
-        self._doorkeeper.close()
-        for socket in self.sockets:
-            socket.close(0)
+        self._in.close()
+        self._out.close(0)
+
+
+def _listen(host: str) -> tuple[str, list[socket.socket]]:
+    """Where others reach this agent, empty when they cannot."""
+    for interface in (host, "*"):  # the name of a node need not be one of its interfaces'
+        with contextlib.suppress(OSError):
+            sockets = listening(interface, 0)
+            return join(host, sockets[0].getsockname()[1]), sockets
+    return "", []
 
 
 def _most() -> int:

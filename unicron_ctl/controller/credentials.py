@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.worker import Worker
@@ -18,7 +20,7 @@ AT_ONCE, OF_ONE_ADDRESS = 4096, 256  # credentials in verification
 FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
 AGAIN_SECONDS = 1.0  # after munge could not make one
 WAITING = 1000  # peers that wait for it
-Where = tuple[str, int]
+Where = tuple[socket.socket, Any]  # by which socket, and where to
 
 
 @dataclass(frozen=True)

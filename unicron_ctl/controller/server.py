@@ -6,22 +6,22 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from detector.classify import Classifier
-from unicron_ctl.addresses import canonical, join, split
+from unicron_ctl.addresses import canonical, join, reason_of
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.core import Core
-from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier
+from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, Where
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.log.thinning import ENDED_SECONDS
@@ -31,22 +31,16 @@ from unicron_ctl.controller.throttle import Quotas, Throttle, cost
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.errors import UserError
 from unicron_ctl.protocol import claims, datagrams, wire
-from unicron_ctl.protocol.doorkeeper import Doorkeeper
-from unicron_ctl.protocol.encryption import NONE, PLAIN, secure_server
+from unicron_ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
+from unicron_ctl.protocol.listener import Connection, Listener, listening
+from unicron_ctl.protocol.zmtp import Keys
 from unicron_ctl.reach import door_at
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS = 0.05
-MESSAGES_PER_TURN = 1000
-QUEUE = 20000  # connections that wait to be accepted at once
-UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
-UNREAD_MS = 30_000  # for a peer to take what is sent; then its connection is closed, and what waits for it forgotten
-# Messages of one peer that were not looked at yet, at 9 KiB each in libzmq; then TCP holds it back. No agent comes to
-# so many before it takes a silent controller's connection for dead. libzmq 4.3.5 aborts where a peer that is held back
-# closes with a PING unread (libzmq#4767): seen with 100 here, after unicrond had been stopped for 10 s.
-UNREAD = 1000
+HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
@@ -94,36 +88,17 @@ class Server:
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
         self._munge = config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 200),
-            (zmq.SNDHWM, UNSENT),
-            (zmq.TCP_MAXRT, UNREAD_MS),
-            (zmq.RCVHWM, UNREAD),
-            (zmq.BACKLOG, QUEUE),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 10),
-            (zmq.TCP_KEEPALIVE_INTVL, 5),
-            (zmq.MAXMSGSIZE, wire.MAX_BYTES),
-        ):
-            self._router.setsockopt(option, value)
-        self.doorkeeper = Doorkeeper(self._context, self._router, connections)
-        try:
-            self.key = self._secure(config.controller, store.path.parent)
-            self.address, self._hints = self._bind(listen)
-        except UserError:
-            self.doorkeeper.close()
-            self._context.destroy(linger=0)
-            raise
+        keys, self.key = self._keys(config.controller, store.path.parent)
+        sockets, self._hints, self.address = _listen(listen)
+        self.doorkeeper = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
-        self._poller = zmq.Poller()
-        for source in (self._router, self._hints, self.worker.results.fileno(), self._stop_read):
-            self._poller.register(source, zmq.POLLIN)
+        self._poller = select.poll()
+        ours = self.doorkeeper.fileno(), self.worker.results.fileno(), self._stop_read
+        for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
+            self._poller.register(descriptor, select.POLLIN)
 
     def now(self) -> float:
         return self._offset + time.monotonic()
@@ -142,10 +117,11 @@ class Server:
         while running:
             wait = 0 if self.core.pending else max(0, int((next_tick - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
-            if self._router in ready:
+            if self.doorkeeper.fileno() in ready:
                 self._receive()
-            if self._hints.fileno() in ready:
-                self._receive_hints()
+            for hints in self._hints:
+                if hints.fileno() in ready:
+                    self._receive_hints(hints)
             if self.worker.results.fileno() in ready:
                 self._results()
             if self._stop_read in ready:
@@ -179,9 +155,8 @@ class Server:
             self.save_snapshot()
         self.worker.close()
         self.doorkeeper.close()
-        self._router.close()
-        self._hints.close()
-        self._context.term()
+        for hints in self._hints:
+            hints.close()
         self.store.close()
 
     def catch_signals(self) -> None:
@@ -205,24 +180,19 @@ class Server:
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
         """What has come, no longer than until the next tick: hearing many must not keep others waiting."""
-        until = self.now() + TICK_SECONDS
-        for _ in range(MESSAGES_PER_TURN):
-            if self.now() >= until:
-                return
-            try:
-                if self.key:
-                    frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-                    last = frames[-1]
-                    key, address = str(last.get("User-Id")), str(last.get("Peer-Address"))
-                    route = tuple(frame.bytes for frame in frames[:-1])
-                    if key in self.core.view.live.keys:
-                        self.doorkeeper.spoke(key, route[0], last)
-                    self._take(route, last.bytes, key, address)
-                else:
-                    plain = self._router.recv_multipart(zmq.NOBLOCK)
-                    self._take(tuple(plain[:-1]), plain[-1], "", "")
-            except zmq.Again:
-                return
+        self.doorkeeper.receive(self._hear, time.monotonic() + TICK_SECONDS)
+
+    def _hear(self, connection: Connection, data: bytes) -> None:
+        key = connection.session.key
+        if key in self.core.view.live.keys:
+            self.doorkeeper.is_known(connection)
+        self._take((connection.route,), data, key, connection.address)
+
+    def _refused(self, connection: Connection, reason: str) -> None:
+        """A connection was put out for what it sent."""
+        self.dropped["message"] += 1
+        peer = connection.session.key or connection.address
+        self._complain(records.BadMessage, peer, f"closed the connection of peer {peer[:16]}: {reason}")
 
     def _take(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""
@@ -299,26 +269,26 @@ class Server:
         if self._verifier.verify(message.credential, claims.of_agent(message, key), address, then):
             self._verifying.add(known)
 
-    def _receive_hints(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
+    def _receive_hints(self, hints: socket.socket) -> None:
+        for _ in range(HINTS_PER_TURN):
             try:
-                data, where = self._hints.recvfrom(HINT_BYTES)
+                data, where = hints.recvfrom(HINT_BYTES)
             except (BlockingIOError, ConnectionError):
                 return
             try:
                 if len(data) >= HELLO_BYTES:
                     wire.decode(data, datagrams.Hello)
-                    self._introducer.hello(where, self.now())
+                    self._introducer.hello((hints, where), self.now())
                 else:
                     self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
                 if len(data) >= HELLO_BYTES:
-                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), where)
+                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 
-    def _answer_hello(self, data: bytes, where: tuple[str, int]) -> None:
+    def _answer_hello(self, data: bytes, where: Where) -> None:
         with contextlib.suppress(OSError):
-            self._hints.sendto(data, where)
+            where[0].sendto(data, where[1])
 
     def _results(self) -> None:
         for result in self.worker.results.take():
@@ -406,64 +376,62 @@ class Server:
         self._send_bytes(route, wire.encode(message))
 
     def _send_bytes(self, route: Route, data: bytes) -> None:
-        try:
-            for part in route:  # what send_multipart does, without its checks of every part
-                self._router.send(part, zmq.NOBLOCK | zmq.SNDMORE)
-            self._router.send(data, zmq.NOBLOCK)
-        except zmq.ZMQError:
+        if not self.doorkeeper.send(route[0], data):
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
     # ------------------------------------------------------------ binding
-    def _secure(self, config: ControllerConfig, folder: Path) -> str:
-        """Encryption with munge, or by a key of the admin's. Returns the public key."""
+    @staticmethod
+    def _keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, str]:
+        """Encryption with munge, or by a key of the admin's: both keys, and the public one as it is told."""
         if config.auth == "none" and config.public_key in ("", NONE):
-            return PLAIN
-        return secure_server(self._router, folder, config.public_key)
+            return None, PLAIN
+        public, secret = secret_of_server(folder, config.public_key)
+        return Keys(public, secret), public
 
-    def _bind(self, listen: str) -> tuple[str, socket.socket]:
-        """Where it can be reached, and the socket for datagrams at the same port."""
-        tries = TRIES if listen.endswith(":0") else 1
-        while True:
-            address, tries = self._bind_router(listen), tries - 1
-            try:
-                return address, self._bind_hints()
-            except UserError:
-                if not tries:
-                    raise
-                self._router.unbind(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def _bind_router(self, listen: str) -> str:
-        host = listen.removeprefix("tcp://").rpartition(":")[0]
-        # With IPv6 on, ZeroMQ takes an interface's address of that family, and "*" means both families.
-        for both in (True,) if host == "*" or ":" in host else (False, True):
-            self._router.setsockopt(zmq.IPV6, both)
-            try:
-                self._router.bind(listen)
-                break
-            except zmq.ZMQError as error:
-                problem = error
-        else:
-            raise UserError(
-                f"cannot listen on {listen}: {problem.strerror}; "
-                "choose another address with --listen or [controller] listen"
-            )
-        host, port = split(self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
-        return f"tcp://{join(socket.gethostname() if host in ('0.0.0.0', '::') else host, port)}"
-
-    def _bind_hints(self) -> socket.socket:
-        """The same port for datagrams: hints of the Slurm plugin, and questions for the public key."""
-        host, port = split(self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
-        self.doorkeeper.port = port
-        hints = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
-        hints.setblocking(False)
+def _listen(listen: str) -> tuple[list[socket.socket], list[socket.socket], str]:
+    """Sockets for connections, and for datagrams at the same port: hints of the Slurm plugin, and questions for the
+    public key; and where it can be reached. Raises UserError."""
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    tries = TRIES if port == "0" else 1
+    while True:
         try:
-            if hints.family == socket.AF_INET6:
-                hints.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as ZeroMQ does
-            hints.bind((host, port))
+            sockets = listening(host, int(port))
         except OSError as error:
-            hints.close()
             raise UserError(
-                f"UDP port {port}: {error.strerror}: agents ask for the public key there; free it, or choose another "
-                "with [controller] listen"
+                f"cannot listen on {listen}: {reason_of(error)}; "
+                "choose another address with --listen or [controller] listen"
             ) from None
-        return hints
+        place, tries = sockets[0].getsockname(), tries - 1
+        try:
+            hints = _datagrams(sockets)
+        except OSError as error:
+            for one in sockets:
+                one.close()
+            if tries:
+                continue
+            raise UserError(
+                f"UDP port {place[1]}: {reason_of(error)}: agents ask for the public key there; free it, or choose "
+                "another with [controller] listen"
+            ) from None
+        name = socket.gethostname() if canonical(place[0]) in ("0.0.0.0", "::") else canonical(place[0])
+        return sockets, hints, f"tcp://{join(name, place[1])}"
+
+
+def _datagrams(sockets: Sequence[socket.socket]) -> list[socket.socket]:
+    """The same addresses for datagrams. Raises OSError."""
+    opened: list[socket.socket] = []
+    try:
+        for one in sockets:
+            hints = socket.socket(one.family, socket.SOCK_DGRAM)
+            opened.append(hints)
+            hints.setblocking(False)
+            if one.family == socket.AF_INET6:
+                only = one.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+                hints.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+            hints.bind(one.getsockname())
+    except OSError:
+        for hints in opened:
+            hints.close()
+        raise
+    return opened

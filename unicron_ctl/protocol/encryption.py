@@ -62,9 +62,9 @@ def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | N
     return public
 
 
-def secure_server(socket: zmq.Socket[bytes], folder: Path, configured: str) -> str:
-    """Before bind: encrypts by the secret in `folder`, which is made unless the configuration has a public key already.
-    Returns the public key. Raises UserError."""
+def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:
+    """The public key and the secret in `folder`, which is made unless the configuration has a public key already.
+    Raises UserError."""
     path = folder / SECRET_FILE
     make = f"make one with `unicrond --make-key --state-dir {folder}` and put its public key into every unicron.toml"
     if not configured:
@@ -80,9 +80,7 @@ def secure_server(socket: zmq.Socket[bytes], folder: Path, configured: str) -> s
         raise UserError(f"{path}: this is no secret key: move it away, or {make}")
     if configured and configured != key:
         raise UserError(f"public_key does not belong to {path}: {make}")
-    socket.curve_server = True
-    socket.curve_secretkey = secret.encode()
-    return key
+    return key, secret
 
 
 def make_key(folder: Path) -> str:

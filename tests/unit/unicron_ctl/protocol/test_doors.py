@@ -15,7 +15,7 @@ from unicron_ctl.controller.throttle import (
     Throttle,
     cost,
 )
-from unicron_ctl.protocol.doorkeeper import KNOWN_SECONDS, Doors
+from unicron_ctl.protocol.doors import KNOWN_SECONDS, Doors
 from unicron_ctl.protocol.wire import MAX_BYTES
 
 

@@ -1,0 +1,73 @@
+"""Which connections stay when there are too many. Those of registered agents stay whatever others do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+SHARE = 0.5  # of all connections, for strangers of one address
+KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a stranger's again
+
+
+class Doors:
+    """The connections, by their descriptors. Pure: says whom to put out.
+
+    most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, a stranger
+    goes, the oldest of the address that has the most of them. Who is known is never put out for others. Known is the
+    connection of a registered agent, one for each key. Times in seconds on any clock that does not go backwards.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.addresses: dict[int, str] = {}
+        self.strangers: dict[str, OrderedDict[int, None]] = {}
+        """address -> connections, the oldest first."""
+        self.agents: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        """connection -> its agent's key, and when that spoke last. Who spoke last is at the end."""
+        self.by_key: dict[str, int] = {}
+
+    def came(self, descriptor: int, address: str, now: float) -> int | None:
+        """A connection; returns the descriptor of the one that has to go for it."""
+        self.left(descriptor)
+        self.addresses[descriptor] = address
+        full = len(self.addresses) > self.most
+        while full and self.agents and now - (oldest := next(iter(self.agents.items())))[1][1] > KNOWN_SECONDS:
+            self._is_stranger(oldest[0])
+        self._is_stranger(descriptor)
+        if len(self.strangers[address]) > self.most * SHARE:
+            return next(iter(self.strangers[address]))
+        if not full:
+            return None
+        most = max(self.strangers.values(), key=len)
+        return next(iter(most))
+
+    def known(self, descriptor: int, key: str, now: float) -> None:
+        """The agent with this key has spoken by it. Who has a second connection with a key has one known one."""
+        if descriptor not in self.addresses:
+            return
+        before = self.by_key.get(key)
+        if before is not None and before != descriptor:
+            self._is_stranger(before)
+        self._forget(descriptor)
+        self.agents[descriptor] = key, now
+        self.by_key[key] = descriptor
+
+    def left(self, descriptor: int) -> None:
+        """It is closed."""
+        if descriptor in self.addresses:
+            self._forget(descriptor)
+            del self.addresses[descriptor]
+
+    def _is_stranger(self, descriptor: int) -> None:
+        self._forget(descriptor)
+        self.strangers.setdefault(self.addresses[descriptor], OrderedDict())[descriptor] = None
+
+    def _forget(self, descriptor: int) -> None:
+        """Who it is."""
+        if (agent := self.agents.pop(descriptor, None)) is not None:
+            del self.by_key[agent[0]]
+        address = self.addresses[descriptor]
+        here = self.strangers.get(address)
+        if here is not None:
+            here.pop(descriptor, None)
+            if not here:
+                del self.strangers[address]

@@ -1,0 +1,453 @@
+"""The sockets at which peers connect, for a loop that polls one descriptor. What all peers together can make it hold is
+bounded, whatever they send, and so is the time that one look at them takes.
+
+Messages of known connections are handed over first; strangers share half of the time by turns. Nothing is read from a
+connection before what was read has been handed over, so TCP holds back who sends faster than the program hears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import select
+import socket
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from unicron_ctl.addresses import canonical
+from unicron_ctl.protocol.doors import Doors
+from unicron_ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
+
+log = logging.getLogger("unicron.listener")
+QUEUE = 20000  # connections that wait to be accepted at once
+READ_BYTES = 65536  # in one turn of a connection
+KERNEL_BYTES = (
+    131072  # that the kernel may hold of what a connection sends, twice; more than waits there costs a peer's time only
+)
+MESSAGES_AT_ONCE = 32  # of one connection; then it is another's turn
+ACCEPTED_AT_ONCE = 64
+HELD_OF_STRANGERS, HELD_OF_KNOWN = 32 << 20, 256 << 20  # bytes that wait to be complete or to be sent
+UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
+UNREAD_SECONDS = 30.0  # for a peer to take what was sent, or to send the rest of a message; then it is put out
+HANDSHAKE_SECONDS = 10.0
+SWEEP_SECONDS = 1.0  # between two looks for whom to put out
+TELL_AGAIN_SECONDS = 60.0  # between two lines in the log
+SAY_AGAIN_SECONDS = 10.0  # between two moments at which the doors hear that an agent speaks
+LINGER_SECONDS = 0.2  # for what was sent last to go out
+_SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Connection:
+    """address: the peer's. origin: whose quota counts, the network where that is one host's (IPv6). route: what the
+    program calls it; never used again."""
+
+    __slots__ = (
+        "address",
+        "counted",
+        "descriptor",
+        "known",
+        "origin",
+        "out",
+        "queued",
+        "route",
+        "said",
+        "session",
+        "since",
+        "socket",
+    )
+
+    def __init__(self, opened: socket.socket, address: str, route: bytes, session: Session, now: float) -> None:
+        self.socket, self.descriptor = opened, opened.fileno()
+        self.address, self.origin, self.route, self.session = address, origin(address), route, session
+        self.out: deque[bytes] = deque()
+        self.known, self.queued = False, False
+        self.counted = 0  # bytes of it that are in the sum
+        self.since = now  # when it began to wait for something: the handshake, the rest of a message, or to be read
+        self.said = float("-inf")
+
+    @property
+    def open(self) -> bool:
+        return self.socket.fileno() >= 0
+
+
+class Listener:
+    """Serves connections to `sockets`, which listen; it closes them.
+
+    keys: None when nothing is encrypted: then nobody is a stranger. connections: as many at once. most: bytes of a
+    message. admits(key): whether this key may come in. refused: told why a connection is put out for what it sent.
+    warn: one line for people.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        keys: Keys | None,
+        connections: int,
+        most: int,
+        admits: Callable[[str], bool] = lambda key: True,
+        refused: Callable[[Connection, str], None] = lambda connection, reason: None,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._keys, self._most, self._admits, self._refused, self._warn = keys, most, admits, refused, warn
+        self._doors = Doors(connections)
+        self._epoll = select.epoll()
+        self._sockets = {one.fileno(): one for one in sockets}
+        self._connections: dict[int, Connection] = {}
+        self._by_route: dict[bytes, Connection] = {}
+        self._shaking: OrderedDict[int, Connection] = OrderedDict()
+        self._holding: dict[int, Connection] = {}
+        self._held = [0, 0]  # of strangers, of known ones
+        self._bounds = HELD_OF_KNOWN if keys is None else HELD_OF_STRANGERS, HELD_OF_KNOWN
+        self._queues: tuple[deque[Connection], deque[Connection]] = deque(), deque()  # of strangers, of known ones
+        self._next_route = 0
+        self._sweep_at = self._told = float("-inf")
+        self._again = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while messages wait here
+        self._epoll.register(self._again, select.EPOLLIN)
+        for one in sockets:
+            one.setblocking(False)
+            self._epoll.register(one.fileno(), select.EPOLLIN)
+
+    # ------------------------------------------------------------ for the loop
+    def fileno(self) -> int:
+        """Readable when there is something to do."""
+        return self._epoll.fileno()
+
+    @property
+    def count(self) -> int:
+        return len(self._connections)
+
+    @property
+    def most(self) -> int:
+        """Connections at once."""
+        return self._doors.most
+
+    @most.setter
+    def most(self, most: int) -> None:
+        self._doors.most = most
+
+    def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
+        """Hands over what has come, and does all else that is due; not for longer than until then, by the monotonic
+        clock."""
+        now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep(now)
+        for descriptor, event in self._epoll.poll(0, len(self._connections) + len(self._sockets) + 2):
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                if descriptor == self._again:
+                    os.eventfd_read(descriptor)
+                else:
+                    self._accept(descriptor)
+                continue
+            if event & select.EPOLLOUT:
+                self._flush(connection)
+            if event & ~select.EPOLLOUT and not connection.queued:
+                connection.queued = True
+                if connection.known and descriptor not in self._doors.agents:
+                    self._now_known(connection, False)  # another one speaks for its agent, or none does
+                self._queues[connection.known].append(connection)
+        self._serve(self._queues[True], take, until)
+        self._serve(self._queues[False], take, now + (until - now) / 2)
+        if self._queues[0] or self._queues[1]:
+            os.eventfd_write(self._again, 1)
+
+    def send(self, route: bytes, data: bytes) -> bool:
+        """Whether it goes out, sooner or later: the connection is there, and is read by its peer."""
+        connection = self._by_route.get(route)
+        if connection is None or len(connection.out) >= UNSENT:
+            return False
+        self._write(connection, connection.session.pack(data))
+        return True
+
+    def is_known(self, connection: Connection) -> None:
+        """It has spoken for a registered agent: it is put out for no stranger. To be told at each message."""
+        now = time.monotonic()
+        if now - connection.said < SAY_AGAIN_SECONDS:
+            return
+        connection.said = now
+        self._doors.known(connection.descriptor, connection.session.key, now)
+        self._now_known(connection, True)
+
+    def close(self) -> None:
+        """What was sent last has LINGER_SECONDS to go out."""
+        until = time.monotonic() + LINGER_SECONDS
+        while any(one.out for one in self._connections.values()) and time.monotonic() < until:
+            for connection in [one for one in self._connections.values() if one.out]:
+                self._flush(connection)
+            time.sleep(0.005)
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        for one in self._sockets.values():
+            one.close()
+        self._epoll.close()
+        os.close(self._again)
+
+    # ------------------------------------------------------------ in
+    def _serve(self, queue: deque[Connection], take: Callable[[Connection, bytes], object], until: float) -> None:
+        """By turns, those that were there at the beginning."""
+        for _ in range(len(queue)):
+            if time.monotonic() >= until:
+                return
+            connection = queue.popleft()
+            if not connection.open:
+                continue
+            try:
+                more = self._read(connection, take, until)
+            except Refused as error:
+                self._refused(connection, str(error))
+                self._close(connection)
+                continue
+            if more:
+                self._queues[connection.known].append(connection)
+            else:
+                connection.queued = False
+
+    def _read(self, connection: Connection, take: Callable[[Connection, bytes], object], until: float) -> bool:
+        """Whether there is more that was read already. Raises Refused."""
+        session, fresh, done = connection.session, False, False
+        for _ in range(MESSAGES_AT_ONCE):
+            message = session.read()
+            if session.reply:
+                self._reply(connection)
+                if not connection.open:
+                    return False
+            if message is None:
+                if fresh:
+                    break
+                try:
+                    data = connection.socket.recv(READ_BYTES)
+                except BlockingIOError:
+                    break
+                except OSError:
+                    data = b""
+                if not data:
+                    self._close(connection)
+                    return False
+                session.feed(data)
+                fresh = True
+                continue
+            done = True
+            if message is not NOTHING:
+                take(connection, message)  # type: ignore[arg-type]
+                if not connection.open:
+                    return False
+                if time.monotonic() >= until:
+                    break
+        else:
+            self._account(connection, done)
+            return True
+        self._account(connection, done)
+        return message is not None
+
+    def _reply(self, connection: Connection) -> None:
+        """What the session has to say. Who does not take what was sent before gets no answer to a PING."""
+        session = connection.session
+        data = bytes(session.reply)
+        session.reply.clear()
+        if session.ready and connection.descriptor in self._shaking:
+            if not self._admits(session.key):
+                self._close(connection)
+                return
+            del self._shaking[connection.descriptor]
+        elif session.ready and connection.out:
+            return
+        self._write(connection, data)
+
+    # ------------------------------------------------------------ out
+    def _write(self, connection: Connection, data: bytes) -> None:
+        if connection.out:
+            connection.out.append(data)
+            self._account(connection, False)
+            return
+        try:
+            sent = connection.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # what reads it next finds it closed
+        if sent < len(data):
+            connection.out.append(data[sent:])
+            connection.since = time.monotonic()
+            self._watch(connection)
+            self._account(connection, False)
+
+    def _flush(self, connection: Connection) -> None:
+        out, done = connection.out, False
+        while out:
+            try:
+                sent = connection.socket.send(out[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                out.clear()
+                break
+            done = True
+            if sent < len(out[0]):
+                out[0] = out[0][sent:]
+                break
+            out.popleft()
+        if not out:
+            self._watch(connection)
+        self._account(connection, done)
+
+    def _watch(self, connection: Connection) -> None:
+        self._epoll.modify(connection.descriptor, select.EPOLLIN | (select.EPOLLOUT if connection.out else 0))
+
+    # ------------------------------------------------------------ bounds
+    def _account(self, connection: Connection, done: bool) -> None:
+        """Counts what is held of it. done: it has got on."""
+        held = connection.session.held + sum(map(len, connection.out)) if connection.out else connection.session.held
+        if done or not connection.counted:
+            connection.since = time.monotonic() if held else 0.0
+        if held == connection.counted:
+            return
+        self._held[connection.known] += held - connection.counted
+        connection.counted = held
+        if held:
+            self._holding[connection.descriptor] = connection
+        else:
+            self._holding.pop(connection.descriptor, None)
+        if self._held[connection.known] > self._bounds[connection.known]:
+            self._shed(connection.known)
+
+    def _shed(self, known: bool) -> None:
+        """Puts out those of which most is held, until it is half of what may be."""
+        for connection in sorted(self._holding.values(), key=lambda one: one.counted, reverse=True):
+            if self._held[known] <= self._bounds[known] // 2:
+                return
+            if connection.known is known:
+                self._refused(connection, "messages that are too much to be held until they are complete, or are read")
+                self._close(connection)
+
+    def _now_known(self, connection: Connection, known: bool) -> None:
+        if connection.known is not known:
+            self._held[connection.known] -= connection.counted
+            connection.known = known
+            self._held[known] += connection.counted
+
+    def _sweep(self, now: float) -> None:
+        """Puts out who takes too long."""
+        self._sweep_at = now + SWEEP_SECONDS
+        while self._shaking and now - (first := next(iter(self._shaking.values()))).since > HANDSHAKE_SECONDS:
+            self._close(first)
+        for connection in [one for one in self._holding.values() if now - one.since > UNREAD_SECONDS]:
+            if not connection.queued:
+                self._close(connection)
+        for descriptor in self._sockets:  # where descriptors were short
+            with contextlib.suppress(OSError):
+                self._epoll.register(descriptor, select.EPOLLIN)
+
+    # ------------------------------------------------------------ coming and going
+    def _accept(self, descriptor: int) -> None:
+        listening = self._sockets.get(descriptor)
+        for _ in range(ACCEPTED_AT_ONCE if listening is not None else 0):
+            assert listening is not None
+            try:
+                opened, address = listening.accept()
+            except OSError as error:
+                if error.errno in _SHORT_OF_DESCRIPTORS:
+                    self._tell(f"no descriptor or memory for another connection: {error.strerror}")
+                    self._epoll.unregister(descriptor)  # until the next sweep
+                return
+            self._add(opened, str(address[0]))
+
+    def _add(self, opened: socket.socket, address: str) -> None:
+        now = time.monotonic()
+        opened.setblocking(False)
+        self._next_route += 1
+        route = self._next_route.to_bytes(8, "big")
+        connection = Connection(
+            opened, canonical(address.partition("%")[0]), route, Session(self._keys, self._most), now
+        )
+        self._connections[connection.descriptor] = self._by_route[route] = connection
+        self._shaking[connection.descriptor] = connection
+        self._epoll.register(connection.descriptor, select.EPOLLIN)
+        goes = self._doors.came(connection.descriptor, connection.origin, now)
+        if goes is not None:
+            self._tell(
+                f"{self.count} connections where {self.most} may be, or one address has too many: some are closed"
+            )
+            self._close(self._connections[goes])
+        if connection.open:
+            self._reply(connection)
+
+    def _close(self, connection: Connection) -> None:
+        descriptor = connection.descriptor
+        if self._connections.get(descriptor) is not connection:
+            return
+        self._held[connection.known] -= connection.counted
+        connection.counted = 0
+        connection.out.clear()
+        for table in (self._connections, self._shaking, self._holding):
+            table.pop(descriptor, None)
+        del self._by_route[connection.route]
+        self._doors.left(descriptor)
+        connection.socket.close()
+
+    def _tell(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._told >= TELL_AGAIN_SECONDS:
+            self._told = now
+            self._warn(text)
+
+
+def origin(address: str) -> str:
+    """Whose an address is: in IPv6 a host has a whole network of them, of 64 bits."""
+    if ":" not in address:
+        return address
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_network((address, 64), strict=False).network_address)
+    return address
+
+
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at all addresses of the host; "" and "*" are all of this machine's, of both families. Raises
+    OSError."""
+    host = host.strip("[]")
+    if host in ("", "*") and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return [_listening(socket.AF_INET6, ("::", port), dual=True)]
+    if host in ("", "*"):
+        host = "0.0.0.0"
+    found = {
+        (family, where[0]): (family, where)
+        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    }
+    opened: list[socket.socket] = []
+    try:
+        for family, where in found.values():
+            place = (where[0], opened[0].getsockname()[1], *where[2:]) if opened else where
+            opened.append(_listening(family, place, dual=where[0] == "::"))
+    except OSError:
+        for one in opened:
+            one.close()
+        raise
+    return opened
+
+
+def _listening(family: int, where: tuple[object, ...], dual: bool) -> socket.socket:
+    """Options are inherited by the connections."""
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for level, option, value in (
+            (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+            (socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000)),
+        ):
+            opened.setsockopt(level, option, value)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
+        opened.bind(where)
+        opened.listen(QUEUE)
+    except OSError:
+        opened.close()
+        raise
+    return opened
