@@ -191,8 +191,8 @@ class Server:
     def _refused(self, connection: Connection, reason: str) -> None:
         """A connection was put out for what it sent."""
         self.dropped["message"] += 1
-        peer = connection.session.key or connection.address
-        self._complain(records.BadMessage, peer, f"closed the connection of peer {peer[:16]}: {reason}")
+        peer = connection.session.key if connection.known else connection.origin  # keys are free
+        self._complain(records.BadMessage, peer, f"closed a connection of {peer}: {reason}")
 
     def _take(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""

@@ -30,7 +30,8 @@ KERNEL_BYTES = (
 )
 MESSAGES_AT_ONCE = 32  # of one connection; then it is another's turn
 ACCEPTED_AT_ONCE = 64
-HELD_OF_STRANGERS, HELD_OF_KNOWN = 32 << 20, 256 << 20  # bytes that wait to be complete or to be sent
+# Bytes that wait to be complete or to be sent; of everybody where nothing is encrypted, so that all are strangers.
+HELD_OF_STRANGERS, HELD_OF_KNOWN, HELD_OF_ALL = 32 << 20, 128 << 20, 64 << 20
 UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
 UNREAD_SECONDS = 30.0  # for a peer to take what was sent, or to send the rest of a message; then it is put out
 HANDSHAKE_SECONDS = 10.0
@@ -47,6 +48,7 @@ class Connection:
 
     __slots__ = (
         "address",
+        "came",
         "counted",
         "descriptor",
         "known",
@@ -66,7 +68,8 @@ class Connection:
         self.out: deque[bytes] = deque()
         self.known, self.queued = False, False
         self.counted = 0  # bytes of it that are in the sum
-        self.since = now  # when it began to wait for something: the handshake, the rest of a message, or to be read
+        self.came = now
+        self.since = now  # when it began to wait for the rest of a message, or to be read
         self.said = float("-inf")
 
     @property
@@ -77,7 +80,7 @@ class Connection:
 class Listener:
     """Serves connections to `sockets`, which listen; it closes them.
 
-    keys: None when nothing is encrypted: then nobody is a stranger. connections: as many at once. most: bytes of a
+    keys: None when nothing is encrypted. connections: as many at once. most: bytes of a
     message. admits(key): whether this key may come in. refused: told why a connection is put out for what it sent.
     warn: one line for people.
     """
@@ -101,7 +104,7 @@ class Listener:
         self._shaking: OrderedDict[int, Connection] = OrderedDict()
         self._holding: dict[int, Connection] = {}
         self._held = [0, 0]  # of strangers, of known ones
-        self._bounds = HELD_OF_KNOWN if keys is None else HELD_OF_STRANGERS, HELD_OF_KNOWN
+        self._bounds = HELD_OF_ALL if keys is None else HELD_OF_STRANGERS, HELD_OF_KNOWN
         self._queues: tuple[deque[Connection], deque[Connection]] = deque(), deque()  # of strangers, of known ones
         self._next_route = 0
         self._sweep_at = self._told = float("-inf")
@@ -211,8 +214,8 @@ class Listener:
         session, fresh, done = connection.session, False, False
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
-            if session.reply:
-                self._reply(connection)
+            if message is NOTHING:
+                self._understood(connection)
                 if not connection.open:
                     return False
             if message is None:
@@ -243,19 +246,18 @@ class Listener:
         self._account(connection, done)
         return message is not None
 
-    def _reply(self, connection: Connection) -> None:
-        """What the session has to say. Who does not take what was sent before gets no answer to a PING."""
-        session = connection.session
-        data = bytes(session.reply)
-        session.reply.clear()
-        if session.ready and connection.descriptor in self._shaking:
+    def _understood(self, connection: Connection) -> None:
+        """A part of the handshake, or a command. Who does not take what was sent before gets no answer to a PING."""
+        session, shaking = connection.session, connection.descriptor in self._shaking
+        if session.ready and shaking:
             if not self._admits(session.key):
                 self._close(connection)
                 return
             del self._shaking[connection.descriptor]
-        elif session.ready and connection.out:
-            return
-        self._write(connection, data)
+        if session.reply:
+            if shaking or not connection.out:
+                self._write(connection, bytes(session.reply))
+            session.reply.clear()
 
     # ------------------------------------------------------------ out
     def _write(self, connection: Connection, data: bytes) -> None:
@@ -271,7 +273,6 @@ class Listener:
             return  # what reads it next finds it closed
         if sent < len(data):
             connection.out.append(data[sent:])
-            connection.since = time.monotonic()
             self._watch(connection)
             self._account(connection, False)
 
@@ -302,7 +303,7 @@ class Listener:
         """Counts what is held of it. done: it has got on."""
         held = connection.session.held + sum(map(len, connection.out)) if connection.out else connection.session.held
         if done or not connection.counted:
-            connection.since = time.monotonic() if held else 0.0
+            connection.since = time.monotonic()
         if held == connection.counted:
             return
         self._held[connection.known] += held - connection.counted
@@ -332,7 +333,7 @@ class Listener:
     def _sweep(self, now: float) -> None:
         """Puts out who takes too long."""
         self._sweep_at = now + SWEEP_SECONDS
-        while self._shaking and now - (first := next(iter(self._shaking.values()))).since > HANDSHAKE_SECONDS:
+        while self._shaking and now - (first := next(iter(self._shaking.values()))).came > HANDSHAKE_SECONDS:
             self._close(first)
         for connection in [one for one in self._holding.values() if now - one.since > UNREAD_SECONDS]:
             if not connection.queued:
@@ -373,7 +374,7 @@ class Listener:
             )
             self._close(self._connections[goes])
         if connection.open:
-            self._reply(connection)
+            self._understood(connection)
 
     def _close(self, connection: Connection) -> None:
         descriptor = connection.descriptor

@@ -16,12 +16,14 @@ from zmq.utils import z85
 from unicron_ctl.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
 
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
+_SEALED_COMMAND = 2  # the flag of a command within CURVE's message
 _GREETING_BYTES = 64
 _HANDSHAKE_BYTES = 1024  # of a frame before the handshake is done: the longest of libzmq's has some 600
 _HELLO_BYTES, _INITIATE_BYTES, _COOKIE_BYTES, _VOUCH_BYTES = 200, 257, 96, 80
 _MESSAGE = b"\x07MESSAGE"
 _HEADER_BYTES = len(_MESSAGE) + 8
 OVERHEAD_BYTES = _HEADER_BYTES + MAC_BYTES + 1  # of CURVE, in each message
+_PART_BYTES = 65536  # that are put together as they come
 _CONTEXT_BYTES = 16  # of a PING, which its PONG repeats
 _METADATA = b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
 _SIZE = struct.Struct(">Q")
@@ -59,8 +61,10 @@ class Session:
         "_most",
         "_nonce",
         "_pair",
+        "_parts",
         "_step",
         "_theirs",
+        "_wanted",
         "key",
         "ready",
         "reply",
@@ -68,9 +72,10 @@ class Session:
 
     def __init__(self, keys: Keys | None, most: int) -> None:
         self._keys, self._most = keys, most
-        self._data: bytes | bytearray = b""
-        self._at = 0
-        self._step = self._greeting
+        self._data, self._at = b"", 0
+        self._parts: list[bytearray] = []  # what belongs behind it; put together once it is worth it
+        self._wanted = 0  # bytes that have to be here before there is more to understand
+        self._step = Session._greeting  # of the class: no circle that only the collector would free
         self._box: Box | None = None
         self._theirs, self._nonce = 0, 0  # the last number of each side
         self._pair, self._cookie = (b"", b""), b""
@@ -81,22 +86,27 @@ class Session:
     @property
     def held(self) -> int:
         """Bytes that have come and were not read."""
-        return len(self._data) - self._at
+        return len(self._data) - self._at + sum(map(len, self._parts))
 
     def feed(self, data: bytes) -> None:
         """More has come."""
         if self._at == len(self._data):
             self._data, self._at = data, 0
             return
-        if self._at or not isinstance(self._data, bytearray):
-            self._data, self._at = bytearray(memoryview(self._data)[self._at :]), 0
-        self._data += data
+        if self._parts and len(self._parts[-1]) + len(data) <= _PART_BYTES:
+            self._parts[-1] += data
+        else:
+            self._parts.append(bytearray(data))
+        self._wanted -= len(data)
+        if self._wanted <= 0:
+            self._data, self._at = b"".join((memoryview(self._data)[self._at :], *self._parts)), 0
+            self._parts.clear()
 
     def read(self) -> bytes | object | None:
         """The next message, NOTHING after something else that was understood, None when the rest has yet to come.
         Raises Refused."""
         if not self.ready:
-            return self._step()
+            return self._step(self)
         frame = self._frame(self._most + OVERHEAD_BYTES)
         if frame is None:
             return None
@@ -109,28 +119,29 @@ class Session:
                 raise Refused("a message came twice")
             self._theirs = number
             body = self._open(self._box, body[16:], b"CurveZMQMESSAGEC" + body[8:16])
-            flags, body = body[0], body[1:]
+            flags = body[0] & MORE | (COMMAND if body[0] & _SEALED_COMMAND else 0)
+            body = body[1:]
         if flags & MORE:
             raise Refused("a message has more than one frame")
         if flags & COMMAND:
             return self._command(body)
         return body
 
-    def pack(self, data: bytes, flags: int = 0) -> bytes:
-        """The message, as it goes to the peer."""
-        if self._box is not None:
-            self._nonce += 1
-            number = _SIZE.pack(self._nonce)
-            data = _MESSAGE + number + self._box.seal(bytes((flags,)) + data, b"CurveZMQMESSAGES" + number)
-            flags = 0
-        return _framed(flags, data)
+    def pack(self, data: bytes, command: bool = False) -> bytes:
+        """The message, or command, as it goes to the peer."""
+        if self._box is None:
+            return _framed(COMMAND if command else 0, data)
+        self._nonce += 1
+        number = _SIZE.pack(self._nonce)
+        flags = bytes((_SEALED_COMMAND,)) if command else b"\0"
+        return _framed(0, _MESSAGE + number + self._box.seal(flags + data, b"CurveZMQMESSAGES" + number))
 
     # ------------------------------------------------------------ frames
     def _frame(self, most: int) -> tuple[int, bytes] | None:
         """Flags and content of the next one, if all of it is there. Raises Refused."""
         data, at = self._data, self._at
         left = len(data) - at
-        if left < 2:
+        if left < 2 or self._wanted > 0:
             return None
         flags, size, head = data[at], data[at + 1], 2
         if flags & LONG:
@@ -143,20 +154,20 @@ class Session:
             raise Refused(f"a message of {size} bytes")
         end = head + size
         if left < end:
+            self._wanted = end - left
             return None
         self._at = at + end
-        body = data[at + head : at + end]
-        return flags, body if isinstance(body, bytes) else bytes(body)
+        return flags, data[at + head : at + end]
 
     def _command(self, body: bytes) -> object:
         """PING is answered; all others are for sockets of other kinds."""
         if body[:5] == b"\x04PING" and len(body) >= 7:
-            self.reply += self.pack(b"\x04PONG" + body[7 : 7 + _CONTEXT_BYTES], COMMAND)
+            self.reply += self.pack(b"\x04PONG" + body[7 : 7 + _CONTEXT_BYTES], command=True)
         return NOTHING
 
     # ------------------------------------------------------------ handshake
     def _greeting(self) -> object | None:
-        data = bytes(self._data[self._at : self._at + _GREETING_BYTES])
+        data = self._data[self._at : self._at + _GREETING_BYTES]
         if data[:1] not in (b"", b"\xff") or data[10:11] not in (b"", b"\x03"):
             raise Refused("it does not speak ZeroMQ 3")
         if len(data) < _GREETING_BYTES:
@@ -167,9 +178,9 @@ class Session:
         self._at += _GREETING_BYTES
         if self._keys is None:
             self.reply += _framed(COMMAND, b"\x05READY" + _METADATA)
-            self._step = self._null
+            self._step = Session._null
         else:
-            self._step = self._hello
+            self._step = Session._hello
         return NOTHING
 
     def _handshake(self, name: bytes) -> bytes | None:
@@ -204,7 +215,7 @@ class Session:
             COMMAND, b"\x07WELCOME" + nonce + box.seal(self._pair[0] + self._cookie, b"WELCOME-" + nonce)
         )
         self._cookie += theirs
-        self._step = self._initiate
+        self._step = Session._initiate
         return NOTHING
 
     def _initiate(self) -> object | None:

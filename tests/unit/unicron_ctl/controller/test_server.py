@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from unicron_ctl.controller.server import (
     FORGET_AGAIN_SECONDS,
     FORGET_FIRST_SECONDS,
     FORGET_SECONDS,
-    TICK_SECONDS,
     Server,
 )
 from unicron_ctl.controller.throttle import OF_A_USER, SECONDS_OF_ONE
@@ -45,18 +43,6 @@ def test_an_agents_door_is_where_its_connection_comes_from(server: Server, addre
     message.door = "a.name.that.takes.long:70"
     server._take((b"route",), wire.encode(message), "", address)
     assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
-
-
-def test_messages_that_take_long_to_handle_do_not_keep_the_next_tick_waiting(monkeypatch: Any) -> None:
-    server, taken = Server.__new__(Server), []
-    monkeypatch.setattr(server, "now", lambda: len(taken) * TICK_SECONDS / 3, raising=False)
-    monkeypatch.setattr(server, "_take", lambda *frames: taken.append(frames), raising=False)
-    server.key = ""
-    server._router = SimpleNamespace(recv_multipart=lambda *options: [b"peer", b"a message"])  # type: ignore[assignment]
-    server._receive()
-    assert len(taken) == 3
-    server._receive()
-    assert len(taken) == 6, "what is left is taken in the next turn"
 
 
 def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

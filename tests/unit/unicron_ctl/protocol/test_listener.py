@@ -1,0 +1,276 @@
+"""The listener's sockets: who is served first, what is held, and who is put out. Over real connections."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from tests.support.processes import wait_for
+from tests.support.stranger import COMMAND, MORE, Stranger, framed
+from unicron_ctl.protocol import listener as module
+from unicron_ctl.protocol.encryption import new_pair
+from unicron_ctl.protocol.listener import Connection, Listener, listen_at, origin, plain
+from unicron_ctl.protocol.zmtp import Keys
+
+MOST = 1 << 20
+
+
+class Served:
+    """A listener and what it heard. Strangers speak to it from the same thread, so they greet without waiting."""
+
+    def __init__(self, encrypted: bool = True, connections: int = 100, host: str = "127.0.0.1") -> None:
+        self.pair = new_pair()
+        self.refused: list[str] = []
+        self.heard: list[tuple[Connection, bytes]] = []
+        self.admitted = True
+        self.listener = Listener(
+            listen_at(host, 0),
+            Keys(*self.pair) if encrypted else None,
+            connections,
+            MOST,
+            lambda key: self.admitted,
+            lambda connection, reason: self.refused.append(reason),
+        )
+        self.port = next(iter(self.listener._sockets.values())).getsockname()[1]
+        self.context = zmq.Context()
+        self.encrypted = encrypted
+
+    def turn(self, seconds: float = 1.0) -> int:
+        self.listener.receive(lambda *heard: self.heard.append(heard), time.monotonic() + seconds)
+        return len(self.heard)
+
+    def until(self, look: Callable[[], object], what: str) -> None:
+        wait_for(lambda: (self.turn(), look())[1], what, 20.0)
+
+    def dealer(self, host: str = "127.0.0.1", pair: tuple[str, str] | None = None) -> zmq.Socket[bytes]:
+        dealer: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IPV6, 1)
+        if self.encrypted:
+            public, secret = pair or new_pair()
+            dealer.curve_publickey, dealer.curve_secretkey = public.encode(), secret.encode()
+            dealer.curve_serverkey = self.pair[0].encode()
+        dealer.connect(f"tcp://{host}:{self.port}")
+        return dealer
+
+    def close(self) -> None:
+        self.listener.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    made = Served(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[Served]:
+    made = Served(encrypted=False)
+    yield made
+    made.close()
+
+
+def stranger(served: Served) -> Stranger:
+    """A plain peer that is ready."""
+    one = Stranger(f"tcp://127.0.0.1:{served.port}", until="")
+    one.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+    one.socket.sendall(framed(COMMAND, b"\x05READY"))
+    return one
+
+
+@pytest.mark.parametrize("size", [0, 1, 222, 223, 255, 256, 70_000, MOST])
+def test_messages_of_every_size_go_both_ways(served: Served, size: int) -> None:
+    dealer, text = served.dealer(), bytes(range(256)) * (size // 256 + 1)
+    dealer.send(text[:size])
+    served.until(lambda: served.heard, "it has come")
+    connection, data = served.heard[0]
+    assert (
+        data == text[:size] and connection.address == "127.0.0.1" and bool(connection.session.key) is served.encrypted
+    )
+    assert served.listener.send(connection.route, data)
+    served.until(lambda: dealer.poll(10), "the answer has come")
+    assert dealer.recv() == data
+
+
+def test_libzmqs_heartbeat_is_answered(served: Served) -> None:
+    dealer = served.context.socket(zmq.DEALER)
+    for option, value in ((zmq.LINGER, 0), (zmq.HEARTBEAT_IVL, 20), (zmq.HEARTBEAT_TIMEOUT, 2000)):
+        dealer.setsockopt(option, value)
+    if served.encrypted:
+        dealer.curve_publickey, dealer.curve_secretkey = (key.encode() for key in new_pair())
+        dealer.curve_serverkey = served.pair[0].encode()
+    dealer.connect(f"tcp://127.0.0.1:{served.port}")
+    dealer.send(b"1")
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        served.turn()
+        time.sleep(0.01)
+    dealer.send(b"2")
+    served.until(lambda: len(served.heard) == 2, "both have come")
+    assert served.heard[0][0] is served.heard[1][0], "by one connection"
+
+
+def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served) -> None:
+    good, endless, large = stranger(raw), stranger(raw), stranger(raw)
+    endless.socket.sendall(b"\1\5hello")  # MORE
+    large.socket.sendall(b"\2" + (MOST + 1000).to_bytes(8, "big"))
+    raw.until(lambda: len(raw.refused) == 2, "both are refused")
+    good.send(b"fine")
+    raw.until(lambda: raw.heard, "it is heard")
+    assert raw.listener.count == 1 and sorted(raw.refused)[0] == "a message has more than one frame"
+
+
+def test_a_frame_that_says_more_is_refused_before_it_has_come(raw: Served) -> None:
+    one = stranger(raw)
+    one.socket.sendall(b"\3" + MOST.to_bytes(8, "big"))
+    raw.until(lambda: raw.refused, "it is refused")
+    assert MORE and not raw.listener.count
+
+
+def test_who_may_not_come_in_is_put_out() -> None:
+    served = Served()
+    served.admitted = False
+    dealer = served.dealer()
+    dealer.send(b"x")
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        served.turn()
+        time.sleep(0.01)
+    assert not served.heard
+    served.admitted = True
+    served.until(lambda: served.heard, "it tries again, and is let in")
+    served.close()
+
+
+def test_one_look_takes_no_longer_than_it_may_and_the_rest_comes_next(raw: Served) -> None:
+    flood = [stranger(raw) for _ in range(3)]
+    raw.until(lambda: raw.listener.count == 3, "they are here")
+    for one in flood:
+        one.socket.sendall(framed(0, b"x") * 1000)
+    took = []
+
+    def slow(connection: Connection, data: bytes) -> None:
+        took.append(connection.descriptor)
+        time.sleep(0.001)
+
+    began = time.monotonic()
+    raw.listener.receive(slow, began + 0.05)
+    assert time.monotonic() - began < 0.5 and 0 < len(took) < 1000
+    assert select.select([raw.listener.fileno()], [], [], 0)[0], "a loop that polls it comes back at once"
+    while len(took) < 3000:
+        raw.listener.receive(slow, time.monotonic() + 0.5)
+    first = took[:600]
+    assert min(first.count(descriptor) for descriptor in set(took)) > 100, "by turns"
+
+
+def test_an_agent_is_heard_before_strangers() -> None:
+    served = Served()
+    try:
+        pair = new_pair()
+        agent, flood = served.dealer(pair=pair), [served.dealer() for _ in range(3)]
+        for one in (agent, *flood):
+            one.send(b"first")
+        served.until(lambda: len(served.heard) == 4, "all are here")
+        known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
+        served.listener.is_known(known)
+        for one in flood:
+            for _ in range(500):
+                one.send(b"flood")
+        time.sleep(0.3)
+        agent.send(b"break")
+        time.sleep(0.3)
+        served.heard.clear()
+        served.turn()
+        assert served.heard[0] == (known, b"break")
+    finally:
+        served.close()
+
+
+def test_what_is_not_read_is_held_up_to_a_bound_and_then_forgotten(
+    raw: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNREAD_SECONDS", 0.3)
+    one, other = stranger(raw), stranger(raw)
+    for each in (one, other):
+        each.send(b"hello")
+    raw.until(lambda: len(raw.heard) == 2, "they are here")
+    route = raw.heard[0][0].route
+    sent = [raw.listener.send(route, bytes(10_000)) for _ in range(module.UNSENT + 2000)]
+    assert sent[0] and not sent[-1] and raw.listener._held[False] < 11e6
+    raw.until(lambda: raw.listener.count == 1, "its connection is closed")
+    assert raw.listener._held == [0, 0] and not raw.listener.send(route, b"x")
+
+
+def test_who_takes_too_long_for_the_handshake_or_a_message_is_put_out(
+    raw: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
+    silent = socket.create_connection(("127.0.0.1", raw.port))
+    half, idle = stranger(raw), stranger(raw)
+    half.socket.sendall(framed(0, b"half of it")[:-5])
+    raw.until(lambda: raw.listener.count == 3, "they are here")
+    raw.until(lambda: raw.listener.count == 1, "only the idle one is left")
+    idle.send(b"fine")
+    raw.until(lambda: raw.heard, "it is heard")
+    silent.close()
+
+
+def test_of_incomplete_messages_the_largest_go_first(raw: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw.listener._bounds = 2_000_000, 2_000_000
+    small, large = stranger(raw), [stranger(raw) for _ in range(4)]
+    small.socket.sendall(framed(0, bytes(5000))[:-1])
+    for one in large:
+        one.socket.setblocking(False)
+    sent = dict.fromkeys(large, 0)
+    frame = framed(0, bytes(MOST))[:-1]
+    end = time.monotonic() + 10.0
+    while not raw.refused and time.monotonic() < end:
+        for one in large:
+            try:
+                sent[one] += one.socket.send(frame[sent[one] : sent[one] + 50_000])
+            except OSError:
+                continue
+            raw.turn()
+            assert sum(raw.listener._held) <= 2_000_000
+    assert raw.refused
+    small.socket.sendall(b"\0")
+    raw.until(lambda: raw.heard, "the small one is heard")
+
+
+def test_connections_beyond_the_bound_are_closed() -> None:
+    served = Served(encrypted=False, connections=10)
+    try:
+        made = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
+        wait_for(lambda: (served.turn(), served.listener.count)[1] == 5, "half of them, for one address")
+        for one in made:
+            one.close()
+        served.until(lambda: served.listener.count == 0, "all are gone")
+        assert not served.listener._by_route and not served.listener._shaking and not served.listener._doors.addresses
+    finally:
+        served.close()
+
+
+def test_both_families_are_served_at_one_port() -> None:
+    served = Served(host="*")
+    try:
+        dealers = {host: served.dealer(host) for host in ("127.0.0.1", "[::1]")}
+        for host, dealer in dealers.items():
+            dealer.send(host.encode())
+        served.until(lambda: len(served.heard) == 2, "both are heard")
+        assert {connection.address for connection, _ in served.heard} == {"127.0.0.1", "::1"}
+    finally:
+        served.close()
+
+
+def test_whose_an_address_is() -> None:
+    assert plain("::ffff:10.0.0.1") == "10.0.0.1" and plain("fe80::1%eth0") == "fe80::1"
+    assert origin("10.0.0.1") == "10.0.0.1"
+    assert origin("2001:db8::1") == origin("2001:db8::ffff:2") != origin("2001:db8:0:1::1")
