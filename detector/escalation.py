@@ -8,10 +8,12 @@ docs/design/escalation.md.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
+import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from detector.severity import REPORT, Severity, Verdict
@@ -50,6 +52,7 @@ WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be n
 # ISOLATE: this job leaves the node, which is a suspect from then on. MOVE: the same, and the node is none.
 NOTHING, REATTEMPT, RESTART, MOVE, ISOLATE, END_JOB = "none", "reattempt", "restart", "move", "isolate", "end_job"
 BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's only where the node flaps
+FAULTS_KEPT, RECENT_KEPT = 64, 1000  # of a slot or a node; of a job, at least
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
     REPORT: Severity.SEV3,
@@ -166,6 +169,47 @@ class Decision:
 
 
 @dataclass
+class Recent:
+    """The newest faults in the order in which they came, those of the network apart: where thousands of ranks fail at
+    once each asks for what is near it in time."""
+
+    network: list[Fault] = field(default_factory=list)
+    others: list[Fault] = field(default_factory=list)
+
+    def add(self, fault: Fault) -> None:
+        faults = self.network if fault.scope == "network" else self.others
+        faults.append(fault)
+        if len(faults) >= 2 * RECENT_KEPT:
+            del faults[:-RECENT_KEPT]
+
+
+def near(faults: list[Fault], at: float, seconds: float) -> Iterator[Fault]:
+    """Those of the faults, which are in order, that are no further from `at` than so many seconds."""
+    first = bisect.bisect_left(faults, at - seconds, key=operator.attrgetter("time"))
+    for index in range(first, len(faults)):
+        if faults[index].time > at + seconds:
+            return
+        yield faults[index]
+
+
+@dataclass
+class Stuck:
+    """The faults of a job since it last finished an iteration. slots: each slot's last ones. quick: nodes on which
+    ranks died soon after their start. storage: when the first fault of storage was seen, None without one."""
+
+    slots: dict[int, deque[Fault]] = field(default_factory=dict)
+    quick: set[str] = field(default_factory=set)
+    storage: float | None = None
+
+    def add(self, fault: Fault, policy: Policy) -> None:
+        self.slots.setdefault(fault.slot, deque(maxlen=FAULTS_KEPT)).append(fault)
+        if _is_quick(fault, policy):
+            self.quick.add(fault.node)
+        if fault.scope == "storage" and self.storage is None:
+            self.storage = fault.time
+
+
+@dataclass
 class History:
     """What happened so far; grows by ``record``, ``recovered``, ``set`` only. Times in seconds, any epoch."""
 
@@ -175,12 +219,12 @@ class History:
     of_job: dict[str, set[int]] = field(default_factory=dict)
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
-    since_progress: dict[str, list[Fault]] = field(default_factory=dict)
-    recent: deque[Fault] = field(default_factory=lambda: deque(maxlen=1000))
+    since_progress: dict[str, Stuck] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
     # What is done with a job follows from its own faults only: no user's processes move another's job. So both again,
     # by job; those of all jobs are for what admins are shown.
     node_of_job: dict[str, dict[str, deque[Fault]]] = field(default_factory=dict)
-    recent_of_job: dict[str, deque[Fault]] = field(default_factory=dict)
+    recent_of_job: dict[str, Recent] = field(default_factory=dict)
 
     def state(self, job: str, slot: int, now: float) -> State:
         """The slot's state, probation that has run out taken into account."""
@@ -204,16 +248,14 @@ class History:
         """Takes a fault and what was decided about it into the history."""
         key = (fault.job, fault.slot)
         self.set(fault.job, fault.slot, decision.state, fault.time)
-        self.by_slot.setdefault(key, deque(maxlen=64)).append(fault)
+        self.by_slot.setdefault(key, deque(maxlen=FAULTS_KEPT)).append(fault)
         if fault.node:
-            self.by_node.setdefault(fault.node, deque(maxlen=64)).append(fault)
+            self.by_node.setdefault(fault.node, deque(maxlen=FAULTS_KEPT)).append(fault)
             own = self.node_of_job.setdefault(fault.job, {})
-            own.setdefault(fault.node, deque(maxlen=64)).append(fault)
-        faults = self.since_progress.setdefault(fault.job, [])
-        faults.append(fault)
-        del faults[:-4096]
-        self.recent.append(fault)
-        self.recent_of_job.setdefault(fault.job, deque(maxlen=1000)).append(fault)
+            own.setdefault(fault.node, deque(maxlen=FAULTS_KEPT)).append(fault)
+        self.since_progress.setdefault(fault.job, Stuck()).add(fault, self.policy)
+        self.recent.add(fault)
+        self.recent_of_job.setdefault(fault.job, Recent()).add(fault)
 
     def recovered(self, job: str, slot: int, now: float) -> State:
         """The slot took part in a finished iteration after its action."""
@@ -243,14 +285,18 @@ class History:
     def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
         """How often the cause was seen on the slot within the window, and not on other nodes of the job as well."""
         faults = self.by_slot.get((job, slot), ())
-        near = [fault for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window]
-        return sum(not self._struck_others(fault) for fault in near)
+        within = [fault for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window]
+        return sum(not self._struck_others(fault) for fault in within)
 
     def _struck_others(self, fault: Fault) -> bool:
         """What nobody's node is known for has struck several nodes of the job at once: as when all ranks are killed."""
-        alike = (other for other in self.recent_of_job.get(fault.job, ()) if other.cause == fault.cause)
-        near = {other.node for other in alike if abs(other.time - fault.time) <= self.policy.moment}
-        return fault.scope == "unknown" and bool(near - {fault.node})
+        if fault.scope != "unknown":
+            return False
+        around = near(self._of_job(fault.job).others, fault.time, self.policy.moment)
+        return any(other.node != fault.node and other.cause == fault.cause for other in around)
+
+    def _of_job(self, job: str) -> Recent:
+        return self.recent_of_job.get(job) or Recent()
 
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
         """How many separate moments of own faults the node had within the flap window: of all jobs, or, with a new
@@ -259,24 +305,26 @@ class History:
         known = self.node_of_job.get(new.job, {}) if new else self.by_node
         own = [fault for fault in known.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
-        near = self.recent_of_job.get(new.job, ()) if new else self.recent
-        times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, near)]
+        recent = self._of_job(new.job) if new else self.recent
+        times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, recent)]
         return moments(times, self.policy.moment)
 
     def elsewhere(self, fault: Fault) -> str:
         """Why a network fault is not the matter of the node that saw it, by its job's faults; empty when it may be."""
-        return self._elsewhere(fault, self.recent_of_job.get(fault.job, ()))
+        return self._elsewhere(fault, self._of_job(fault.job))
 
-    def _elsewhere(self, fault: Fault, recent: Iterable[Fault]) -> str:
+    def _elsewhere(self, fault: Fault, recent: Recent) -> str:
         if fault.scope != "network":
             return ""
-        near = [other for other in recent if abs(other.time - fault.time) <= self.policy.shared_seconds]
-        for other in near:
-            if other.job == fault.job and other.slot != fault.slot and other.scope != "network":
+        seconds = self.policy.shared_seconds
+        for other in near(recent.others, fault.time, seconds):
+            if other.job == fault.job and other.slot != fault.slot:
                 return f"slot {other.slot} on {other.node} failed with {other.cause}, and this is what its peers see"
-        nodes = {other.node for other in near if other.scope == "network" and other.node} | {fault.node}
-        if len(nodes) >= self.policy.shared_nodes:
-            return f"{len(nodes)} nodes have network faults at once, so no single node is to blame"
+        nodes = {fault.node}
+        for other in near(recent.network, fault.time, seconds):
+            nodes.add(other.node or fault.node)
+            if len(nodes) >= self.policy.shared_nodes:
+                return f"{len(nodes)} nodes or more have network faults at once, so no single node is to blame"
         return ""
 
 
@@ -398,25 +446,25 @@ def own_bug(history: History, fault: Fault, job_nodes: int = 1) -> str:
 
     Faults of hardware and network never count. Those of storage count when it has been away too long.
     """
-    policy = history.policy
-    stuck = [*history.since_progress.get(fault.job, ()), fault]
+    policy, stuck = history.policy, history.since_progress.get(fault.job) or Stuck()
     if fault.scope == "storage":
-        away = fault.time - min(other.time for other in stuck if other.scope == "storage")
+        away = 0.0 if stuck.storage is None else fault.time - stuck.storage
         if away > policy.storage_patience:
             return f"storage has failed for {away:.0f} s and the job has not finished an iteration in between"
     if fault.scope not in ("application", "unknown"):
         return ""
-    quick = _quick_deaths(stuck, fault, policy)
+    mine = [*stuck.slots.get(fault.slot, ()), fault]
+    quick = _quick_deaths(mine, policy)
     if len(quick) >= policy.quick_deaths:
-        nodes = {other.node for other in stuck if _is_quick(other, policy)}
+        nodes = stuck.quick | {fault.node}
         died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
         if len(nodes) >= policy.own_bug_nodes:
             return f"{died}, and ranks died so on {len(nodes)} nodes without an iteration: the job's own error"
         if job_nodes <= 1 and all(other.scope == "application" for other in quick):
             return f"{died} by an error of the program ({fault.cause}) and never finished an iteration"
-    mine = [other for other in stuck if other.slot == fault.slot and other.scope in ("application", "unknown")]
-    if len(mine) >= policy.stuck_faults:
-        return f"slot {fault.slot} failed {len(mine)} times and the job has not finished an iteration in between"
+    own = [other for other in mine if other.scope in ("application", "unknown")]
+    if len(own) >= policy.stuck_faults:
+        return f"slot {fault.slot} failed {len(own)} times and the job has not finished an iteration in between"
     return ""
 
 
@@ -425,18 +473,16 @@ def _is_quick(fault: Fault, policy: Policy) -> bool:
     return early and fault.scope in ("application", "unknown")
 
 
-def _quick_deaths(stuck: list[Fault], fault: Fault, policy: Policy) -> list[Fault]:
-    """The slot's quick deaths since the job's last iteration, the fault included; none if the fault is not one."""
-    if not _is_quick(fault, policy):
-        return []
-    return [other for other in stuck if other.slot == fault.slot and _is_quick(other, policy)]
+def _quick_deaths(mine: list[Fault], policy: Policy) -> list[Fault]:
+    """Of one slot's faults, the quick deaths; none if the last one is not one."""
+    return [fault for fault in mine if _is_quick(fault, policy)] if _is_quick(mine[-1], policy) else []
 
 
 def _bad_node(history: History, fault: Fault) -> str:
     """Why the job should try another node although this one fault does not say so; empty when it should not."""
-    policy = history.policy
-    stuck = [*history.since_progress.get(fault.job, ()), fault]
-    quick = [other for other in _quick_deaths(stuck, fault, policy) if other.node == fault.node]
+    policy, stuck = history.policy, history.since_progress.get(fault.job) or Stuck()
+    mine = [*stuck.slots.get(fault.slot, ()), fault]
+    quick = [other for other in _quick_deaths(mine, policy) if other.node == fault.node]
     if len(quick) < policy.quick_deaths:
         return ""
     died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"

@@ -6,7 +6,7 @@ import logging
 import pickle
 from dataclasses import fields, is_dataclass
 
-from detector.escalation import Fault, History, Policy
+from detector.escalation import Fault, History, Policy, Recent, Stuck
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.cluster import ClusterState, Deferred, Intent, Mark, Pin, PlanReport, Take
@@ -28,7 +28,7 @@ log = logging.getLogger("unicron.controller")
 SAVED = (  # what a snapshot holds
     *(ClusterState, Mark, Pin, Take, Intent, Deferred, PlanReport),
     *(JobState, Avoided, Failure, SlotState, AgentRecord, Decided, Ending),
-    *(NodeState, SeenEvent, HealthReport, History, Fault, Policy),
+    *(NodeState, SeenEvent, HealthReport, History, Fault, Policy, Recent, Stuck),
     *(Identity, wire.Plan, wire.Settings, records.NodeEvent, records.ObservedWeek),
 )
 

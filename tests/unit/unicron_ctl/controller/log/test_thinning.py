@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from detector.escalation import Recent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.log import records, store
 from unicron_ctl.controller.log.records import Event
@@ -48,7 +49,7 @@ def live(world: World, job: str) -> None:
 def without_faults(state: ClusterState) -> str:
     """Faults of nodes count for a day: of those that are older none is read."""
     state.history.by_node.clear()
-    state.history.recent.clear()
+    state.history.recent = Recent()
     return repr(state)
 
 
