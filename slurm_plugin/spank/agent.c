@@ -6,7 +6,8 @@
  * TMPDIR, and the user's resource limits (memlock among them, without which RDMA fails). All of that would be lost, silently.
  * So the command line is changed, and Slurm executes it when it is ready. What it then executes is unicron-launch, which lies
  * beside the plugin: it becomes the agent, or the user's command where the agent cannot be executed, be it for an interpreter that
- * is gone. Nobody can know that before: the file may be there and still be no program.
+ * is gone. Nobody can know that before: the file may be there and still be no program. The launcher itself is tried here, for the
+ * task's root may be a container's by now, where there is none or it does not run.
  *   - from Slurm 23.11 on, spank_prepend_task_argv() puts "unicron-launch AGENT" in front of the command;
  *   - before, the command's first word is replaced by unicron-launch, which finds the agent and the word in two variables.
  *     Those releases will not change any more, and S_JOB_ARGV is in them the vector that the task executes. (With srun
@@ -18,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "agent.h"
@@ -55,6 +57,28 @@ static int find_launcher(void)
 		     info.dli_fname) >= (int) sizeof(launcher))
 		return (-1);
 	return (0);
+}
+
+/*
+ * Whether the launcher runs in this task's root, which may be a container's by now: what is there need not be a program there.
+ * Called without a command it says so at once. It is not the agent that is tried, for the launcher does that itself.
+ */
+static bool launcher_runs(void)
+{
+	char *const words[] = { launcher, (char *) UNICRON_LAUNCH_TRY, NULL };
+	pid_t child = fork();
+	int status = 0;
+
+	if (child == 0) {
+		execv(launcher, words);
+		_exit(127);
+	}
+	if (child < 0)
+		return (false);
+	while (waitpid(child, &status, 0) < 0)
+		if (errno != EINTR)
+			return (false);
+	return (WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 #if UNICRON_PREPENDS
@@ -98,6 +122,8 @@ void agent_wrap(spank_t sp, const char *agent)
 		reason = strerror(errno);
 	else if (find_launcher() < 0 || access(launcher, X_OK) != 0)
 		reason = UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install";
+	else if (!launcher_runs())
+		reason = UNICRON_LAUNCHER " cannot be executed here, as in a container of another system";
 	else
 		reason = prepend(sp, agent, argv);
 

@@ -230,11 +230,14 @@ static const char *job_getenv(spank_t sp, const char *name, char *buffer, int si
 /* 1, 0, -1 when the variable is not set, -2 when it is neither 1 nor 0. */
 static int environment_switch(spank_t sp)
 {
-	char buffer[64];
+	char buffer[64], other[8];
 	const char *text = job_getenv(sp, "UNICRON", buffer, sizeof(buffer));
+	const char *by_default = job_getenv(sp, "UNICRON_BY_DEFAULT", other, sizeof(other));
 
 	if (text == NULL || text[0] == '\0')
 		return (-1);
+	if (strcmp(text, "1") == 0 && by_default != NULL && strcmp(by_default, "1") == 0)
+		return (-1);    /* a step that is protected by default calls srun: nobody has said anything */
 	if (strcmp(text, "1") == 0)
 		return (1);
 	if (strcmp(text, "0") == 0)

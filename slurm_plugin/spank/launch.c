@@ -2,7 +2,7 @@
 /*
  * unicron-launch AGENT COMMAND ARGUMENT...: executes "AGENT run -- COMMAND ARGUMENT...". When the agent cannot be executed, the
  * command is. Before Slurm 23.11 the plugin puts it in the place of a task's first word (agent.c says why): AGENT and COMMAND are
- * then in the environment, and all arguments are the command's.
+ * then in the environment, and all arguments are the command's. "unicron-launch --try" does nothing: it shows that it runs.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -18,6 +18,8 @@ int main(int argc, char **argv)
 	char *command = getenv(UNICRON_LAUNCH_COMMAND);
 	char **line;
 
+	if (agent == NULL && command == NULL && argc == 2 && strcmp(argv[1], UNICRON_LAUNCH_TRY) == 0)
+		return (0);
 	if (agent != NULL && command != NULL) {
 		/* The pointers outlive unsetenv: it takes an entry off the list and leaves its text alone. */
 		unsetenv(UNICRON_LAUNCH_AGENT);

@@ -4,6 +4,7 @@
 #define UNICRON_LAUNCH_H
 
 #define UNICRON_LAUNCHER "unicron-launch"
+#define UNICRON_LAUNCH_TRY "--try"    /* its only argument: it ends with 0 */
 /* Where its first two arguments are not these: */
 #define UNICRON_LAUNCH_AGENT "UNICRON_LAUNCH_AGENT"         /* path of the agent */
 #define UNICRON_LAUNCH_COMMAND "UNICRON_LAUNCH_COMMAND"     /* the first word of the user's command */

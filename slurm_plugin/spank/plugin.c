@@ -10,6 +10,7 @@
 #include "args.h"
 #include "config.h"
 #include "notify.h"
+#include "step.h"
 #include "unicron.h"
 
 #pragma GCC visibility push(default)
@@ -24,6 +25,8 @@ const char plugin_release[] = "unicron " UNICRON_VERSION ", built for Slurm " UN
 static struct plugin_config config;
 static enum { UNREAD, USABLE, UNUSABLE } config_state = UNREAD;
 static struct plugin_choice choice;
+static enum step_verdict verdict;      /* of a regular step of a job with Unicron, from user_init on */
+static char reason[UNICRON_REASON_MAX];
 
 /* The arguments are read once, by the first entry point that asks. */
 static bool usable(int ac, char **av)
@@ -45,12 +48,12 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 	return (0);
 }
 
-/* srun, sbatch and salloc hand the decision to the steps and to nested commands. */
+/* srun, sbatch and salloc hand on what the user said to the steps and to nested commands; the default decides again there. */
 static void hand_on(void)
 {
-	if (choice.enabled || choice.spoken)
+	if (choice.spoken)
 		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
-	if (choice.enabled) {
+	if (choice.spoken && choice.enabled) {
 		setenv("UNICRON_WEIGHT", choice.weight, 1);
 		setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
 		setenv("UNICRON_MODE", choice.mode, 1);
@@ -88,7 +91,16 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 	return (0);
 }
 
-/* The batch script gets the variables too: it may call the agent by hand. */
+/* The step that is about to start, judged once, with its whole environment. */
+static void judge_step(spank_t sp)
+{
+	struct step step;
+
+	step_read(sp, &step);
+	verdict = step_judge(&step, choice.spoken, reason);
+}
+
+/* The batch script gets what the user said, too: it may call the agent by hand. A step that is left alone by default gets nothing. */
 CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	if (!usable(ac, av))
@@ -98,7 +110,13 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 			spank_setenv(sp, "UNICRON", "0", 1);
 		return (0);
 	}
+	if (is_regular_step(sp))
+		judge_step(sp);
+	if (!choice.spoken && (!is_regular_step(sp) || verdict != STEP_PROTECTED))
+		return (0);
 	spank_setenv(sp, "UNICRON", "1", 1);
+	if (!choice.spoken)
+		spank_setenv(sp, "UNICRON_BY_DEFAULT", "1", 1);
 	spank_setenv(sp, "UNICRON_WEIGHT", choice.weight, 1);
 	spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
 	spank_setenv(sp, "UNICRON_MODE", choice.mode, 1);
@@ -115,8 +133,14 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 
 CALLBACK slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
-	if (usable(ac, av) && choice.enabled && is_regular_step(sp))
+	uint32_t task = 0;
+
+	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp))
+		return (0);
+	if (verdict == STEP_PROTECTED)
 		agent_wrap(sp, config.agent);
+	else if (verdict == STEP_UNPROTECTED && (spank_get_item(sp, S_TASK_GLOBAL_ID, &task) != ESPANK_SUCCESS || task == 0))
+		slurm_spank_log("unicron: this step runs unprotected: %s", reason);
 	return (0);
 }
 
@@ -124,7 +148,7 @@ CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
 {
 	struct notice notice = { .kind = "task_exit" };
 
-	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp))
+	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp) || verdict != STEP_PROTECTED)
 		return (0);
 	if (spank_get_item(sp, S_TASK_EXIT_STATUS, &notice.status) != ESPANK_SUCCESS)
 		return (0);

@@ -446,13 +446,37 @@ def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.Complete
         ({"UNICRON_REGISTER_TIMEOUT": "soon"}, "UNICRON_REGISTER_TIMEOUT='soon' is no number"),
         ({"UNICRON_MODE": "fast"}, "UNICRON_MODE='fast': write auto, session or restart"),
         ({"SLURM_ARRAY_TASK_ID": "a"}, "SLURM_ARRAY_TASK_ID='a' is no whole number"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "this step has several tasks on a node"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(tmp_path, settings, says):
     done = run_agent(tmp_path, "run", "--", sys.executable, "-c", "raise SystemExit(7)", **settings)
     assert done.returncode == 2
     assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+NO_LINE, ONE_LINE = "", "unicron: this step runs unprotected: it has 8 tasks on a node"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,8(x2)", "SLURM_PROCID": "0"}, ONE_LINE),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "3"}, NO_LINE),
+        ({"UNICRON_BY_DEFAULT": "1", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_JOB_ID": "49"}, NO_LINE),
+        ({"UNICRON_BY_DEFAULT": "1", "SLURM_GPUS_ON_NODE": "8"}, NO_LINE),
+        ({"UNICRON_BY_DEFAULT": "1", "UNICRON_MODE": "fast"}, NO_LINE),
+        ({"UNICRON_BY_DEFAULT": "1", "UNICRON_WEIGHT": "heavy"}, NO_LINE),
+    ],
+)
+def test_what_is_no_business_of_the_agents_runs_untouched(tmp_path, settings, said):
+    """Defect: a task of an MPI step ended with 2 and did not run; a sweep's elements became one world."""
+    show = (
+        "import os; print(os.getpid(), sorted(n for n in os.environ if n in ('RANK', 'UNICRON'))); raise SystemExit(7)"
+    )
+    done = run_agent(tmp_path, "run", "--", sys.executable, "-c", show, UNICRON="1", **settings)
+    by_hand = "UNICRON_BY_DEFAULT" not in settings
+    assert done.returncode == 7 and done.stdout.split(maxsplit=1)[1] == ("['UNICRON']\n" if by_hand else "[]\n")
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said), done.stderr
 
 
 @pytest.mark.parametrize(

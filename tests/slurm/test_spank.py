@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import socket
+import stat
 import statistics
 import subprocess
 import sys
@@ -336,12 +338,150 @@ def test_nested_srun_can_change_its_mind(bench: Bench) -> None:
     assert bench.recorded(job) == [f"{job}.0.0"]
 
 
+# ---------------------------------------------------------------- which steps get an agent
+PYTHON = ("python3", "-c", "import os; print(os.environ['SLURM_JOB_ID'], os.environ.get('UNICRON', '-'))")
+
+
 def test_default_on(bench: Bench) -> None:
     bench.load(bench.line("default=on"))
-    protected = bench.call("srun", "sh", "-c", "echo $SLURM_JOB_ID $UNICRON").stdout.split()
-    plain = bench.call("srun", "--no-unicron", "sh", "-c", "echo $SLURM_JOB_ID $UNICRON").stdout.split()
+    protected = bench.call("srun", *PYTHON).stdout.split()
+    plain = bench.call("srun", "--no-unicron", *PYTHON).stdout.split()
+    asked = bench.call("srun", "--unicron", *PYTHON).stdout.split()
     assert protected[1] == "1" and len(bench.recorded(protected[0])) == 1
+    assert bench.record(protected[0])["environment"]["UNICRON_BY_DEFAULT"] == "1"
     assert plain[1] == "0" and bench.recorded(plain[0]) == []
+    assert asked[1] == "1" and "UNICRON_BY_DEFAULT" not in bench.record(asked[0])["environment"]
+
+
+def test_default_on_in_a_batch_script(bench: Bench) -> None:
+    """What the default decided for the script is no word of the user's for its steps."""
+    bench.load(bench.line("default=on"))
+    script = f"echo ${{UNICRON:-none}}\nsrun hostname\nsrun ./train; srun {PYTHON[0]} -c 'print(7)'"
+    (bench.folder / "train").write_text("#!/bin/sh\nexec python3 -c 'print(6)'\n")
+    (bench.folder / "train").chmod(0o755)
+    job, output = bench.batch(script)
+    assert output[0].splitlines() == ["none", socket.gethostname(), "6", "7", "END"]
+    assert bench.recorded(job) == [f"{job}.1.0", f"{job}.2.0"]
+    assert bench.record(job, 2)["environment"]["UNICRON_BY_DEFAULT"] == "1"
+
+
+@pytest.mark.parametrize("option", ["default=on", "--unicron"])
+@pytest.mark.parametrize(
+    ("options", "command", "tasks", "said"),
+    [
+        (["-N2"], ["hostname"], 2, ""),
+        (["-N1"], ["env", "A=1", "printenv", "SLURM_JOB_ID"], 1, ""),
+        (
+            ["-N2", "--ntasks-per-node=2"],
+            ["sh", "-c", "echo rank $SLURM_PROCID of $SLURM_NTASKS"],
+            4,
+            "2 tasks on a node",
+        ),
+        (["-N2", "--ntasks-per-node=2"], ["python3", "-c", "print(1)"], 4, "2 tasks on a node"),
+    ],
+)
+def test_steps_that_are_no_training_run_untouched(
+    bench: Bench, option: str, options: list[str], command: list[str], tasks: int, said: str
+) -> None:
+    """Defect: with default=on a step of several tasks a node, all of MPI, ended with 2 and did not run, and each helper
+    was a registration."""
+    bench.load(bench.line(option if "=" in option else ""))
+    asked, agents = [] if "=" in option else [option], len(list((bench.folder / "seen").iterdir()))
+    done = bench.call("srun", *asked, *options, *command)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == tasks
+    lines = [line for line in done.stderr.splitlines() if "unicron" in line]
+    assert len(lines) == (1 if asked and said else 0) and all(said in line for line in lines), done.stderr
+    if "NTASKS" in command[-1]:
+        assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4" for rank in range(4)]
+    assert agents == len(list((bench.folder / "seen").iterdir()))
+
+
+def test_exit_codes_of_untouched_steps_come_through(bench: Bench) -> None:
+    bench.load(bench.line("default=on"))
+    for command, code in ((["false"], 1), (["sh", "-c", "exit 7"], 7)):
+        done = bench.call("srun", *command)
+        assert done.returncode == code and "unicron" not in done.stderr
+    done = bench.call("srun", "--unicron", "false")
+    assert done.returncode == 1 and "unicron" not in done.stderr
+
+
+def test_the_training_is_the_job_and_not_the_helper_before_it(bench: Bench) -> None:
+    script = (
+        "ip=$(srun -N1 -n1 hostname)\nsrun mkdir made\nsrun --overlap top -b -d 1 -n 3 > /dev/null &\n"
+        f"srun --overlap {PYTHON[0]} -c 'print(5)'\nwait\necho $ip; ls -d made; rmdir made"
+    )
+    job, output = bench.batch(script, "--unicron")
+    assert output[0].splitlines() == ["5", socket.gethostname(), "made", "END"]
+    assert (
+        len(bench.recorded(job)) == 1
+        and bench.record(job, int(bench.recorded(job)[0].split(".")[1]))["argv"][3] == "python3"
+    )
+    assert len(bench.listener.messages("task_exit", job)) == 1
+
+
+def test_one_node_of_several_is_no_training(bench: Bench) -> None:
+    job, output = bench.batch("srun -N1 -n1 python3 -c 'print(1)' 2> said; cat said", "--unicron", "-N2")
+    first, second, _ = output[0].splitlines()
+    assert first == "1" and "runs unprotected: it has one of the job's 2 nodes" in second and bench.recorded(job) == []
+
+
+def container(folder: Path) -> Path:
+    """A root in which there is a shell, and nothing of ours."""
+    root = folder / "root"
+    shell = Path("/bin/sh").resolve()
+    linked = subprocess.run(["ldd", shell], capture_output=True, text=True, check=True).stdout.split()
+    for path in (shell, *(Path(word) for word in linked if word.startswith("/"))):
+        (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, root / path.relative_to("/"))
+    for name in ("bin", "dev"):
+        (root / name).mkdir(exist_ok=True)
+    if not (root / "dev" / "null").exists():
+        os.mknod(root / "dev" / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm's own prologs open it
+    if not (root / "bin" / "sh").exists():
+        (root / "bin" / "sh").symlink_to(shell)
+    prolog = folder / "task_prolog"
+    (root / prolog.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(prolog, root / prolog.relative_to("/"))
+    return root
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a task's root")
+@pytest.mark.parametrize("there", ["neither", "a launcher that does not run"])
+def test_a_command_in_a_container_runs_without_the_agent(bench: Bench, there: str) -> None:
+    """Defect: pyxis came after Unicron, so the agent was found on the host and executed in the container."""
+    root, plugin = container(bench.folder), bench.folder / "container.so"
+    source = Path(__file__).resolve().parents[1] / "support" / "container_plugin.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", plugin, source], check=True)
+    if there != "neither":
+        for path in (bench.agent, bench.plugin.parent / "unicron-launch"):
+            (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
+            (root / path.relative_to("/")).write_text("#!/nonexistent/interpreter\n")
+            (root / path.relative_to("/")).chmod(0o755)
+    bench.load(f"required {plugin} {root}", bench.line())
+    done = bench.call("srun", "--unicron", "/bin/sh", "-c", "test -e /etc || echo contained; exit 3")
+    assert done.stdout == "contained\n" and done.returncode == 3, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "unicron" in line]
+    assert "runs unprotected" in line
+
+
+def test_the_link_of_the_plugin_comes_after_those_of_others() -> None:
+    """plugstack.conf.d is read in alphabetical order, and what changes the task's root must come first."""
+    (shipped,) = (SOURCE.parent / "plugstack.conf.d").iterdir()
+    others = "pyxis.conf 50-pyxis.conf 99-pyxis.conf enroot.conf singularity-exec.conf x11.conf use-env.conf auks.conf "
+    others += "lua.conf private-tmpdir.conf slurm-spank-x11.conf stunnel.conf tmpdir.conf Zlast.conf xalt.conf"
+    assert sorted([shipped.name, *others.split()])[-1] == shipped.name
+    assert f"/etc/slurm/plugstack.conf.d/{shipped.name} " in (SOURCE.parent / "README.md").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a name two addresses")
+def test_a_hint_goes_to_every_address_of_the_controllers_name(bench: Bench, tmp_path: Path) -> None:
+    """The first is dead, as where the head's name has an address of IPv6 that leads nowhere."""
+    assert build(tmp_path, "check").returncode == 0
+    (tmp_path / "hosts").write_text("127.0.0.3 head\n127.0.0.1 head\n::1 head\n")
+    inner = f"mount --bind {tmp_path}/hosts /etc/hosts && {tmp_path}/test_unit tcp://head:{bench.listener.port}"
+    subprocess.run(["unshare", "--mount", "sh", "-c", inner], check=True, timeout=CALL_LIMIT)
+    (message,) = bench.listener.wait("task_exit", 0)
+    assert message["job"] == "1"
 
 
 def test_an_agent_in_the_command_is_not_wrapped_again(bench: Bench) -> None:

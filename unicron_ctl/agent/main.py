@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unicron_ctl import cli as programs
+from unicron_ctl.agent import untouched
 from unicron_ctl.agent.bare import without_agent
 from unicron_ctl.agent.containment import reason
 from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
@@ -89,14 +90,20 @@ def cli() -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
+    if command and (why := untouched.why_by_shape(os.environ)):
+        untouched.become(command, os.environ, why)
     try:
         chosen, place, words, seconds = prepare(controller, mode, command)
         from detector.job_output import standard_error
         from unicron_ctl.agent.unprotected import run_unprotected
     except UserError:
+        if os.environ.get(untouched.BY_DEFAULT) == "1":
+            untouched.become(command, os.environ)  # nobody has asked for what cannot be done
         raise
     except Exception as error:
         without_agent(["--", *command], reason(error))
+    if not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
+        untouched.become(command, os.environ)
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     if not address:
         return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")

@@ -32,11 +32,12 @@ LAUNCHER = ("-m", "transition.megatron_lm")  # goes in front of such a program, 
 @dataclass(frozen=True)
 class Mode:
     """session or restart, and why. launched: the command is a program of Megatron-LM's own, which is healed in session
-    mode by being run through :mod:`transition.megatron_lm`."""
+    mode by being run through :mod:`transition.megatron_lm`. text: of its script, where there is one."""
 
     name: str
     reason: str
     launched: bool = False
+    text: str = ""
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -60,13 +61,15 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
     megatron_lm = text is not None and not uses and name.endswith(".py") and _MEGATRON_LM.search(text) is not None
     if asked != AUTO:
         launched = asked == SESSION and megatron_lm
-        return Mode(asked, f"{where}={asked}" + (f", {name} by {LAUNCHER[1]}" if launched else ""), launched)
+        return Mode(
+            asked, f"{where}={asked}" + (f", {name} by {LAUNCHER[1]}" if launched else ""), launched, text or ""
+        )
     if text is None:
         return Mode(RESTART, name)
     if uses:
         return Mode(SESSION, f"{name} imports transition")
     hint = "; it is Megatron-LM's, which session mode heals within the iteration, if asked for" if megatron_lm else ""
-    return Mode(RESTART, f"{name} does not import transition{hint}")
+    return Mode(RESTART, f"{name} does not import transition{hint}", text=text)
 
 
 def launched(command: Sequence[str]) -> list[str]:

@@ -125,12 +125,6 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         )
     if not job.isascii() or not job.isdigit():
         raise UserError(f"SLURM_JOB_ID={job!r} is no job id: start unicron-agent inside a Slurm job", WRONG_USE)
-    if _tasks_per_node(environment) > 1:
-        raise UserError(
-            "this step has several tasks on a node: give it one (--ntasks-per-node=1), the agent starts the node's "
-            "ranks itself (UNICRON_RANKS_PER_NODE), or run with --no-unicron",
-            WRONG_USE,
-        )
     array = "SLURM_ARRAY_TASK_ID" in environment
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
@@ -167,12 +161,6 @@ def _own_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
-
-
-def _tasks_per_node(environment: Mapping[str, str]) -> int:
-    """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
-    return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
 
 
 def _step(environment: Mapping[str, str]) -> int:

@@ -21,10 +21,11 @@
 #include "config.h"
 #include "msgpack.h"
 #include "notify.h"
+#include "step.h"
 
 /* ---- Slurm's side ---- */
 static spank_context_t context;
-static struct { char name[64], value[256]; } job_env[32];
+static struct { char name[64], value[256]; } job_env[48];
 static int job_env_count;
 static struct spank_option *registered[8];
 static int registered_count, errors, messages;
@@ -350,6 +351,118 @@ static void test_choice(void)
 	args_reset();
 }
 
+/* What a command line is, its words separated by spaces; FILE stands for a script with the given text. */
+static void test_commands(void)
+{
+	static const struct { const char *line, *script; enum command_kind kind; bool launches; } cases[] = {
+		{ "hostname", NULL, COMMAND_UTILITY, false },
+		{ "/usr/bin/mkdir -p python", NULL, COMMAND_UTILITY, false },
+		{ "nvidia-smi -l 5", NULL, COMMAND_UTILITY, false },
+		{ "env", NULL, COMMAND_UTILITY, false },
+		{ "env A=1 timeout 10 hostname", NULL, COMMAND_UTILITY, false },
+		{ "./test", NULL, COMMAND_MAY_TRAIN, false },
+		{ "./a.out hostname", NULL, COMMAND_MAY_TRAIN, false },
+		{ "env -u cat ./a.out", NULL, COMMAND_MAY_TRAIN, false },
+		{ "numactl --cpunodebind=0 ./lammps", NULL, COMMAND_MAY_TRAIN, false },
+		{ "sh -c hostname", NULL, COMMAND_MAY_TRAIN, false },
+		{ "pythonic", NULL, COMMAND_MAY_TRAIN, false },
+		{ "python train.py", NULL, COMMAND_TRAINS, false },
+		{ "/opt/env/bin/python3.11 -u train.py", NULL, COMMAND_TRAINS, false },
+		{ "./train.py", NULL, COMMAND_TRAINS, false },
+		{ "nice -n 10 python3 train.py", NULL, COMMAND_TRAINS, false },
+		{ "timeout -s KILL 3600 python train.py", NULL, COMMAND_TRAINS, false },
+		{ "nsys profile -o out python train.py", NULL, COMMAND_TRAINS, false },
+		{ "uv run train.py", NULL, COMMAND_TRAINS, false },
+		{ "apptainer exec --nv image.sif python train.py", NULL, COMMAND_TRAINS, false },
+		{ "singularity exec image.sif ./solver", NULL, COMMAND_MAY_TRAIN, false },
+		{ "torchrun --nproc-per-node=8 train.py", NULL, COMMAND_TRAINS, true },
+		{ "accelerate launch train.py", NULL, COMMAND_TRAINS, true },
+		{ "python -m torch.distributed.run train.py", NULL, COMMAND_TRAINS, true },
+		{ "env A=1 mpirun ./solver", NULL, COMMAND_TRAINS, true },
+		{ "bash FILE", "#!/bin/bash\nset -e\nexec python train.py\n", COMMAND_TRAINS, false },
+		{ "bash -e FILE", "cd work\nsource env.sh && torchrun train.py\n", COMMAND_TRAINS, true },
+		{ "FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_MAY_TRAIN, false },
+		{ "FILE", "#!/usr/bin/env python3\nimport torchrun\nmpirun = 1\n", COMMAND_TRAINS, false },
+		{ "sh FILE", "# python train.py was here\nhostname\n", COMMAND_MAY_TRAIN, false },
+		{ "bash -lc python$IFS", NULL, COMMAND_TRAINS, false },
+		{ "bash /nonexistent/file", NULL, COMMAND_MAY_TRAIN, false },
+		{ "bash", NULL, COMMAND_MAY_TRAIN, false },
+		{ "bash /dev/zero", NULL, COMMAND_MAY_TRAIN, false },
+	};
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		char line[128], path[] = "/tmp/unicron-test-XXXXXX", *words[16], *rest;
+		int count = 0, fd = mkstemp(path);
+		struct command found;
+
+		assert(fd >= 0);
+		if (cases[i].script != NULL)
+			assert(write(fd, cases[i].script, strlen(cases[i].script)) == (ssize_t) strlen(cases[i].script));
+		close(fd);
+		snprintf(line, sizeof(line), "%s", cases[i].line);
+		for (char *word = strtok_r(line, " ", &rest); word != NULL; word = strtok_r(NULL, " ", &rest))
+			words[count++] = strcmp(word, "FILE") == 0 ? path : word;
+		words[count] = NULL;
+		found = command_of(words);
+		if (found.kind != cases[i].kind || found.launches != cases[i].launches) {
+			fprintf(stderr, "%s: kind %d, launches %d\n", cases[i].line, found.kind, found.launches);
+			abort();
+		}
+		unlink(path);
+	}
+}
+
+/* Which steps get an agent, by default and when the user asked for it. */
+static void test_judge(void)
+{
+	static const struct command trains = { COMMAND_TRAINS, false }, may = { COMMAND_MAY_TRAIN, false };
+	static const struct command utility = { COMMAND_UTILITY, false }, launches = { COMMAND_TRAINS, true };
+	static const struct { struct step step; enum step_verdict by_default, asked; } cases[] = {
+		{ { trains, 1, 1, 1, 8, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 4, 4, 8, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 1, 8, true, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { may, 1, 1, 1, 1, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { utility, 1, 1, 1, 1, true, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { utility, 8, 4, 4, 1, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { trains, 8, 4, 4, 8, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { may, 2, 1, 1, 1, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 4, 8, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 3, 4, 8, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 2, 2, 8, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 8, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { launches, 1, 1, 1, 8, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { launches, 1, 1, 1, 1, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { launches, 1, 1, 1, 0, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+	};
+	char said[UNICRON_REASON_MAX];
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i)
+		if (step_judge(&cases[i].step, false, said) != cases[i].by_default ||
+		    step_judge(&cases[i].step, true, said) != cases[i].asked ||
+		    (said[0] != '\0') != (cases[i].asked == STEP_UNPROTECTED)) {
+			fprintf(stderr, "case %zu: %s\n", i, said);
+			abort();
+		}
+}
+
+/* A helper of a job that asked for Unicron runs as it is and tells the controller nothing; one of several tasks says so. */
+static void test_left_alone(int fd, int ac, char **av)
+{
+	unsigned char data[512];
+
+	for (int many = 0; many < 2; ++many) {
+		job_argv[0] = (char *) (many ? "python" : "hostname");
+		if (many)
+			spank_setenv(NULL, "SLURM_STEP_TASKS_PER_NODE", "1,8(x3)", 1);
+		messages = 0;
+		assert(slurm_spank_user_init(NULL, ac, av) == 0 && slurm_spank_task_init(NULL, ac, av) == 0);
+		assert(strcmp(job_argv[0], many ? "python" : "hostname") == 0 && messages == many);
+		assert(slurm_spank_task_exit(NULL, ac, av) == 0 && recv(fd, data, sizeof(data), MSG_DONTWAIT) < 0);
+	}
+	spank_setenv(NULL, "SLURM_STEP_TASKS_PER_NODE", "1", 1);
+	messages = 0;
+}
+
 /* The life of a step, callback by callback, with the datagram received on a real socket. */
 static void test_step(void)
 {
@@ -390,6 +503,8 @@ static void test_step(void)
 	assert(got > 0);
 	print_hex("step", data, (size_t) got);
 
+	test_left_alone(fd, 2, av);
+
 	/* The batch step is left alone and tells nothing. */
 	step_id = SLURM_BATCH_SCRIPT;
 	job_argv[0] = (char *) "python";
@@ -405,10 +520,15 @@ static void test_step(void)
 	agent_wrap(NULL, "/nonexistent/agent");
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 1);
 
+	/* Neither is one that does not run, as in a container of another system. */
+	agent_set_launcher("/bin/false");
+	agent_wrap(NULL, "/bin/true");
+	assert(strcmp(job_argv[0], "python") == 0 && messages == 2);
+
 	/* Without the launcher nothing is changed either. */
 	agent_set_launcher("/nonexistent/unicron-launch");
 	agent_wrap(NULL, "/bin/true");
-	assert(strcmp(job_argv[0], "python") == 0 && messages == 2);
+	assert(strcmp(job_argv[0], "python") == 0 && messages == 3);
 	close(fd);
 }
 
@@ -440,6 +560,8 @@ int main(int argc, char **argv)
 	test_numbers();
 	test_addresses();
 	test_config();
+	test_commands();
+	test_judge();
 	context = S_CTX_LOCAL;
 	args_register(NULL);
 	test_choice();

@@ -276,7 +276,7 @@ def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatc
 
 
 def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
-    shipped = Path(__file__).resolve().parents[3] / "slurm_plugin" / "plugstack.conf.d" / "unicron.conf"
+    shipped = Path(__file__).resolve().parents[3] / "slurm_plugin" / "plugstack.conf.d" / "zz-unicron.conf"
     (line,) = [line for line in shipped.read_text().splitlines() if not line.startswith("#")]
     (address,) = [word.removeprefix("controller=") for word in line.split() if word.startswith("controller=")]
     assert address.rpartition(":")[2] == ControllerConfig().listen.rpartition(":")[2]

@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <ctype.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "command.h"
+
+#define SCRIPT_BYTES 65536    /* that are read of a script */
+
+/* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program. */
+static const char *const utilities[] = {
+	"[", "amd-smi", "awk", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "cmp", "cp", "cut", "date", "dcgmi", "dd", "df",
+	"diff", "dig", "dirname", "dmesg", "du", "echo", "egrep", "expand", "expr", "false", "fgrep", "fold", "free", "getent", "git",
+	"grep", "groups", "gunzip", "gzip", "head", "host", "hostid", "hostname", "hostnamectl", "htop", "hwloc-ls", "ibdev2netdev",
+	"ibstat", "ibstatus", "id", "ifconfig", "install", "iostat", "ip", "ipcrm", "ipcs", "kill", "killall", "ldd", "less", "link",
+	"ln", "locale", "logger", "logname", "ls", "lsblk", "lscpu", "lsmem", "lsmod", "lsof", "lspci", "lstopo", "md5sum", "mkdir",
+	"mkfifo", "mktemp", "more", "mount", "mpstat", "mv", "netstat", "nproc", "nslookup", "nvidia-smi", "od", "paste", "pgrep",
+	"ping", "pkill", "printenv", "printf", "ps", "pwd", "quota", "rclone", "readlink", "realpath", "renice", "rm", "rmdir",
+	"rocm-smi", "rocminfo", "rsync", "sacct", "sar", "sattach", "sbcast", "scancel", "scontrol", "scp", "sed", "seq", "sha1sum",
+	"sha256sum", "sha512sum", "shred", "sinfo", "sort", "split", "sprio", "squeue", "ss", "sshare", "sstat", "stat", "stty", "sum",
+	"sync", "sysctl", "tac", "tail", "tar", "tee", "test", "top", "touch", "tr", "tree", "true", "truncate", "tty", "umount",
+	"uname", "uniq", "unlink", "unxz", "unzip", "unzstd", "uptime", "users", "vmstat", "wc", "wget", "curl", "whereis", "which",
+	"who", "whoami", "xz", "yes", "zip", "zstd",
+};
+
+/* Programs that run the command in their arguments. */
+static const char *const wrappers[] = {
+	"catchsegv", "chrt", "command", "dumb-init", "env", "exec", "faketime", "ionice", "linux32", "linux64", "ltrace", "ncu", "nice",
+	"nohup", "nsys", "numactl", "perf", "prlimit", "rocprof", "setarch", "setpriv", "setsid", "strace", "stdbuf", "taskset", "time",
+	"timeout", "tini", "unbuffer", "xvfb-run",
+	/* of environments of Python's, and of containers */
+	"apptainer", "ch-run", "conda", "docker", "enroot", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "podman",
+	"podman-hpc", "poetry", "sarus", "shifter", "singularity", "uv", "uvx",
+};
+
+static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
+
+/* Programs that start several ranks of a node themselves, all of them to train. */
+static const char *const launchers[] = {
+	"accelerate", "aprun", "colossalai", "composer", "deepspeed", "horovodrun", "jsrun", "mpiexec", "mpirun", "orterun", "prterun",
+	"prun", "torchrun",
+};
+
+/* The same as modules of Python's, behind -m. */
+static const char *const launcher_modules[] = {
+	"accelerate.commands.launch", "deepspeed.launcher.runner", "torch.distributed.elastic", "torch.distributed.launch",
+	"torch.distributed.run",
+};
+
+#define IS_ONE_OF(word, list) is_one_of(word, list, sizeof(list) / sizeof((list)[0]))
+
+static bool is_one_of(const char *word, const char *const *list, size_t count)
+{
+	for (size_t i = 0; i < count; ++i)
+		if (strcmp(word, list[i]) == 0)
+			return (true);
+	return (false);
+}
+
+static const char *base_name(const char *path)
+{
+	const char *slash = strrchr(path, '/');
+
+	return (slash ? slash + 1 : path);
+}
+
+static bool ends_with(const char *word, const char *end)
+{
+	size_t length = strlen(word), of_end = strlen(end);
+
+	return (length > of_end && strcmp(word + length - of_end, end) == 0);
+}
+
+/* python, python3, python3.11, pypy3, ipython; or a script of Python's. */
+static bool is_python(const char *word)
+{
+	static const char *const names[] = { "ipython", "python", "pypy" };
+	const char *name = base_name(word);
+
+	for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); ++i) {
+		size_t length = strlen(names[i]);
+
+		if (strncmp(name, names[i], length) == 0 && strspn(name + length, "0123456789.td") == strlen(name + length))
+			return (true);
+	}
+	return (ends_with(name, ".py") || ends_with(name, ".pyz") || ends_with(name, ".pex"));
+}
+
+/* Adds what one word of a command says of it. */
+static void hear_word(struct command *found, const char *word)
+{
+	if (IS_ONE_OF(base_name(word), launchers) || IS_ONE_OF(word, launcher_modules)) {
+		found->kind = COMMAND_TRAINS;
+		found->launches = true;
+	} else if (is_python(word)) {
+		found->kind = COMMAND_TRAINS;
+	}
+}
+
+/* Words of a shell's text, comments left out; what is quoted is text as well, for eval and bash -c. */
+static void hear_text(struct command *found, char *text)
+{
+	char *rest, *word;
+
+	for (char *line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+		char *inner;
+
+		if (line[strspn(line, " \t")] == '#')
+			continue;
+		for (word = strtok_r(line, " \t\r;&|()<>\"'`$={}", &inner); word != NULL;
+		     word = strtok_r(NULL, " \t\r;&|()<>\"'`$={}", &inner))
+			hear_word(found, word);
+	}
+}
+
+/* The beginning of a file, to be freed; NULL when it is no ordinary file that can be read. */
+static char *read_beginning(const char *path)
+{
+	struct stat about;
+	char *text = NULL;
+	ssize_t got = -1;
+	int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+
+	if (fd < 0)
+		return (NULL);
+	if (fstat(fd, &about) == 0 && S_ISREG(about.st_mode) && (text = malloc(SCRIPT_BYTES + 1)) != NULL)
+		got = read(fd, text, SCRIPT_BYTES);
+	close(fd);
+	if (got < 0 || memchr(text, '\0', (size_t) got) != NULL) {
+		free(text);
+		return (NULL);
+	}
+	text[got] = '\0';
+	return (text);
+}
+
+static void hear_script(struct command *found, const char *path)
+{
+	char *text = read_beginning(path);
+
+	if (text == NULL)
+		return;
+	if (strncmp(text, "#!", 2) == 0) {      /* its interpreter is a command, too */
+		char *rest = text + 2, *line = strsep(&rest, "\n"), *inner;
+
+		for (char *word = strtok_r(line, " \t\r", &inner); word != NULL; word = strtok_r(NULL, " \t\r", &inner))
+			hear_word(found, word);
+		if (rest != NULL && found->kind != COMMAND_TRAINS)    /* the text of one of Python's says nothing more */
+			hear_text(found, rest);
+	} else {
+		hear_text(found, text);
+	}
+	free(text);
+}
+
+/* A shell's command: the text behind -c, or its script. */
+static void hear_shell(struct command *found, char *const argv[])
+{
+	for (int i = 1; argv[i] != NULL; ++i) {
+		if (argv[i][0] != '-' && argv[i][0] != '+') {
+			hear_script(found, argv[i]);
+			return;
+		}
+		if (argv[i][0] == '-' && argv[i][1] != '-' && strchr(argv[i], 'c') != NULL && argv[i + 1] != NULL) {
+			char *text = strdup(argv[i + 1]);
+
+			if (text != NULL)
+				hear_text(found, text);
+			free(text);
+			return;
+		}
+		if (strcmp(argv[i], "-o") == 0 && argv[i + 1] != NULL)
+			++i;
+	}
+}
+
+/* Where a wrapper's command begins: options, numbers (of cores, of seconds) and settings come before it. */
+static char *const *inner_command(char *const argv[])
+{
+	for (++argv; *argv != NULL; ++argv)
+		if ((*argv)[0] != '-' && !isdigit((unsigned char) (*argv)[0]) && strchr(*argv, '=') == NULL)
+			break;
+	return (argv);
+}
+
+static bool has_option(char *const argv[], char *const *until)
+{
+	for (; argv < until; ++argv)
+		if ((*argv)[0] == '-')
+			return (true);
+	return (false);
+}
+
+/* Not a program of the user's that has the name of one of the system's. */
+static bool is_of_the_system(const char *word)
+{
+	return (strchr(word, '/') == NULL || strncmp(word, "/bin/", 5) == 0 || strncmp(word, "/sbin/", 6) == 0 ||
+		strncmp(word, "/usr/", 5) == 0);
+}
+
+struct command command_of(char *const argv[])
+{
+	struct command found = { .kind = COMMAND_MAY_TRAIN };
+	const char *name;
+
+	if (argv[0] == NULL)
+		return (found);
+	name = base_name(argv[0]);
+	if (IS_ONE_OF(name, wrappers)) {
+		char *const *inner = inner_command(argv);
+
+		if (*inner == NULL) {
+			found.kind = strcmp(name, "env") == 0 ? COMMAND_UTILITY : COMMAND_MAY_TRAIN;
+			return (found);
+		}
+		found = command_of(inner);
+		/* An option of the wrapper's may have had this word for itself: then the inner command comes later. */
+		if (found.kind == COMMAND_UTILITY && has_option(argv, inner))
+			found.kind = COMMAND_MAY_TRAIN;
+		for (; found.kind != COMMAND_TRAINS && *inner != NULL; ++inner)
+			hear_word(&found, *inner);
+	} else if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
+		found.kind = COMMAND_UTILITY;
+	} else if (IS_ONE_OF(name, shells)) {
+		hear_shell(&found, argv);
+	} else {
+		hear_word(&found, argv[0]);
+		if (found.kind == COMMAND_TRAINS) {
+			for (int i = 1; argv[i] != NULL; ++i)
+				if (strcmp(argv[i - 1], "-m") == 0)
+					hear_word(&found, argv[i]);
+		} else if (strchr(argv[0], '/') != NULL) {
+			hear_script(&found, argv[0]);
+		}
+	}
+	return (found);
+}

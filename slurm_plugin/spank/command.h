@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What a step's command is. The rule, which docs/user-guide.md tells users:
+ *   - it TRAINS when it is Python, a launcher of ranks, or a wrapper, a container start, a shell or a script that names one;
+ *   - it is a UTILITY when it is a program of the system's that trains nothing (hostname, mkdir, nvidia-smi, ...);
+ *   - else it MAY train.
+ * Wrappers (env, nice, timeout, numactl, ...) are looked through. Nothing is executed; a script is read.
+ */
+#ifndef UNICRON_COMMAND_H
+#define UNICRON_COMMAND_H
+
+#include <stdbool.h>
+
+enum command_kind { COMMAND_UTILITY, COMMAND_MAY_TRAIN, COMMAND_TRAINS };
+
+struct command {
+	enum command_kind kind;
+	bool launches;    /* it starts the ranks of its node itself: torchrun, mpirun, ... */
+};
+
+struct command command_of(char *const argv[]);
+
+#endif

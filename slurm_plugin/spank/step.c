@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "step.h"
+
+static bool read_number(spank_t sp, const char *name, int64_t *value)
+{
+	char text[32], *end;
+	int64_t number;
+
+	if (spank_getenv(sp, name, text, sizeof(text)) != ESPANK_SUCCESS)
+		return (false);
+	number = strtoll(text, &end, 10);
+	if (end == text || *end != '\0' || number < 0)
+		return (false);
+	*value = number;
+	return (true);
+}
+
+/* The most of Slurm's "2(x3),1". */
+static int64_t most_tasks(const char *text)
+{
+	int64_t most = 1;
+
+	while (text != NULL) {
+		int64_t count = strtoll(text, NULL, 10);
+
+		if (count > most)
+			most = count;
+		text = strchr(text, ',');
+		text = text != NULL ? text + 1 : NULL;
+	}
+	return (most);
+}
+
+void step_read(spank_t sp, struct step *step)
+{
+	char text[4096];
+	uint32_t here = 0;
+	int argc = 0;
+	spank_err_t rc;
+	char **argv = NULL;
+
+	memset(step, 0, sizeof(*step));
+	step->command.kind = COMMAND_MAY_TRAIN;
+	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
+		step->command = command_of(argv);
+	step->tasks = 1;
+	/* A list that was cut short still tells of its beginning, and this node's own count is known in any case. */
+	rc = spank_getenv(sp, "SLURM_STEP_TASKS_PER_NODE", text, sizeof(text));
+	if (rc == ESPANK_SUCCESS || rc == ESPANK_NOSPACE)
+		step->tasks = most_tasks(text);
+	if (spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &here) == ESPANK_SUCCESS && here > step->tasks)
+		step->tasks = here;
+	step->nodes = step->job_nodes = 1;
+	read_number(sp, "SLURM_STEP_NUM_NODES", &step->nodes);
+	if (!read_number(sp, "SLURM_JOB_NUM_NODES", &step->job_nodes))
+		step->job_nodes = step->nodes;
+	step->ranks = 1;
+	if (!read_number(sp, "UNICRON_RANKS_PER_NODE", &step->ranks))
+		read_number(sp, "SLURM_GPUS_ON_NODE", &step->ranks);
+	step->element = spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS;
+	step->container = spank_getenv(sp, "SLURM_CONTAINER", text, sizeof(text)) == ESPANK_SUCCESS && text[0] != '\0';
+}
+
+enum step_verdict step_judge(const struct step *step, bool asked, char reason[UNICRON_REASON_MAX])
+{
+	reason[0] = '\0';
+	if (step->command.kind == COMMAND_UTILITY)
+		return (STEP_UNTOUCHED);
+	if (!asked && step->command.kind != COMMAND_TRAINS)
+		return (STEP_UNTOUCHED);
+	if (step->tasks > 1)
+		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " tasks on a node, and the agent starts a node's ranks itself: "
+			 "give it one (--ntasks-per-node=1)", step->tasks);
+	else if (step->container)
+		snprintf(reason, UNICRON_REASON_MAX, "it runs in a container (--container), where no agent is");
+	else if (step->element && step->nodes > 1)
+		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " nodes of an array's element: give each element one (--nodes=1)",
+			 step->nodes);
+	else if (step->nodes == 1 && step->job_nodes > 1)
+		snprintf(reason, UNICRON_REASON_MAX, "it has one of the job's %" PRId64 " nodes: a training has all of them",
+			 step->job_nodes);
+	else if (step->command.launches && step->ranks > 1)
+		snprintf(reason, UNICRON_REASON_MAX, "its command starts the ranks of a node, and so would the agent: "
+			 "name the script itself, as in srun python train.py");
+	else
+		return (STEP_PROTECTED);
+	return (asked ? STEP_UNPROTECTED : STEP_UNTOUCHED);
+}

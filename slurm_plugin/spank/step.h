@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which steps get an agent: those that train, one task on each node of the job. The others run untouched. */
+#ifndef UNICRON_STEP_H
+#define UNICRON_STEP_H
+
+#include "command.h"
+#include "unicron.h"
+
+#define UNICRON_REASON_MAX 256
+
+struct step {
+	struct command command;
+	int64_t tasks;        /* the most on one node */
+	int64_t nodes;        /* of this step */
+	int64_t job_nodes;    /* of its allocation */
+	int64_t ranks;        /* that an agent would start on a node */
+	bool element;         /* the allocation is a task of a job array */
+	bool container;       /* srun --container: the task's root is another one */
+};
+
+enum step_verdict {
+	STEP_PROTECTED,
+	STEP_UNTOUCHED,       /* nobody meant it to be protected */
+	STEP_UNPROTECTED,     /* somebody may have meant it: `reason` says why it is not */
+};
+
+/* Pure. asked: the user said --unicron in some way; else the administrator's default=on did. */
+enum step_verdict step_judge(const struct step *step, bool asked, char reason[UNICRON_REASON_MAX]);
+
+/* What Slurm tells of the step at hand: in a remote context, as the user. */
+void step_read(spank_t sp, struct step *step);
+
+#endif

@@ -1,0 +1,41 @@
+"""What the agent leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron_ctl.agent.mode import Mode
+from unicron_ctl.agent.untouched import meant, why_by_shape
+from unicron_ctl.protocol.wire import RESTART, SESSION
+
+DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
+ELEMENT = {"SLURM_ARRAY_TASK_ID": "3"}
+PLAIN = "import torch\n"
+LIGHTNING = "print(os.environ['SLURM_PROCID'])"
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "script", "ranks", "protected"),
+    [
+        (DEFAULT, RESTART, PLAIN, 1, True),
+        (DEFAULT | ELEMENT, SESSION, PLAIN, 8, True),
+        (DEFAULT | ELEMENT, RESTART, PLAIN, 1, False),
+        (DEFAULT, RESTART, PLAIN, 8, False),
+        (DEFAULT, RESTART, LIGHTNING, 1, False),
+        (DEFAULT, RESTART, "module submitit.core._submit is none of the job's own", 1, False),
+        ({}, RESTART, LIGHTNING, 8, True),
+        (ELEMENT, RESTART, PLAIN, 1, True),
+    ],
+)
+def test_the_administrators_default_protects_only_what_was_meant(
+    environment: dict[str, str], mode: str, script: str, ranks: int, protected: bool
+) -> None:
+    assert meant(Mode(mode, script, text=script), ranks, environment) is protected
+
+
+@pytest.mark.parametrize(
+    ("tasks", "many"), [("1", ""), ("1(x4)", ""), ("8(x2)", "8 tasks"), ("1,2(x3),1", "2 tasks"), ("", ""), ("x", "")]
+)
+def test_a_step_of_several_tasks_a_node(tasks: str, many: str) -> None:
+    why = why_by_shape({"SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert bool(why) is bool(many) and many in why
