@@ -36,9 +36,11 @@ from sbatch_templates.training_metrics import MetricsError, read_metrics
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY, json_lines
 from tests.support.processes import LIMIT, ROOT, UNICRONCTL, outside_slurm, wait_for
+from unicron_ctl.addresses import join
 from unicron_ctl.demo.stage import MODEL_OPTIONS, TEMPLATES
 from unicron_ctl.localslurm import LocalCluster
-from unicron_ctl.localslurm.network import HEAD, MOUNTS
+from unicron_ctl.localslurm.network import HEAD, IPV4, MOUNTS
+from unicron_ctl.protocol.client import ask
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
 PORT = 7451
@@ -59,7 +61,8 @@ class HeadController(Controller):
         self.way_in = cluster.enter(HEAD)
         self.namespace = MOUNTS / cluster.layout.network.namespace(HEAD)
         self._asker = ThreadPoolExecutor(1, initializer=self._enter)
-        self._listen = f"tcp://{cluster.address(HEAD)}:{PORT}"
+        self._reached = f"tcp://{join(cluster.address(HEAD), PORT)}"
+        self._listen = self._reached if cluster.spec.family == IPV4 else f"tcp://[::]:{PORT}"
         self._munge = os.environ.get("MUNGE_SOCKET")
         os.environ["MUNGE_SOCKET"] = cluster.env()["MUNGE_SOCKET"]  # who asks is shown by this cluster's munge
         super().__init__(folder, settings, outside_slurm() | cluster.env())
@@ -82,7 +85,11 @@ class HeadController(Controller):
         shutil.rmtree(self.state_folder)
 
     def ask(self, kind: str, **arguments: Any) -> Any:
-        return self._asker.submit(super().ask, kind, **arguments).result(LIMIT)
+        question = {
+            "kind": kind,
+            **arguments,
+        }  # by number: the asker is on the head's network, but not of its /etc/hosts
+        return self._asker.submit(ask, question, self._reached, timeout=30.0).result(LIMIT)
 
     def close(self) -> None:
         if self.alive:
@@ -198,7 +205,7 @@ class LinksCluster:
     """Nodes n1 ... nN and a head, each with its own link, and a unicrond on the head. A context manager.
 
     settings: lines of [controller]. plugin: the built SPANK plugin; without it the agent is written in the jobs.
-    config_lines: lines of slurm.conf.
+    config_lines: lines of slurm.conf. family: of the hosts' addresses; with both, Slurm itself uses IPv4.
     """
 
     def __init__(
@@ -208,11 +215,12 @@ class LinksCluster:
         settings: str = "",
         plugin: Path | None = None,
         config_lines: Sequence[str] = (),
+        family: str = IPV4,
     ):
         self.folder, self.plugin = folder, plugin
         folder.mkdir(parents=True, exist_ok=True)
         self.cluster = LocalCluster(
-            folder / "slurm", nodes=nodes, gpus_per_node=1, config_lines=config_lines, links=True
+            folder / "slurm", nodes=nodes, gpus_per_node=1, config_lines=config_lines, links=True, family=family
         )
         self.environment = outside_slurm() | self.cluster.env() | {"OMP_NUM_THREADS": "1"}
         self.environment["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.environment["PATH"]])

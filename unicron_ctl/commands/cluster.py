@@ -35,6 +35,9 @@ def command() -> None:
 @click.option("--unicron", "protected", is_flag=True, help="With unicrond and the plugin: jobs can be healed.")
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
 @click.option("--topology", "topology_lines", multiple=True, metavar="LINE", help="A line of topology.conf (a tree).")
+@click.option(
+    "--family", default="ipv4", metavar="ipv4|ipv6|both", help="Of the addresses with --links.", show_default=True
+)
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @click.option("--accounting", is_flag=True, help="With slurmdbd and a private MariaDB, for sacct.")
 @_state_dir
@@ -46,6 +49,7 @@ def up(
     protected: bool,
     config_lines: tuple[str, ...],
     topology_lines: tuple[str, ...],
+    family: str,
     links: bool,
     accounting: bool,
     state_dir: Path,
@@ -57,7 +61,7 @@ def up(
         protection.plugin_line("")  # before anything is started
         plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))
     lines = plugstack_lines, auth, config_lines
-    cluster = LocalCluster(state_dir, nodes, gpus_per_node, *lines, links, topology_lines, accounting)
+    cluster = LocalCluster(state_dir, nodes, gpus_per_node, *lines, links, topology_lines, accounting, family)
     try:
         cluster.up()
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron_ctl.localslurm import accounting
 from unicron_ctl.localslurm.layout import Layout, Spec
-from unicron_ctl.localslurm.network import HEAD, Network
+from unicron_ctl.localslurm.network import HEAD, IPV6
 
 CPUS_PER_NODE = 4
 MEMORY_MB = 2000
@@ -57,6 +57,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "SlurmctldTimeout=10",
         "MessageTimeout=10",
         "InactiveLimit=0",
+        "CommunicationParameters=EnableIPv6,DisableIPv4" if spec.family == IPV6 else "",
         "KillWait=2",
         "WaitTime=0",
         "UnkillableStepTimeout=20",
@@ -87,13 +88,13 @@ def task_prolog(layout: Layout) -> str:
 
 def _head(spec: Spec, hostname: str) -> str:
     """The host of slurmctld and its address."""
-    return f"{HEAD}({Network.address(spec.network, HEAD)})" if spec.links else f"{hostname}(127.0.0.1)"
+    return f"{HEAD}({spec.address(HEAD)})" if spec.links else f"{hostname}(127.0.0.1)"
 
 
 def _place(spec: Spec, node: str, hostname: str) -> str:
     """How slurmctld reaches a node's slurmd. A node with a namespace of its own is called by its own name there."""
     if spec.links:
-        return f"NodeAddr={Network.address(spec.network, node)}"
+        return f"NodeAddr={spec.address(node)}"
     return f"NodeHostname={hostname} NodeAddr=127.0.0.1"
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.localslurm.network import Network
+from unicron_ctl.localslurm.network import BOTH, IPV4, IPV6, Network
 from unicron_ctl.localslurm.processes import Marks
 
 STATE_FILE = "cluster.json"
@@ -32,6 +32,7 @@ class Spec:
     links: bool = False
     network: str = ""
     accounting: bool = False
+    family: str = IPV4
 
     def check(self) -> None:
         """Raises UserError (wrong use) for values that no cluster can have."""
@@ -41,8 +42,16 @@ class Spec:
             raise UserError(f"a node has 0 to 64 GPUs, not {self.gpus_per_node}", WRONG_USE)
         if self.auth not in ("munge", "none"):
             raise UserError(f"auth is munge or none, not {self.auth!r}", WRONG_USE)
+        if self.family not in (IPV4, IPV6, BOTH):
+            raise UserError(f"a family of addresses is {IPV4}, {IPV6} or {BOTH}, not {self.family!r}", WRONG_USE)
+        if self.family != IPV4 and not self.links:
+            raise UserError("only a cluster with links has a family of addresses to choose: add --links", WRONG_USE)
         if self.accounting and self.links:
             raise UserError("a cluster with links has no accounting: choose one of --links and --accounting", WRONG_USE)
+
+    def address(self, host: str) -> str:
+        """The numeric address by which Slurm finds a host of a cluster with links."""
+        return Network.address(self.network, host, IPV6 if self.family == IPV6 else IPV4)
 
     @property
     def node_names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from unicron_ctl.errors import WRONG_USE, UserError
 from unicron_ctl.localslurm import accounting, binaries, configuration, network, ports, processes, tombstone
 from unicron_ctl.localslurm.layout import Layout, Spec
 from unicron_ctl.localslurm.links import Links, check_host
-from unicron_ctl.localslurm.network import HEAD, OUTSIDE, Network
+from unicron_ctl.localslurm.network import HEAD, IPV4, OUTSIDE
 from unicron_ctl.localslurm.processes import Process
 from unicron_ctl.slurm.client import NodeInfo, SlurmError
 from unicron_ctl.slurm.command_line import CommandLineClient
@@ -36,9 +36,9 @@ class LocalCluster:
 
     `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes), `topology_lines`, a tree of
     switches, to topology.conf. With `links`, which needs root, each node and the head are in a network namespace of
-    their own, and `links` cuts and mends what is between them. With `with_accounting` there are slurmdbd and a MariaDB,
-    for `sacct`. Jobs and their history live as long as the cluster is up. Methods raise UserError, one line, for
-    whatever people can mend.
+    their own, `links` cuts and mends what is between them, and `family` is that of their addresses. With
+    `with_accounting` there are slurmdbd and a MariaDB, for `sacct`. Jobs and their history live as long as the cluster
+    is up. Methods raise UserError, one line, for whatever people can mend.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class LocalCluster:
         links: bool = False,
         topology_lines: Sequence[str] = (),
         with_accounting: bool = False,
+        family: str = IPV4,
     ) -> None:
         self.layout = Layout(state_dir)
         lines = tuple(plugstack_lines), tuple(config_lines), tuple(topology_lines)
-        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links, accounting=with_accounting)
+        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links, accounting=with_accounting, family=family)
         self.spec.check()
 
     @classmethod
@@ -88,10 +89,11 @@ class LocalCluster:
         return Links(self.layout.network, self.spec.node_names)
 
     def address(self, host: str) -> str:
-        """The IPv4 address of a node or of `head`. Raises UserError (wrong use) for a cluster without links."""
+        """The address of a node or of `head`, of IPv4 unless they have none. Raises UserError (wrong use) for a cluster
+        without links."""
         self._check_links()
         check_host(host, self.spec.node_names)
-        return Network.address(self.spec.network, host)
+        return self.spec.address(host)
 
     def enter(self, host: str) -> list[str]:
         """What to put before a command so that it runs on a node or on `head`. Raises UserError (wrong use)."""
@@ -257,7 +259,7 @@ class LocalCluster:
         if not self.spec.links or not self.layout.network.complete(self.spec.node_names):
             return None
         hosts = (HEAD, *self.spec.node_names, OUTSIDE)
-        addresses = {host: Network.address(self.spec.network, host) for host in hosts}
+        addresses = {host: self.spec.address(host) for host in hosts}
         return {"network": self.spec.network, "addresses": addresses, **dataclasses.asdict(self.links.faults())}
 
     # --- starting ----------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class LocalCluster:
             self.spec = dataclasses.replace(self.spec, ports=ports.choose(count, seed))
         layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
         if self.spec.links:
-            layout.network.make(self.spec.network, self.spec.node_names)
+            layout.network.make(self.spec.network, self.spec.node_names, self.spec.family)
         for path in configuration.gpu_files(layout, self.spec):
             Path(path).touch()
         hostname = socket.gethostname().split(".")[0]

@@ -15,7 +15,7 @@ import os
 import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Network
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 from unicron_ctl.errors import UserError, one_line
@@ -24,6 +24,8 @@ from unicron_ctl.localslurm import binaries
 HEAD, SWITCH, OUTSIDE = "head", "switch", "outside"
 # RFC 2544's network for testing network devices, which nobody routes, and a private one where somebody does.
 POOLS = (IPv4Network("198.18.0.0/15"), IPv4Network("10.192.0.0/12"))
+IPV4, IPV6, BOTH = "ipv4", "ipv6", "both"  # families of addresses that a cluster's hosts may have
+_LOCAL_IPV6, SIZE_IPV6 = 0xFD75_6E63 << 96, 64  # unique local addresses (RFC 4193), one /64 for each network of IPv4
 SIZE = 23  # bits: 510 addresses, for 256 nodes, the head and the leg outside
 MOUNTS = Path("/run/netns")  # where ip-netns(8) keeps the names
 REGISTRY = Path("/run/unicron-links")
@@ -51,10 +53,14 @@ class Network:
     # --- addresses and names -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def address(network: str, host: str) -> str:
-        """The address of the head, of a node n1 ... n256 or of the leg outside, in a network such as 198.18.4.0/23."""
+    def address(network: str, host: str, family: str = IPV4) -> str:
+        """The address of the head, of a node n1 ... n256 or of the leg outside, in a network such as 198.18.4.0/23, or
+        in the one of IPv6 that belongs to it."""
         place = {HEAD: 1, OUTSIDE: 2}.get(host) or _FIRST_NODE + int(host[1:])
-        return str(IPv4Network(network)[place])
+        if family != IPV6:
+            return str(IPv4Network(network)[place])
+        number = int(IPv4Network(network).network_address)
+        return str(IPv6Network((_LOCAL_IPV6 + (number << 64), SIZE_IPV6))[place])
 
     def namespace(self, host: str) -> str:
         """The name of a host's namespace, as `ip netns` lists it."""
@@ -97,11 +103,18 @@ class Network:
             os.replace(draft, self._entry)
             return str(network)
 
-    def make(self, network: str, nodes: Sequence[str]) -> None:
+    def make(self, network: str, nodes: Sequence[str], family: str = IPV4) -> None:
         """Makes all namespaces and links, and brings them up. Raises UserError with the tool's word."""
-        hosts, bits = (HEAD, *nodes), IPv4Network(network).prefixlen
-        hosts_file = [f"{self.address(network, host)} {host}" for host in (*hosts, OUTSIDE)]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts_file]) + "\n")
+        hosts = (HEAD, *nodes)
+        kinds = [kind for kind in (IPV6, IPV4) if family in (kind, BOTH)]
+        hosts_file = [f"{self.address(network, host, kind)} {host}" for host in (*hosts, OUTSIDE) for kind in kinds]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *hosts_file]) + "\n")
+
+        def has(host: str, interface: str) -> list[str]:
+            six = f"addr add {self.address(network, host, IPV6)}/{SIZE_IPV6} dev {interface} nodad"
+            four = f"addr add {self.address(network, host)}/{SIZE} dev {interface}"
+            return [{IPV6: six, IPV4: four}[kind] for kind in kinds]
+
         _ip([f"netns add {self.namespace(host)}" for host in (SWITCH, *hosts)])
         switch = ["link add br0 type bridge", "link set br0 up", "link set lo up"]
         for host in hosts:
@@ -111,9 +124,8 @@ class Network:
         switch += [f"link set {OUTSIDE} master br0 up"]
         _ip(switch, self.namespace(SWITCH))
         for host in hosts:
-            own = [f"addr add {self.address(network, host)}/{bits} dev eth0", "link set eth0 up", "link set lo up"]
-            _ip(own, self.namespace(host))
-        _ip([f"addr add {self.address(network, OUTSIDE)}/{bits} dev {self.leg}", f"link set {self.leg} up"])
+            _ip([*has(host, "eth0"), "link set eth0 up", "link set lo up"], self.namespace(host))
+        _ip([*has(OUTSIDE, self.leg), f"link set {self.leg} up"])
 
     def remove(self) -> None:
         """Removes all that `make` has made, or has begun to; the links and the rules go with the namespaces.
