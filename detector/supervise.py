@@ -74,13 +74,20 @@ class Forked:
 
 class Child:
     """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept. keep: descriptors that it inherits."""
+    kept. keep: descriptors that it inherits; stdin: its standard input, this process's own where none is given."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int] = ()):
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        keep: Sequence[int] = (),
+        stdin: int | None = None,
+    ):
         parent = os.getpid()
         process = subprocess.Popen(
             command,
             env=dict(environment),
+            stdin=stdin,
             stderr=subprocess.PIPE,
             process_group=0,
             preexec_fn=lambda: _die_with_parent(parent),

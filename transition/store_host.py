@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-LOOK_SECONDS = 10.0  # between two looks at the keys
-QUIET_SECONDS = 60.0  # without a new key; a connection is given up within a third of it (groups.ENTER_TIMEOUT)
+KEYS_SECONDS = 10.0  # between two looks at the keys
+KEPT_KEYS_SECONDS = 60.0  # without a new key; a connection is given up within a third of it (groups.ENTER_TIMEOUT)
 _GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # what the controller's and the agents' prefixes begin with
 
 
@@ -34,7 +34,7 @@ class OldKeys:
         self._changed: dict[str, float] = {}  # prefix -> when it had a new key
 
     def removable(self, keys: Iterable[str], now: float) -> list[str]:
-        """Keys of generations before the newest, to which no key was added for QUIET_SECONDS."""
+        """Keys of generations before the newest, to which no key was added for KEPT_KEYS_SECONDS."""
         of_prefix: dict[str, list[str]] = {}
         number: dict[str, int] = {}
         for key in keys:
@@ -45,7 +45,9 @@ class OldKeys:
                     self._changed[match[1]] = now
         newest = max(number.values(), default=0)
         old = [
-            prefix for prefix in of_prefix if number[prefix] < newest and now - self._changed[prefix] >= QUIET_SECONDS
+            prefix
+            for prefix in of_prefix
+            if number[prefix] < newest and now - self._changed[prefix] >= KEPT_KEYS_SECONDS
         ]
         removed = [key for prefix in old for key in of_prefix[prefix]]
         self._known = {key for found in of_prefix.values() for key in found}.difference(removed)
@@ -69,7 +71,7 @@ def main() -> None:
     old = OldKeys()
     inputs = [] if sys.argv[1:] == ["forked"] else [sys.stdin.fileno()]
     while True:
-        ready, _, _ = select.select(inputs, [], [], LOOK_SECONDS)
+        ready, _, _ = select.select(inputs, [], [], KEYS_SECONDS)
         if ready and not os.read(ready[0], 1 << 16):
             return
         with contextlib.suppress(RuntimeError):  # the ranks need the store more than its memory

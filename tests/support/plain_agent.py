@@ -11,6 +11,8 @@ from unicron_ctl.protocol import wire
 class PlainAgent(FakeAgent):
     """What `RestartAgent` does, at once."""
 
+    restarts = True
+
     def __init__(self, world: World, job: str, element: int, node: str, mode: str = "restart", **more):
         super().__init__(world, job, element, node, **more)
         self.settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason="train.py does not import it")

@@ -35,6 +35,8 @@ class FakeAgent:
     has begun first, at once while it is `prompt`, else when :meth:`finish` says so.
     """
 
+    restarts = False  # its ranks are plain programs
+
     def __init__(
         self,
         world: World,
@@ -76,6 +78,7 @@ class FakeAgent:
         self.asker = EVERYBODY  # who makes its credentials
         self.cut = False  # it lives, and is silent only to the controller
         self.killed = False  # its node lives, and says so
+        self.fenced = self.restarts  # its processes end by themselves where it is cut off
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
@@ -155,6 +158,7 @@ class FakeAgent:
                     moved=self.moved,
                     failing=self.failing,
                     refusing=self.refusing,
+                    fenced=self.fenced,
                     ranks=dict(self.ranks),
                 ),
             )

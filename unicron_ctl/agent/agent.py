@@ -238,7 +238,7 @@ class Agent:
             ("report", partial(self._reports.turn, now)),
             ("look after the memory", partial(self._memory.turn, now)),
             ("look after the copies", partial(self._copies.turn, now)),
-            ("look after the template", lambda: self._warmth.turn(now, self._store.pid)),
+            ("look after the template", lambda: self._warmth.turn(now, self._child_pid)),
             ("look after the processes", lambda: self._processes.turn(self.ranks.values())),
             ("begin what was forked", self._settle),
             ("answer at the door", self._witness.door.answer),
@@ -247,6 +247,11 @@ class Agent:
             ("end", partial(self._end_if_over, now)),
         ):
             attempt(what, step)
+
+    @property
+    def _child_pid(self) -> int | None:
+        """Of a child beside the ranks and their template, for which somebody waits."""
+        return self._store.pid
 
     def _wait(self) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 MOST_TOLD = 50  # different errors; an agent that finds ever new ones must not fill the job's log
-PAUSE_SECONDS = 0.02  # after an error: one that comes back at once must not take a core
+ERROR_SECONDS = 0.02  # after an error: one that comes back at once must not take a core
 Result = TypeVar("Result")
 
 
@@ -29,7 +29,7 @@ class Containment:
             return work()
         except Exception as error:
             self._tell(what, error)
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(ERROR_SECONDS)
             return None
 
     def _tell(self, what: str, error: Exception) -> None:

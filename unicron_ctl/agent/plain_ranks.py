@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from transition.memory import cuts
 from unicron_ctl.agent.agent import Agent
+from unicron_ctl.agent.fence import Fence
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import COLD, STOP_SECONDS, Rank, package_path
 from unicron_ctl.agent.static_world import FIRST_PORT, PORTS, World, outside_the_step
@@ -139,6 +140,7 @@ class RestartAgent(Agent):
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._copies.plain = True
+        self._fence = Fence(self._log.say, self._polling.watch, self._polling.unwatch)
         self._base = {
             **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
             "PYTHONPATH": package_path(os.environ),
@@ -146,13 +148,26 @@ class RestartAgent(Agent):
         }
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
+        self._shares_doors: list[str] = []  # of the last plan
 
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
         per_node = self.place.settings.ranks_per_node
         one, other = World(0, 1, per_node, "a", 1, self.place.job), World(1, 3, per_node, "b", 2, self.place.job, 1)
         return one.environment(0, self._base), other.environment(1, self._base)
 
+    @property
+    def _child_pid(self) -> int | None:
+        return self._fence.pid
+
+    def close(self) -> None:
+        super().close()
+        self._containment.attempt("end the watchdog", self._fence.close)
+
     # ------------------------------------------------------------ orders
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        self._shares_doors = share.doors
+        super()._on_plan(share)
+
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         if isinstance(message, wire.Plan):
             self._enter(message)
@@ -179,6 +194,7 @@ class RestartAgent(Agent):
             return
         world, self._began = world_of(plan, self.place), time.monotonic()
         self._store.close()
+        self._fence.enter(self._shares_doors, self._began)
         for rank in ready:
             rank.enter(
                 plan.generation,
@@ -218,6 +234,19 @@ class RestartAgent(Agent):
     def _serve(self, seconds: float) -> None:
         super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() else seconds)
         self._press()
+        self._containment.attempt("look after the lease", self._check_lease)
+
+    def _check_lease(self) -> None:
+        """The processes of a world from which this node is cut off end."""
+        inside = [rank for rank in self._plain.values() if rank.child is not None]
+        pids = [rank.child.pid for rank in inside if rank.child is not None]
+        if self._fence.turn(self._line.up, self._trials.muted, pids, time.monotonic()):
+            self._log.say(self._fence.told())
+            for rank in inside:
+                rank.kill()
+        if self._reports.fenced != self._fence.holds:
+            self._reports.fenced = self._fence.holds
+            self._send_status()
 
     def _end_if_over(self, now: float) -> None:
         """A node that is through waits for the others: if one of them fails, all start again."""

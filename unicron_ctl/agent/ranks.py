@@ -25,8 +25,8 @@ STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
 
 CANNOT_START = 127  # as a shell says it
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descriptors, processes, memory: it may get some
-TRY_SECONDS = 60.0  # for a process that cannot be started for want of those
-AGAIN_SECONDS = 1.0
+START_SECONDS = 60.0  # for a process that cannot be started for want of those
+START_AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
@@ -69,7 +69,7 @@ class Rank:
 
     def _begin(self, environment: Mapping[str, str]) -> None:
         """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
-        self._tries_until = time.monotonic() + TRY_SECONDS
+        self._tries_until = time.monotonic() + START_SECONDS
         self._try(environment)
 
     def retry(self) -> None:
@@ -108,7 +108,7 @@ class Rank:
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
         passes = isinstance(error, MemoryError) or error.errno in PASSING
         if passes and (now := time.monotonic()) < self._tries_until:
-            self.again, self.short = now + AGAIN_SECONDS, why
+            self.again, self.short = now + START_AGAIN_SECONDS, why
         else:
             self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {why}")
 

@@ -23,8 +23,8 @@ COLD_TEXT = 400  # characters of a reason
 class Reports:
     """identity: the agent's id. send: to the controller, if there is one.
 
-    sent_at: when the last status was made. dirty: there is progress that it does not tell. pinged: the number of the
-    last Ping.
+    sent_at: when the last status was made. fenced: its processes end by themselves where they are cut off. dirty: there
+    is progress that it does not tell. pinged: the number of the last Ping.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Reports:
         self.sent_at = 0.0
         self.dirty = False
         self.pinged = 0
+        self.fenced = False
         self.node: NodeWatch | None = None
 
     def wait(self, now: float) -> float:
@@ -88,6 +89,7 @@ class Reports:
                 refusing=self._copies.refusing(now),
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                 saved=self._copies.saved(),
+                fenced=self.fenced,
                 ranks=statuses,
                 cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
             )

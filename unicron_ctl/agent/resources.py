@@ -11,7 +11,7 @@ from unicron_ctl.descriptors import open_files, raise_limit
 DESCRIPTORS = 100  # sockets, pipes and files of the agent itself
 FOR_A_RANK = 8
 THREADS = 16
-TRY_SECONDS = 5.0
+THREADS_SECONDS = 5.0
 
 
 def shortage(ranks: int) -> str:
@@ -37,7 +37,7 @@ def _threads(needed: int) -> str:
     started: list[threading.Thread] = []
     try:
         for _ in range(needed):
-            thread = threading.Thread(target=done.wait, args=(TRY_SECONDS,), name="unicron-try", daemon=True)
+            thread = threading.Thread(target=done.wait, args=(THREADS_SECONDS,), name="unicron-try", daemon=True)
             thread.start()
             started.append(thread)
     except (RuntimeError, MemoryError):

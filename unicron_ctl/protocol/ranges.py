@@ -33,6 +33,7 @@ REASON = 100_000  # characters: of what the controller says
 CREDENTIAL = 65_536
 NODE_EVENTS = 1 << 40
 MOST_LEADERS = 16  # agents that may act for the controller
+MOST_DOORS = 64  # that an agent of a plain world tries; in larger worlds they are some of each agent's own
 MOST_LAYOUTS = 64  # in which a job can run
 KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once

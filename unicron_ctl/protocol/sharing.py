@@ -79,6 +79,7 @@ def share(
     slots: Iterable[int],
     peers: Sequence[wire.Peer] = (),
     heads: Mapping[int, int] | None = None,
+    doors: Sequence[str] = (),
 ) -> wire.PlanShare:
     """What the agent with these slots is told; `encoded` is :func:`common` of the plan, and `heads` are
     :func:`transition.layout.heads_of` its members, for who tells many agents."""
@@ -86,7 +87,7 @@ def share(
         heads = layout.heads_of(plan.members, plan.replica)
     own = dict.fromkeys(heads.get(slot, slot) for slot in slots)
     micro_batches = {slot: plan.assignment[slot] for slot in own if slot in plan.assignment}
-    return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers))
+    return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers), doors=list(doors))
 
 
 def whole(part: wire.PlanShare) -> wire.Plan:

@@ -256,6 +256,7 @@ class Status(Message, tag="status"):
     # Those that stay: of cuts. While no rank trains, those of the last iterations too.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
+    fenced: bool = False  # restart mode: its processes end by themselves where it is cut off from their world
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
     cold: Annotated[
         dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)
@@ -491,11 +492,13 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class PlanShare(Message, tag="plan_share"):
     """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
-    micro-batches of the replicas in which it has a slot. peers: all agents of the generation, for its leaders only."""
+    micro-batches of the replicas in which it has a slot. peers: all agents of the generation, for its leaders only.
+    doors: in restart mode those of other agents of the generation, host:port."""
 
     common: msgspec.Raw
     assignment: ranges.Assignment = {}
     peers: Annotated[list[Peer], Meta(max_length=ranges.MOST_ELEMENTS)] = []
+    doors: Annotated[list[ranges.NoName], Meta(max_length=ranges.MOST_DOORS)] = []
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.processes import ROOT, outside_slurm, wait_for
 from transition import store_host
-from transition.store_host import LOOK_SECONDS, QUIET_SECONDS, OldKeys, forget
+from transition.store_host import KEPT_KEYS_SECONDS, KEYS_SECONDS, OldKeys, forget
 
 LIMIT = datetime.timedelta(seconds=30)
 RANKS = 2
@@ -47,27 +47,27 @@ def test_a_thousand_generations_leave_no_more_keys_than_a_few(store):
         else:
             form(store, clients, f"7.g{generation}")
         of_one = max(of_one, sum(key.startswith(f"7.g{generation}/") for key in store.list_keys()))
-        forget(store, old, generation * LOOK_SECONDS)
+        forget(store, old, generation * KEYS_SECONDS)
         most = max(most, store.num_keys())
-    assert 0 < of_one <= most <= of_one * (QUIET_SECONDS / LOOK_SECONDS + 2)
+    assert 0 < of_one <= most <= of_one * (KEPT_KEYS_SECONDS / KEYS_SECONDS + 2)
 
 
 def test_the_newest_generation_and_what_still_grows_stay():
     old = OldKeys()
     keys = ["7.g1/a", "7.g2/a", "7.g2.1.0/b", "other"]
     assert not old.removable(keys, 0.0)
-    assert not old.removable([*keys, "7.g3/a"], QUIET_SECONDS - 1)
+    assert not old.removable([*keys, "7.g3/a"], KEPT_KEYS_SECONDS - 1)
     keys = [*keys, "7.g3/a", "7.g1/late"]  # of a group that lives on
-    assert sorted(old.removable(keys, QUIET_SECONDS)) == ["7.g2.1.0/b", "7.g2/a"]
+    assert sorted(old.removable(keys, KEPT_KEYS_SECONDS)) == ["7.g2.1.0/b", "7.g2/a"]
     keys = ["7.g1/a", "7.g1/late", "7.g3/a", "other"]
-    assert not old.removable(keys, 2 * QUIET_SECONDS - 1)
-    assert sorted(old.removable(keys, 2 * QUIET_SECONDS)) == ["7.g1/a", "7.g1/late"]
-    assert not old.removable(["7.g3/a", "other"], 100 * QUIET_SECONDS)
+    assert not old.removable(keys, 2 * KEPT_KEYS_SECONDS - 1)
+    assert sorted(old.removable(keys, 2 * KEPT_KEYS_SECONDS)) == ["7.g1/a", "7.g1/late"]
+    assert not old.removable(["7.g3/a", "other"], 100 * KEPT_KEYS_SECONDS)
 
 
 QUICK = """
 from transition import store_host
-store_host.LOOK_SECONDS, store_host.QUIET_SECONDS = 0.05, 0.2
+store_host.KEYS_SECONDS, store_host.KEPT_KEYS_SECONDS = 0.05, 0.2
 store_host.main()
 """
 
@@ -94,4 +94,4 @@ def test_a_nodes_store_does_so_and_ends_with_its_input():
 def test_a_generation_has_time_to_be_entered():
     from transition.groups import ENTER_TIMEOUT
 
-    assert 3 * ENTER_TIMEOUT <= store_host.QUIET_SECONDS
+    assert 3 * ENTER_TIMEOUT <= store_host.KEPT_KEYS_SECONDS

@@ -25,7 +25,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.plan.layouts import lost_seconds
-from unicron_ctl.controller.sense import elsewhere
+from unicron_ctl.controller.sense import elsewhere, fencing
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
@@ -114,7 +114,7 @@ def _strayed(view: View, job: JobView) -> Happening | None:
 def _ready(view: View, job: JobView) -> Happening | None:
     """Enough ranks wait: all that can be expected, or the least that is allowed and nobody came for a while."""
     config, state = view.config, job.state
-    if not _look_now(view, job, len(job.agents)):
+    if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
     whole = waiting_elements(view, job, True)
     slots = sorted(forming_slots(view, job, whole))

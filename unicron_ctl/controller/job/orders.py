@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.job import Ending, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.protocol import sharing, wire
+from unicron_ctl.protocol.ranges import MOST_DOORS
 
 SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
@@ -94,13 +95,27 @@ class Letter:
         if self.plan is None:
             return None
         peers = self.peers if agent.element in self.leaders else ()
-        return sharing.share(self.plan, self.common, agent.slots, peers, self._heads)
+        doors = self._doors(agent.element) if self._job.restart_mode else ()
+        return sharing.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        return elements_of(self.plan.members, self._per_node) if self.plan is not None else []
+
+    def _doors(self, element: int) -> list[str]:
+        """Those by which a plain world's agent sees that others of it are there: all, or some that are its own."""
+        if element not in self._elements:
+            return []
+        at = self._elements.index(element)
+        others = self._elements[at + 1 :] + self._elements[:at]
+        step = max(1, -(-len(others) // MOST_DOORS))
+        records = (self._job.agents.get(other) for other in others[::step])
+        return [record.door for record in records if record is not None and record.door]
 
     @cached_property
     def peers(self) -> list[wire.Peer]:
         """The agents of the plan's members, for those who lead."""
-        elements = elements_of(self.plan.members, self._per_node) if self.plan is not None else []
-        return [peer for element in elements if (peer := reached(self._job, element)) is not None]
+        return [peer for element in self._elements if (peer := reached(self._job, element)) is not None]
 
 
 def _plan(job: JobState) -> wire.Plan | None:

@@ -14,7 +14,9 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.requests import LOST
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
+from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.members import given_up, taken_away
+from unicron_ctl.controller.sense.silence import CLOSED
 from unicron_ctl.controller.sense.slurm import Said, describe
 
 
@@ -25,7 +27,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     if agent is None or _quiet(view, job, agent, element, out):
         return out
     verdict = view.classifier.cause("lost_connection", finding.evidence)
-    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by})", verdict.cause)
+    lives = "" if finding.dead else fencing.fell_silent(view, job, element)
+    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by}){lives}", verdict.cause)
     number = view.state.last_event + 1
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
@@ -50,7 +53,8 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     saw = f" (Slurm saw its task end: {task.reason})" if task else ""
     verdict = task or view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
-    said = f"only the agent on {agent.node} died{saw}, {node}; its element is started again in place"
+    lives = "" if finding.dead or finding.by == CLOSED else fencing.fell_silent(view, job, element)
+    said = f"only the agent on {agent.node} died{saw}, {node}; its element is started again in place{lives}"
     decision = Decision(Severity.SEV2, RESTART, said, verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))

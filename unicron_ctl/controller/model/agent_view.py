@@ -71,6 +71,8 @@ class AgentView:
     """The highest generation that one of its ranks is in, or enters."""
     before: dict[int, RankStatus] = field(default_factory=dict)
     """slot -> the last word of the process that was in it before the present one."""
+    fenced: bool = False
+    """Restart mode: its processes end by themselves where it is cut off."""
     waits: bool = False
     """One of its ranks waits to enter, or would."""
     fresh: bool = False
@@ -122,7 +124,7 @@ class AgentView:
         self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
         self.cut, self.images, self.saved = status.cut, status.images, status.saved
         self.moved, self.unmoved, self.rates = status.moved, status.unmoved, status.rates
-        self.failing, self.refusing = status.failing, status.refusing
+        self.failing, self.refusing, self.fenced = status.failing, status.refusing, status.fenced
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

@@ -59,6 +59,17 @@ class Fetching:
     words: dict[tuple[str, int, int], Told] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Fence:
+    """What an agent of restart mode left behind that fell silent. heard: when it was last; nodes: of its world; fenced:
+    its processes end by themselves where it is cut off."""
+
+    element: int
+    heard: float
+    nodes: int
+    fenced: bool
+
+
 @dataclass
 class LiveJob:
     """One job's agents and what has to be looked at."""
@@ -80,6 +91,10 @@ class LiveJob:
     """Elements with a rank that waits to enter."""
     restarts: set[int] = field(default_factory=set)
     """Elements in which a process is to be ended or started."""
+    fences: dict[str, Fence] = field(default_factory=dict)
+    """Restart mode: agents that fell silent, whose processes may live (`sense.fencing`)."""
+    fences_known: bool = False
+    """What the controller before this one knew of such agents is there, too."""
     stalled: float = 0.0
     """Seconds of the present phase in which this process stood still."""
     stepped: Stepped = field(default_factory=Stepped)

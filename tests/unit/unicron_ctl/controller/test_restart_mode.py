@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.agreement.lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron_ctl.commands import tables
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.job import injection, modes
@@ -13,6 +14,9 @@ from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.protocol import wire
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
+
+
+FENCED = MINORITY_SECONDS + MARGIN_SECONDS  # for which a new world waits for what fell silent
 
 
 def start(world: World, nodes: int = 3, **settings) -> list[PlainAgent]:
@@ -64,7 +68,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     agents = start(world, min_nodes=2)
     world.run(100)
     agents[2].silent = True
-    world.run(8)
+    world.run(FENCED + 8)
     assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
     back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=2)
     back.register()
@@ -79,11 +83,75 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     world.check_replay()
 
 
+def fell_silent(count: int = 1, nodes: int = 4, **changes) -> World:
+    """A world that has lost agents: they and their nodes say nothing any more."""
+    world = World()
+    agents = start(world, nodes=nodes)
+    world.run(100)
+    for agent in agents[-count:]:
+        for name, value in changes.items():
+            setattr(agent, name, value)
+        agent.status()
+        agent.silent = True
+    return world
+
+
+def test_a_new_world_waits_for_the_lease_of_what_fell_silent():
+    """Its processes may live, and write the same files."""
+    world = fell_silent()
+    world.run(FENCED - 5)
+    assert world.job().phase == "forming" and len(plans(world)) == 1
+    (failure,) = world.job().failures
+    assert "no new world begins for" in failure.reason
+    world.run(15)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    world.check_replay()
+
+
+def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
+    world = fell_silent(fenced=False)
+    world.run(world.config.state_wait_seconds - 10)
+    assert world.job().phase == "forming" and len(plans(world)) == 1
+    world.run(30)
+    assert sorted(world.job().members) == [0, 1, 2]
+
+
+def test_who_comes_back_and_has_stopped_is_waited_for_no_longer():
+    world = fell_silent()
+    world.run(10)
+    silent = world.agents[-1]
+    silent.silent = False
+    silent.status()
+    world.run(8)
+    assert sorted(world.job().members) == [0, 1, 2, 3] and world.job().phase == "running"
+
+
+def test_the_wait_holds_over_a_restart_of_the_controller():
+    world = fell_silent()
+    world.run(10)
+    assert world.job().phase == "forming"
+    world.restart()
+    world.run(FENCED - 10)
+    assert world.job().phase == "forming" and len(plans(world)) == 1
+    world.run(20)
+    assert sorted(world.job().members) == [0, 1, 2]
+
+
+def test_an_agent_that_died_on_a_living_node_is_not_waited_for():
+    """Its node refuses connections at its door: its processes died with it."""
+    world = World()
+    agents = start(world, nodes=4)
+    world.run(100)
+    agents[3].killed = agents[3].silent = True
+    world.run(12)
+    assert sorted(world.job().members) == [0, 1, 2]
+
+
 def test_no_world_below_the_minimum():
     world = World()
     agents = start(world, min_nodes=3)
     agents[2].silent = True
-    world.run(30)
+    world.run(FENCED + 30)
     assert world.job().phase == "forming" and len(plans(world)) == 1
     back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=3)
     back.register()
@@ -96,7 +164,7 @@ def test_a_newcomer_that_is_not_worth_a_restart_waits_for_the_next_one():
     world = World(mtbf_node_hours=0.5, checkpoint_seconds=3600.0)
     agents = start(world, nodes=4)
     agents[3].silent = True
-    world.run(8)
+    world.run(FENCED + 8)
     assert len(world.job().members) == 3
     world.run(200)
     back = PlainAgent(world, "1", 3, "n4", nodes=4)
@@ -135,7 +203,7 @@ def test_peers_that_die_of_a_death_are_not_blamed():
         alive[3].silent = True
         for element in range(3):
             alive[element].die(element, code=1, lived=30.0, last_line=RESET)
-        world.run(8)
+        world.run(FENCED + 8)
         assert sorted(world.job().members) == [0, 1, 2]
         back = PlainAgent(world, "1", 3, "n4", nodes=4, name=f"again{turn}")
         back.register()

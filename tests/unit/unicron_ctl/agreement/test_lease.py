@@ -1,0 +1,70 @@
+"""A plain world's lease: who may go on without the controller, and that one side ends before the other begins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.agreement.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, wait_seconds
+
+
+def lease(others: int) -> Lease:
+    made = Lease()
+    made.begin(others, 0.0)
+    made.answered(others, 0.0)
+    return made
+
+
+def test_as_long_as_the_controller_or_all_others_are_there_it_is_renewed():
+    one = lease(3)
+    for now in range(0, 1000, 10):
+        one.connected(now)
+        assert one.until == now + MINORITY_SECONDS
+    for now in range(1000, 100_000, 10):
+        one.answered(3, now)
+        assert one.until > now + MINORITY_SECONDS - 1, "the controller's absence alone ends nothing"
+
+
+@pytest.mark.parametrize(("answers", "limit"), [(0, MINORITY_SECONDS), (1, MINORITY_SECONDS), (2, PART_SECONDS)])
+def test_who_is_cut_off_has_a_limit(answers: int, limit: float):
+    """Of a world of four: oneself and two others are more than half."""
+    one = lease(3)
+    one.connected(100.0)
+    for now in range(100, 400, 2):
+        one.answered(answers, float(now))
+    assert one.until == 100.0 + limit
+
+
+def test_a_world_whose_doors_never_answered_has_none():
+    one = Lease()
+    one.begin(3, 0.0)
+    one.answered(1, 5.0)
+    assert math.isinf(one.until) and not one.armed
+    one.answered(2, 6.0)
+    assert one.armed and one.until == min(6.0 + MINORITY_SECONDS, PART_SECONDS)
+    one.begin(3, 50.0)
+    assert not one.armed, "the next world is another one"
+
+
+def test_alone_there_is_nobody_to_miss():
+    one = lease(0)
+    assert math.isinf(one.until)
+
+
+@given(st.integers(2, 64), st.data())
+def test_of_two_halves_the_one_without_the_controller_ends_before_the_other_begins_anew(nodes: int, data):
+    """Whatever the cut, agents of the far side are told of it within a heartbeat; the near side waits from their last
+    word, which came before."""
+    far = data.draw(st.integers(1, nodes - 1))
+    found_late = data.draw(st.floats(0.0, MARGIN_SECONDS - 5.0))
+    one = lease(nodes - 1)
+    cut = 1000.0
+    one.connected(cut + found_late)
+    until = one.until
+    for now in range(1000, 1400, 2):
+        one.answered(far - 1, now + found_late)
+        until = max(until, one.until) if now < until else until
+    assert until <= cut + wait_seconds(far, nodes - far) - 5.0 + 1e-6

@@ -1,0 +1,47 @@
+"""Ends the processes of a node's ranks when their agent does not renew their lease: it may be stopped, or hang. It is a
+program of its own, which imports nothing that takes time; the agent starts it as a child, which dies with it.
+
+It reads lines: `until SECONDS` on the clock that both share (CLOCK_MONOTONIC), and `ranks PID...`, each the leader of a
+process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+MOST_WAIT = 1.0
+
+
+def main() -> None:
+    """Until its standard input closes."""
+    until, rest = float("inf"), b""
+    ranks: list[int] = []
+    while True:
+        left = max(0.0, until - time.monotonic())
+        ready, _, _ = select.select([0], [], [], min(left, MOST_WAIT) if ranks else None)
+        if ready:
+            data = os.read(0, 65536)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                word, *values = line.split()
+                if word == b"until":
+                    until = float(values[0])
+                elif word == b"ranks":
+                    ranks = [int(value) for value in values]
+        elif ranks and time.monotonic() >= until:
+            for pid in ranks:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+            print(f"unicron: {len(ranks)} processes were ended: nobody has renewed their lease", file=sys.stderr)
+            ranks = []
+
+
+if __name__ == "__main__":
+    main()
