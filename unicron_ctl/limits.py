@@ -131,11 +131,16 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "ENTER_SECONDS", 2.5, "of entering a generation, after which they are asked that"),
     Limit("controller", "PARTED_SECONDS", 5.0, "between two looks whether a node that was left out is reached again"),
     Limit("controller", "HURRY_SECONDS", 0.1, "until the next poll of Slurm when something has changed"),
-    Limit("controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again"),
+    Limit(
+        "controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again; then ever longer"
+    ),
     Limit("controller", "RUN_SECONDS", 10.0, "for the actions of one request; then Slurm is listed again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
+    Limit("controller", "NO_EFFECT_SECONDS", 2.0, "the same for one that Slurm took, and of which nothing has come"),
+    Limit("controller", "ASKED_SECONDS", 60.0, "after a job's end, for which Slurm is still asked about it"),
+    Limit("controller", "LATELY_SECONDS", 3600.0, "the same when the controller starts"),
     Limit("controller", "SETTINGS_SECONDS", 60.0, "between two looks at Slurm's PrivateData and topology"),
     Limit("controller", "CONFIRM_SECONDS", 5.0, "for Slurm to confirm an agent; then its job is healed within itself"),
     Limit("controller", "START_SECONDS", 60.0, "for nodes that come, where a part of the newest state lies in memory"),

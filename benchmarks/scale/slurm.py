@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
 from benchmarks.scale.agents import JOB
 from tests.support.world import FakeSlurm
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Queue
 
 ADDRESS_ROOM = 250  # addresses 127.1.X.Y, X and Y from 1 on
 
@@ -90,8 +90,12 @@ class LiveSlurm(FakeSlurm):
         return super().nodes()
 
     @_told
-    def elements(self) -> list[ElementInfo]:
-        return super().elements()
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
+        return super().elements(jobs)
+
+    @_told
+    def others(self, but: Collection[str] = ()) -> Queue:
+        return super().others(but)
 
     @_told
     def down(self, node: str, reason: str) -> None:

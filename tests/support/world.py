@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 from detector.classify import Classifier
@@ -21,7 +22,7 @@ from unicron_ctl.controller.worker import perform
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import sharing, wire
 from unicron_ctl.reach import Reach
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Queue, SlurmError
 
 MICRO_BATCHES = 8
 CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no two alike
@@ -417,7 +418,11 @@ class FakeSlurm:
             for n, s in self.node_states.items()
         ]
 
-    def elements(self) -> list[ElementInfo]:
+    def others(self, but: Collection[str] = ()) -> Queue:
+        found = [e for e in self.elements() if e.job not in but]
+        return Queue(found, len(self.queue))
+
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
         usual = {"user": "ann", "comment": "", "partition": "main", "priority": 1, "submitted": 1.0}
         return [
             ElementInfo(
@@ -427,6 +432,7 @@ class FakeSlurm:
                 **{**usual, "name": f"job{job}", **{name: value for name, value in e.items() if name != "pin"}},
             )
             for (job, element), e in self.queue.items()
+            if jobs is None or job in jobs
         ]
 
     def down(self, node: str, reason: str) -> None:

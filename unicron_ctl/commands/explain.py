@@ -1,7 +1,8 @@
 """`unicronctl explain JOB`: why a job is treated as it is.
 
 JSON (`--json`): job, name, state, generation, ended, planned_nodes, plan_reason, plan_trigger, bounds (what limits its
-part of the plan, in a line), decisions (time, kind, generation, reason; oldest first), failures (as in
+part of the plan, in a line), waiting (pending elements: elements, reason as squeue shows it, words, and starts, whether
+they can start once there are nodes), decisions (time, kind, generation, reason; oldest first), failures (as in
 `unicronctl status --json`) and alternative (the planner's choice of this moment, the second-best plan and by how much
 it lost; null where there is nothing to choose).
 """

@@ -113,6 +113,8 @@ def _notes(job: dict[str, Any]) -> list[str]:
         found.append(f"set aside: see `unicronctl explain {job['job']}`")
     if job.get("waits"):
         found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
+    for one in job.get("barred") or ():
+        found.append(f"{len(one['elements'])} elements cannot start: {one['reason']} ({one['words']})")
     if said := replicas(job):
         found.append(said)
     if said := spares(job):
@@ -276,6 +278,12 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     for reason, slots in (data.get("forgets") or {}).items():
         lines.append(f"keeps no state in memory: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
+    for one in data.get("waiting") or ():
+        after = "" if one["starts"] else ": they cannot start before that changes"
+        lines.append(
+            f"pending: element{'s' if len(one['elements']) > 1 else ''} {_few(one['elements'])}: "
+            f"{one['reason'] or 'no reason yet'} ({one['words']}){after}"
+        )
     if data.get("bounds"):
         lines.append(f"bounds: {data['bounds']}")
     if data["plan_reason"]:

@@ -25,7 +25,7 @@ from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job import Failure, JobState, Phase
 from unicron_ctl.controller.model.node import NodeState
 from unicron_ctl.controller.nodes import admission, isolation
-from unicron_ctl.controller.plan.inputs import bounds, weight
+from unicron_ctl.controller.plan.inputs import bounds, waiting, weight
 from unicron_ctl.controller.plan.placement import OCCUPIES
 from unicron_ctl.controller.scenario import scenario
 from unicron_ctl.controller.sense.timing import Slow
@@ -207,6 +207,7 @@ def job(core: Core, state: JobState, asker: Asker) -> dict[str, Any]:
         "last_failure": failure_record(last) if last else None,
         "reason": state.decisions[-1].reason if state.decisions else "",
         "elements": _elements(core, state) if full else [],
+        "barred": [dataclasses.asdict(one) for one in waiting(core.view, state) if not one.starts] if full else [],
     }
 
 
@@ -278,7 +279,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
     users: dict[str, list[str]] = {}
     for e in seen.elements if seen else ():
         if e.node and e.state in OCCUPIES:
-            users.setdefault(e.node, []).append(f"{e.job}_{e.element}")
+            users.setdefault(e.node, []).append(e.label)
     agents = {view.node: view for view in core.view.live.agents() if view.alive}
     names = seen.by_name if seen else {}
     odd = _anomalies_of_nodes(core) if asker.admin else {}
@@ -378,6 +379,7 @@ def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dic
         "plan_reason": report.reasons.get(state.job, "") if report else "",
         "plan_trigger": report.trigger if report else "",
         "bounds": bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
+        "waiting": [dataclasses.asdict(one) for one in waiting(core.view, state)],
         "decisions": [dataclasses.asdict(decided) for decided in state.decisions],
         "failures": [failure_record(failure) for failure in state.failures],
     }

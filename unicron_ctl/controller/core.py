@@ -354,7 +354,9 @@ class Core:
         self._contained("", "agents' doors", lambda: self.take(doors.look(self.view)))
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
-            self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view)))
+            self._contained(
+                "", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+            )
             return
         for job in list(self.state.jobs.values()):
             if not job.over:
@@ -363,7 +365,7 @@ class Core:
         for job in list(self.state.jobs.values()):
             if not job.set_aside:
                 self._contained(job.job, "its orders", self.turns.repeat_orders, job)
-        self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view)))
+        self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs())))
 
     def _settle_node_events(self) -> None:
         for outcome in judge_nodes.settle(self.view, self.talk):
@@ -441,15 +443,17 @@ class Core:
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""
-        self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if message != self.view.slurm.error:
             self.append("", 0, records.SlurmFailed(reason=message))
         self.view.slurm.error = message
 
-    def on_listing(self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID) -> None:
-        """A fresh listing."""
+    def on_listing(
+        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID, took: float = 0.0
+    ) -> None:
+        """A fresh listing, and the seconds that Slurm's programs took for it."""
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
-        self.slurm.busy, self.slurm.next_poll = False, self.now + self.config.slurm_poll_seconds
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
@@ -499,4 +503,4 @@ class Core:
 
     def on_actions_done(self, urgent: bool = False) -> None:
         """All actions of a request are through: look at what became of them."""
-        self.slurm.busy, self.slurm.next_poll = self.slurm.busy and urgent, 0.0
+        self.slurm.acted(self.now, urgent)

@@ -164,6 +164,10 @@ class Intake:
         if not self._of_user[uid]:
             del self._of_user[uid]
 
+    def waiting_jobs(self) -> set[str]:
+        """Jobs of which Slurm has to say whether they are there."""
+        return {job for job, _, _ in self._waiting}
+
     def confirm(self) -> None:
         """Compares those that wait with what a fresh listing shows."""
         for name in list(self._waiting):

@@ -6,7 +6,7 @@ inputs. Without a fresh listing nothing is decided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.log import records
@@ -35,10 +35,35 @@ from unicron_ctl.controller.plan.pools import pools
 from unicron_ctl.controller.throttle import Throttle
 
 HURRY_SECONDS = 0.1
-EARLY = 1.0, 20.0  # early looks a second, and at once: whatever users do, Slurm has other work
-RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before
+EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
+SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
+LONGEST_PAUSE = 60.0  # between two listings
+MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
+RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before; after two such, twice as long each
+NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it
+LONGEST_RETRY = 300.0
+STARTS = ("pin", "release", "start_now")  # steps of one thing that is wanted: the element's start
 STOPS = (*REQUEUES, *OUT)  # actions that end what runs, or keep a node from what would
+ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
+LATELY_SECONDS = 3600.0  # the same at the controller's start
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
+
+
+@dataclass
+class Asked:
+    """What was asked of Slurm for one element or node, while what Slurm shows of it stays as it was (`shape`). times:
+    how often, at: last when. refused: that was refused, or put off."""
+
+    shape: tuple[object, ...] = ()
+    times: int = 0
+    at: float = 0.0
+    refused: bool = False
+
+    @property
+    def until(self) -> float:
+        """When it may be asked for again."""
+        first = RETRY_SECONDS if self.refused else NO_EFFECT_SECONDS
+        return self.at + min(LONGEST_RETRY, first * 2.0 ** min(30, max(0, self.times - 2)))
 
 
 @dataclass
@@ -48,9 +73,14 @@ class Desk:
     asked_at: float = 0.0
     busy: bool = False
     next_poll: float = 0.0
+    took: float = 0.0
+    """Seconds that the last listing took."""
+    failures: int = 0
+    """Listings in a row that failed."""
     under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
     """Actions of which this process waits to hear the outcome."""
-    refused: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
+    asked: dict[tuple[tuple[str, int], str], Asked] = field(default_factory=dict)
+    """(element or node, what is wanted of it) -> how that went."""
     missing_since: dict[str, float] = field(default_factory=dict)
     """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
     gate: admission.Gate = field(default_factory=admission.Gate)
@@ -59,25 +89,59 @@ class Desk:
     """What the last plan depended on for jobs that are only watched."""
     early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
 
-    def hurry(self, now: float) -> None:
-        """Something changed: ask Slurm soon, if that was not done too often of late."""
-        soon = now + HURRY_SECONDS
-        if not self.busy and self.next_poll > soon and self.early.allows("", now):
+    def hurry(self, now: float, delay: float = HURRY_SECONDS) -> None:
+        """Something changed: asks Slurm soon, or as soon as there may be another early listing."""
+        price = max(1.0, self.took / SHARE * EARLY[0])
+        soon = max(now + delay, self.early.allowed_at("", now, min(price, EARLY[1])))
+        if not self.busy and self.next_poll > soon:
+            self.early.charge("", now, price)
             self.next_poll = soon
+
+    def listed(self, now: float, usual: float, took: float, failed: bool = False) -> None:
+        """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
+        those that this one took."""
+        self.busy, self.took = False, took
+        self.failures = self.failures + 1 if failed else 0
+        pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
+        self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
+
+    def acted(self, now: float, urgent: bool) -> None:
+        """All actions of a request are through: what became of them is looked at soon."""
+        self.busy = self.busy and urgent
+        self.hurry(now, 0.0)
 
     def prune(self, view: View) -> None:
         """Forgets what says nothing any more."""
-        self.refused = {key: at for key, at in self.refused.items() if view.now - at < RETRY_SECONDS}
+        self.asked = {
+            key: one
+            for key, one in self.asked.items()
+            if (one.shape and one.shape == _shape(view, key[0]) and view.now - one.at < 2 * LONGEST_RETRY)
+            or (one.refused and view.now < one.until)
+        }
         jobs = {job.job for job in managed(view)}
         self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
 
-    def tick(self, view: View) -> Outcome:
-        """Asks Slurm when it is time."""
+    def tick(self, view: View, asked_for: Iterable[str]) -> Outcome:
+        """Asks Slurm when it is time. asked_for: jobs that are not known yet."""
         out = Outcome()
         if view.slurm.used and not self.busy and view.now >= self.next_poll:
             self.busy, self.asked_at = True, view.now
-            out.requests.append(Poll())
+            jobs = {job.job for job in view.state.jobs.values() if _in_slurm(view, job)}
+            jobs |= {job for _, job, _, _ in view.state.intents if job}
+            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.inquiries.nodes())))
         return out
+
+
+def _in_slurm(view: View, job: JobState) -> bool:
+    """Slurm may have elements of it that matter: of an ended one, those that are pending still have to go."""
+    if not job.ended:
+        return True
+    seen = view.slurm.seen
+    if view.now - job.ended.time < (ASKED_SECONDS if seen is not None else LATELY_SECONDS):
+        return bool(job.submitted)
+    if seen is None:
+        return False
+    return any(e.state == "PENDING" for e in seen.of(job.job).values())
 
 
 def managed(view: View) -> list[JobState]:
@@ -222,10 +286,29 @@ def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> Non
     if view.inquiries.doubt:
         kept = {action.node for action in actions if action.action in STOPS}
         actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
-    wait = {a.target for a in actions if view.now - desk.refused.get(a.key, -RETRY_SECONDS) < RETRY_SECONDS}
+    asked = ((a.target, desk.asked.get(_wish(a))) for a in actions)
+    wait = {target for target, before in asked if before is not None and view.now < before.until}
     todo = [a for a in actions if a.target not in wait]
     if todo := bounds.within(view, todo, out):
+        for key in dict.fromkeys(map(_wish, todo)):
+            before = desk.asked.get(key)
+            desk.asked[key] = Asked(_shape(view, key[0]), before.times + 1 if before is not None else 1, view.now)
         out.requests.append(Run(tuple(todo)))
+
+
+def _wish(action: Action) -> tuple[tuple[str, int], str]:
+    """What is wanted of which element or node."""
+    return action.target, "start" if action.action in STARTS else action.action
+
+
+def _shape(view: View, target: tuple[str, int]) -> tuple[object, ...]:
+    """What Slurm shows of the element or the node: while that stays, what is wanted has not come about."""
+    name, element = target
+    if element < 0:
+        info = view.slurm.node(name)
+        return (info.states, info.reason) if info is not None else ()
+    e = view.slurm.seen.of(name).get(element) if view.slurm.seen is not None else None
+    return (e.state, e.node, e.held, e.restarts) if e is not None else ()
 
 
 def intent(view: View, run: Run) -> Outcome:
@@ -263,8 +346,10 @@ def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
     """One action was carried out, or was refused."""
     out, job = Outcome(), view.state.jobs.get(action.job)
     generation = job.generation if job else 0
+    before = desk.asked.get(_wish(action))
+    if before is not None:
+        before.refused = before.refused or bool(error)
     if error:
-        desk.refused[action.key] = view.now
         failed = records.SlurmFailed(
             action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
         )
@@ -274,7 +359,6 @@ def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
         elif action.action == "pin":
             out.records.append((action.job, generation, records.Unpinned(element=action.element)))
         return out
-    desk.refused.pop(action.key, None)
     if action.action == "resume":
         verified = desk.gate.verified.pop(action.node, True)
         out.record(None, records.NodeResumed(node=action.node, verified=verified, reason=action.reason))

@@ -42,6 +42,10 @@ class Throttle:
         self._keep(name, left - cost if allowed else left, now)
         return allowed
 
+    def allowed_at(self, name: str, now: float, cost: float = 1.0) -> float:
+        """When there is so much left for this name."""
+        return now + max(0.0, cost - self.left(name, now)) / self.rate
+
     def charge(self, name: str, now: float, cost: float) -> None:
         """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
         self._keep(name, self.left(name, now) - cost, now)

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +23,29 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.model.requests import Action, Greeting, Knock, Poll, Probe, Run
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
-from unicron_ctl.slurm.client import UNSAID, Site, SlurmClient, SlurmError, SlurmTimeout
+from unicron_ctl.slurm.client import (
+    SOMEBODY,
+    UNSAID,
+    ElementInfo,
+    NodeInfo,
+    Queue,
+    Site,
+    SlurmClient,
+    SlurmError,
+    SlurmTimeout,
+)
+from unicron_ctl.slurm.listing import hosts
 
 Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
 SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
+IN_USE = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
+QUEUE_SHARE = 1 / 30  # of the time that the whole queue may be read, where that takes long; six times that for a reason
+LONGEST_QUEUE = 120.0  # seconds between two looks at it
 RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
 
 
@@ -69,6 +83,48 @@ class Order:
             self._changed.notify_all()
 
 
+class Others:
+    """The elements of jobs that are not planned for: of the whole queue, which is read as seldom as it takes long, and
+    meanwhile what the nodes themselves show."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
+        self._seen = Queue()
+        self._read_at, self._took = -LONGEST_QUEUE, 0.0
+        self._before: set[str] = set()  # nodes that had one of ours in the last listing
+
+    def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
+        """Those that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
+        fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
+        if fresh:
+            began = time.monotonic()
+            self._seen = self._client.others(poll.jobs)
+            self._read_at = time.monotonic()
+            self._took = self._read_at - began
+        here = {e.node for e in own if e.node}
+        known = [e for e in self._seen.elements if e.job not in poll.jobs]
+        if not fresh or self._seen.cut:
+            known = self._by_nodes(nodes, known, here | self._before, fresh)
+        self._before = here
+        return known
+
+    def _by_nodes(
+        self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
+    ) -> list[ElementInfo]:
+        """What is idle by now is free, and what is in use by nobody who is known is somebody's."""
+        idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
+        kept = [e for e in known if e.state == "PENDING" or e.node not in idle]
+        there = {name for e in kept if e.node and e.state != "PENDING" for name in hosts(e.node)}
+        busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
+        return kept + [somebody(name) for name in busy if name not in there and name not in ours]
+
+
+def somebody(node: str) -> ElementInfo:
+    """Who is on a node that is in use, as long as the queue has not been read again."""
+    return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0)
+
+
 @dataclass(frozen=True)
 class Task:
     """Work for a lane."""
@@ -85,6 +141,7 @@ class Worker:
         self._client, self._probe_timeout = client, probe_timeout
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
+        self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
         self.results: Mailbox[Result] = Mailbox()
@@ -139,14 +196,17 @@ class Worker:
     def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
         while (task := lane.get()) is not None:
             if isinstance(task.request, Poll):
-                self._poll(task.core)
+                self._poll(task.request, task.core)
             else:
                 self._run(task.request, task.tickets, task.core)
 
-    def _poll(self, core: Core) -> None:
-        assert self._client is not None
+    def _poll(self, poll: Poll, core: Core) -> None:
+        assert self._client is not None and self._others is not None
         try:
-            nodes, elements = self._client.nodes(), self._client.elements()
+            began = time.monotonic()
+            nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
+            took = time.monotonic() - began
+            elements = own + self._others.read(nodes, own, poll)
             if time.monotonic() - self._looked >= SETTINGS_SECONDS:
                 private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
@@ -162,7 +222,7 @@ class Worker:
             text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
             self.results.put(lambda: core.on_slurm_error(text))
         else:
-            self.results.put(lambda: core.on_listing(nodes, elements, site))
+            self.results.put(lambda: core.on_listing(nodes, elements, site, took))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         """Goes on for RUN_SECONDS, and no further than the first call that Slurm does not answer."""

@@ -82,7 +82,7 @@ def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str],
             raise UserError(f"Slurm knows no node {name!r}; `sinfo -N` lists them", WRONG_USE)
     if len(set(wanted)) != len(wanted):
         raise UserError("a node is named twice; name each node once", WRONG_USE)
-    idle = [node.name for node in nodes if node.healthy and "IDLE" in node.states]
+    idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
     left_out = {name: _busy(known[name]) for name in wanted if name not in idle}
     helpers = [name for name in idle if name not in tested] if tested else []
@@ -92,6 +92,8 @@ def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str],
 
 
 def _busy(node: NodeInfo) -> str:
+    if node.asleep:
+        return f"switched off by power saving: `scontrol update NodeName={node.name} State=POWER_UP`, and try again"
     if node.healthy:
         return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
     why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"

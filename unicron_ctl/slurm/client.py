@@ -5,7 +5,7 @@ A job is an array job of one-node elements. A plain job counts as an array of on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,11 +13,14 @@ from unicron_ctl.errors import UserError, one_line
 
 # In any of these states a node is given no work (man sinfo, NODE STATE CODES).
 _UNUSABLE = frozenset(
-    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN POWERED_DOWN POWERING_DOWN INVAL "
-    "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED".split()
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN INVAL "
+    "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED POWER_DRAIN BLOCKED".split()
 )
 # While Slurm hears a node and gives it work, its reason is an old one: releases from 24.11 on keep it after a resume.
-_REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "REBOOT_REQUESTED"}
+_REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_REQUESTED"}
+# Power saving: Slurm has switched the node off, or is switching it off or on, and wakes it for whom it is given to.
+# Until it has booted it answers nobody. (POWER_DOWN and POWER_UP alone are what is to be done once it is free.)
+_ASLEEP = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
 # How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
 # from counting until it is said otherwise; one too few proves the living dead.
 _SLURMS_OWN = (
@@ -101,8 +104,19 @@ class NodeInfo:
 
     @property
     def healthy(self) -> bool:
-        """True when Slurm could run something there, now or once it is free."""
-        return not self.states & _UNUSABLE
+        """True when Slurm could run something there: now, once it is free, or once it has been switched on."""
+        wrong = self.states & _UNUSABLE
+        return not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
+
+    @property
+    def asleep(self) -> bool:
+        """True while power saving has it off, or on its way there or back: that it is silent says nothing."""
+        return bool(self.states & _ASLEEP)
+
+    @property
+    def heard(self) -> bool:
+        """True when Slurm hears its slurmd, and could run something there."""
+        return self.healthy and not self.asleep
 
 
 @dataclass(frozen=True)
@@ -147,9 +161,24 @@ class ElementInfo:
     planned_nodes: frozenset[str] = frozenset()
 
     @property
+    def label(self) -> str:
+        """What it is called: 7_2."""
+        return f"{self.job}_{self.element}" if self.job != SOMEBODY else "another job"
+
+    @property
     def held(self) -> bool:
         """True when Slurm will not start it until it is released."""
         return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
+
+
+@dataclass
+class Queue:
+    """elements: of others, those that occupy nodes and the most urgent pending one of each kind. rows: how many the
+    whole queue has. cut: some lists of nodes did not fit, so that it is not known who is on some nodes."""
+
+    elements: list[ElementInfo] = field(default_factory=list)
+    rows: int = 0
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +191,7 @@ class Site:
 
 
 UNSAID = Site()
+SOMEBODY = "?"  # the job of an element that is known only by the node that it uses
 
 
 class SlurmClient(Protocol):
@@ -173,8 +203,12 @@ class SlurmClient(Protocol):
     def nodes(self) -> list[NodeInfo]:
         """All nodes, by name as Slurm orders them."""
 
-    def elements(self) -> list[ElementInfo]:
-        """All elements of all jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included."""
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
+        """All elements of these jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included;
+        of all jobs where none are named. Of pending elements that Slurm has not told apart yet only the first ones."""
+
+    def others(self, but: Collection[str] = ()) -> Queue:
+        """The whole queue but these jobs: who occupies nodes, and the most urgent of each kind that is pending."""
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""

@@ -6,22 +6,22 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from unicron_ctl.errors import one_line
-from unicron_ctl.slurm import listing
+from unicron_ctl.slurm import listing, queue
 from unicron_ctl.slurm.client import (
     ElementInfo,
     NodeInfo,
     PartitionInfo,
+    Queue,
     Reserved,
     SlurmError,
-    SlurmTimeout,
     current_reason,
 )
+from unicron_ctl.slurm.programs import Programs
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
@@ -36,6 +36,11 @@ _STATE_SYMBOLS = {
     "-": "PLANNED",
 }
 ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
+SLURMD_PORT = 6818  # slurmd's own default
+SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
+FEWEST_PENDING = 256  # elements of an array that share a record and are told apart; with more nodes, two a node
+LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
+MOST_REMEMBERED = 100_000  # elements, and jobs
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
@@ -56,9 +61,13 @@ class CommandLineClient:
         # Time zone and formats that people set for themselves must not change what is parsed here.
         hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
+        self._env |= {"TZ": "UTC", "LC_ALL": "C", "SLURM_BITSTR_LEN": "0"} | dict(env or {})
         self._timeout = timeout
         self._dry_run = dry_run
+        self._programs = Programs()
+        self._most_pending = FEWEST_PENDING
+        self._long = True  # the queue, as far as is known
+        self._configuration, self._configured_at = "", -SETTINGS_SECONDS
         self._is_array: dict[str, bool] = {}
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
 
@@ -71,7 +80,9 @@ class CommandLineClient:
     def nodes(self) -> list[NodeInfo]:
         text = self._run(["scontrol", "--all", "--oneliner", "show", "node"])
         reserved = parse_reservations(self._run(["scontrol", "--all", "--oneliner", "show", "reservation"]))
-        nodes = [node for line in text.split("\n") if (node := parse_node(line)) is not None]
+        port = self.slurmd_port()
+        nodes = [node for line in text.split("\n") if (node := parse_node(line, port)) is not None]
+        self._most_pending = max(FEWEST_PENDING, 2 * len(nodes))
         return [replace(node, reservations=tuple(reserved.get(node.name, ()))) for node in nodes]
 
     def partitions(self) -> list[PartitionInfo]:
@@ -93,16 +104,52 @@ class CommandLineClient:
             raise SlurmError(f"{text!r} is no list of nodes: write names like n1,n2 or n[1-8]")
         return names
 
-    def elements(self) -> list[ElementInfo]:
-        facts = listing.parse_facts(self._squeue("-o", listing.FACTS_FORMAT).decode(errors="replace"))
-        texts = self._texts()
-        found = []
-        for fact in facts:
-            if fact.key in texts:  # else it ended, or began, between the two listings
-                self._is_array[fact.info.job] = fact.is_array
-                found.append(listing.complete(fact, texts[fact.key]))
-                self._note_restart(found[-1])
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
+        if jobs is not None and not jobs:
+            return []
+        lots = [None] if jobs is None else [[job] for job in sorted(jobs)] if self._long else [sorted(jobs)]
+        found = [info for lot in lots for info in self._elements(lot)]
+        self._forget(found)
         return found
+
+    def _elements(self, jobs: list[str] | None) -> list[ElementInfo]:
+        """All, or those of some jobs. Of a single job slurmctld looks up that one alone."""
+        which = ["--jobs", ",".join(jobs)] if jobs else []
+        try:
+            said = self._squeue(*which, "-o", listing.FACTS_FORMAT)
+            texts = self._texts(which)
+        except SlurmError as error:
+            if jobs and "Invalid job id" in str(error):
+                return []
+            raise
+        found = []
+        for fact in listing.parse_facts(said.decode(errors="replace")):
+            for info in listing.elements(fact, texts, self._most_pending):
+                self._is_array[info.job] = fact.is_array
+                self._note(info, not fact.indices)
+                found.append(info)
+        return found
+
+    def others(self, but: Collection[str] = ()) -> Queue:
+        for columns in queue.COLUMNS:
+            said = self._squeue("--sort=-p", "-O", listing.columns_format(columns))
+            if (found := queue.parse(said, columns, but)) is not None:
+                self._long = found.rows > LONG
+                return found
+        raise SlurmError(f"squeue: cannot read {said[:80]!r}")
+
+    def _forget(self, listed: list[ElementInfo]) -> None:
+        """What was remembered of elements that are gone."""
+        if len(self._requeued) > MOST_REMEMBERED:
+            there = {(info.job, info.element) for info in listed}
+            self._requeued = {key: at for key, at in self._requeued.items() if key in there}
+        if len(self._is_array) > MOST_REMEMBERED:
+            jobs = {info.job for info in listed}
+            self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
+
+    def _note(self, info: ElementInfo, own: bool) -> None:
+        """An element was listed. own: it has a record of its own in Slurm."""
+        self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
         """Others requeue, too: a user, or Slurm itself. When that was is when the element was submitted anew."""
@@ -123,22 +170,29 @@ class CommandLineClient:
         found = self._setting("ReturnToService")
         return int(found) if found.isdigit() else 0
 
+    def slurmd_port(self) -> int:
+        """The port of all slurmds whose node does not name its own; the first one where slurm.conf has a range."""
+        found = re.match(r"\d+", self._setting("SlurmdPort"))
+        return int(found[0]) if found else SLURMD_PORT
+
     def _setting(self, name: str) -> str:
-        """Of slurm.conf, as slurmctld has it; empty when it does not say."""
-        said = self._run(["scontrol", "show", "config"])
-        found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", said, re.MULTILINE)
+        """Of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
+        if time.monotonic() - self._configured_at >= SETTINGS_SECONDS:
+            self._configuration = self._run(["scontrol", "show", "config"])
+            self._configured_at = time.monotonic()
+        found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", self._configuration, re.MULTILINE)
         return found[1] if found else ""
 
-    def _texts(self) -> dict[listing.Key, dict[str, str]]:
+    def _texts(self, which: list[str]) -> dict[listing.Key, dict[str, str]]:
         """Raises SlurmError when squeue prints other columns than it was asked for."""
         for columns in (listing.ALL_COLUMNS, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
-            said = self._squeue("-O", listing.columns_format(columns))
+            said = self._squeue(*which, "-O", listing.columns_format(columns))
             if (found := listing.parse_columns(said, columns)) is not None:
                 return found
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
     def _squeue(self, *form: str) -> bytes:
-        return self._output(["squeue", "--noheader", "--all", "--array", "--states=all", *form])
+        return self._output(["squeue", "--noheader", "--all", "--states=all", *form])
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -252,11 +306,7 @@ class CommandLineClient:
     def _output(self, command: list[str]) -> bytes:
         what = " ".join(command[:3])
         try:
-            done = subprocess.run(
-                command, env=self._env, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout
-            )
-        except subprocess.TimeoutExpired:
-            raise SlurmTimeout(f"{what}: no answer from Slurm within {self._timeout:g} s") from None
+            done = self._programs.run(command, self._env, self._timeout)
         except FileNotFoundError:
             raise SlurmError(f"{command[0]} not found; install with: apt-get install slurm-client") from None
         if done.returncode != 0:
@@ -265,12 +315,19 @@ class CommandLineClient:
         return done.stdout
 
 
-def parse_node(line: str) -> NodeInfo | None:
-    """One line of `scontrol -o show node`; None for one without name or state."""
+_NODE_FIELD = re.compile(
+    r"(?:^|(?<= ))(NodeName|NodeAddr|Port|State|SlurmdStartTime|Gres|Partitions|ActiveFeatures)="
+    r"(.*?)(?=\s+[A-Z][A-Za-z]*=|\s*$)"
+)
+
+
+def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
+    """One line of `scontrol -o show node`; None for one without name or state. slurmd_port: slurm.conf's, for scontrol
+    prints a node's port only where it is another one."""
     # Values may hold spaces and equal signs (OS, Comment, Reason), so take the first of each key; those that people
     # can write come after all that are read here, except Reason itself.
     fields: dict[str, str] = {}
-    for key, value in re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(.*?)(?=\s+[A-Z][A-Za-z]*=|\s*$)", line):
+    for key, value in _NODE_FIELD.findall(line):
         fields.setdefault(key, value)
     if not line.startswith("NodeName=") or "State" not in fields:
         return None
@@ -283,7 +340,7 @@ def parse_node(line: str) -> NodeInfo | None:
         states=states,
         reason=current_reason(states, reason[1].strip() if reason else ""),
         address=fields.get("NodeAddr", name),
-        port=int(fields["Port"]) if fields.get("Port", "").isdigit() else 6818,
+        port=int(fields["Port"]) if fields.get("Port", "").isdigit() else slurmd_port,
         slurmd_start=listing.parse_time(fields.get("SlurmdStartTime", "None")),
         gpus=count_gpus(gres),
         partitions=_split(fields.get("Partitions", "")),

@@ -4,6 +4,10 @@ Names, comments and, on clusters without accounting, accounts may hold line ends
 as they are (seen with sbatch and `scontrol update` of 22.05.8). So the first listing has only numbers, times, states
 and names that slurmctld has looked up itself: one line an element. Whatever else is wanted comes in the second, in
 columns of fixed width, which squeue cuts and fills by bytes: there every byte's place tells what it belongs to.
+(The whole queue is read elsewhere, :mod:`unicron_ctl.slurm.queue`.)
+
+Elements of an array that Slurm has not split off yet share one line. They are told apart here, the first ones: an array
+may have millions, and no more can start than there are nodes.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import calendar
 import itertools
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from unicron_ctl.slurm.client import ElementInfo
 
@@ -22,7 +27,13 @@ _SEPARATOR = "\x1f"
 _FACTS = ("%F", "%K", "%A", "%T", "%u", "%U", "%V", "%l", "%Q", "%S", "%P", "%v", "%N", "%Y", "%x")
 FACTS_FORMAT = _SEPARATOR.join(_FACTS)
 # For `squeue -O`: column and width. The first ones are needed; squeue -o has no letter for some of them.
-NEEDED_COLUMNS = (("ArrayJobID", 11), ("ArrayTaskID", 11), ("RestartCnt", 6), ("exit_code", 9), ("Reason", 64))
+NEEDED_COLUMNS = (
+    ("ArrayJobID", 11),
+    ("ArrayTaskID", 11),
+    ("RestartCnt", 6),
+    ("exit_code", 9),
+    ("Reason", 64),
+)
 ALL_COLUMNS = (
     *NEEDED_COLUMNS,
     ("Account", 64),
@@ -35,22 +46,31 @@ ALL_COLUMNS = (
 )
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
 _CUT = "…"
+_INDICES = r"[0-9][0-9,:-]*(%[0-9]+)?|\[[0-9][0-9,:-]*(%[0-9]+)?\]"
 _MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have
 Key = tuple[str, str]
+SHARED = "..."  # the index in the key of the line that an array's elements share
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the first listing. `info` lacks what the second one tells; `key` is the line's place there."""
+    """One line of the first listing. `info` lacks what the second one tells; `key` is the line's place there. indices:
+    of elements that share the line, as in sbatch --array; `info` is the first one's."""
 
     info: ElementInfo
     is_array: bool
     key: Key
+    indices: str = ""
 
 
 def columns_format(columns: Iterable[tuple[str, int]]) -> str:
     """For `squeue -O`."""
     return ",".join(f"{name}:{width}{_SEPARATOR}" for name, width in columns)
+
+
+def row_size(columns: Iterable[tuple[str, int]]) -> int:
+    """Bytes of a row, its line end included."""
+    return sum(width + 1 for _, width in columns) + 1
 
 
 def parse_facts(text: str) -> list[Fact]:
@@ -67,11 +87,12 @@ def _fact(line: str) -> Fact | None:
     at = parse_time(submitted)
     if not (job.isdigit() and slurm_id.isdigit() and uid.isdigit() and state.isupper()) or at is None:
         return None
-    if not index.isdigit() and index != "N/A":
+    shared = "" if index.isdigit() or index == "N/A" else index
+    if shared and not re.fullmatch(_INDICES, shared):
         return None
     info = ElementInfo(
         job=job,
-        element=int(index) if index.isdigit() else 0,
+        element=int(index) if index.isdigit() else next(iter(expand_indices(shared)), 0),
         slurm_id=slurm_id,
         state=state,
         node=None if node in _NOTHING else node,
@@ -84,13 +105,13 @@ def _fact(line: str) -> Fact | None:
         submitted=at,
         partition=known(partition),
         reservation=known(reservation),
-        excluded_nodes=frozenset(hosts(known(excluded))),
+        excluded_nodes=_hosts(known(excluded)),
         time_limit=parse_limit(limit),
         priority=int(priority) if priority.isdigit() else 0,
         starts=parse_time(starts),
-        planned_nodes=frozenset(hosts(known(planned))),
+        planned_nodes=_hosts(known(planned)),
     )
-    return Fact(info, index.isdigit(), (job, index))
+    return Fact(info, index != "N/A", (job, SHARED if shared else index), shared)
 
 
 def parse_columns(data: bytes, columns: tuple[tuple[str, int], ...]) -> dict[Key, dict[str, str]] | None:
@@ -98,7 +119,7 @@ def parse_columns(data: bytes, columns: tuple[tuple[str, int], ...]) -> dict[Key
 
     A text that fills its column ends with an ellipsis: it may go on.
     """
-    size = sum(width + 1 for _, width in columns) + 1
+    size = row_size(columns)
     if len(data) % size:
         return None
     found = {}
@@ -113,7 +134,8 @@ def parse_columns(data: bytes, columns: tuple[tuple[str, int], ...]) -> dict[Key
             at += width + 1
         if data[at : at + 1] != b"\n":
             return None
-        found[row["ArrayJobID"], row["ArrayTaskID"]] = row
+        index = row["ArrayTaskID"]
+        found[row["ArrayJobID"], index if index.isdigit() or index == "N/A" else SHARED] = row
     return found
 
 
@@ -135,6 +157,31 @@ def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
     )
 
 
+def elements(fact: Fact, rows: Mapping[Key, Mapping[str, str]], most: int) -> list[ElementInfo]:
+    """All elements of a line, `most` of those that share it, with their rows of the second listing. By then some that
+    shared a line may have lines of their own. None for what ended, or began, between the two listings."""
+    job, shared = fact.info.job, rows.get((fact.info.job, SHARED))
+    if not fact.indices:
+        row = rows.get(fact.key)
+        return [complete(fact, row)] if row is not None else []
+    usual, found = complete(fact, shared) if shared is not None else None, []
+    for index in itertools.islice(expand_indices(fact.indices), most):
+        row = rows.get((job, str(index)))
+        info = complete(fact, row) if row is not None else usual
+        if info is not None:
+            found.append(replace(info, element=index))
+    return found
+
+
+def expand_indices(text: str) -> Iterator[int]:
+    """ "[0-6:2,9]" -> 0, 2, 4, 6, 9, as in sbatch --array; "%3" at the end (a limit) is ignored."""
+    for part in filter(None, text.strip("[]").split("%")[0].split(",")):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            yield from range(int(first), int(last or first) + 1, max(1, int(step)) if step.isdigit() else 1)
+
+
 def known(text: str) -> str:
     """ "" for the words that Slurm has for nothing."""
     return "" if text in _NOTHING else text
@@ -145,6 +192,7 @@ def plain_gres(text: str) -> str:
     return ",".join(re.sub(r"^gres[:/]", "", item.strip()) for item in text.split(",") if item.strip())
 
 
+@lru_cache(maxsize=65536)
 def parse_time(text: str) -> float | None:
     """Slurm's time format, in UTC as the client asks for it, to seconds since the epoch; None for "Unknown"."""
     try:
@@ -153,6 +201,7 @@ def parse_time(text: str) -> float | None:
         return None
 
 
+@lru_cache(maxsize=4096)
 def parse_limit(text: str) -> float | None:
     """ "1-02:30:00", "30:00" or "5" (minutes) to seconds; None for "UNLIMITED" and whatever is no time."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
@@ -180,6 +229,11 @@ def hosts(text: str) -> list[str]:
                 return []
             names.append("".join(name))
     return names
+
+
+@lru_cache(maxsize=1024)
+def _hosts(text: str) -> frozenset[str]:
+    return frozenset(hosts(text))
 
 
 def _choices(part: str) -> list[str]:

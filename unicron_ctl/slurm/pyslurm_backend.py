@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -41,9 +41,12 @@ class PyslurmClient(CommandLineClient):
     def nodes(self) -> list[NodeInfo]:
         loaded = self._call("load nodes", self._pyslurm.Nodes.load)
         reserved = reserved_nodes(self._call("load reservations", self._pyslurm.Reservations.load).values())
-        return [node_info(node, tuple(reserved.get(node.name, ()))) for node in loaded.values()]
+        usual = 0 if all(node.slurmd_port for node in loaded.values()) else self.slurmd_port()
+        return [node_info(node, tuple(reserved.get(node.name, ())), usual) for node in loaded.values()]
 
-    def elements(self) -> list[ElementInfo]:
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
+        if jobs is not None:  # pyslurm reads the whole queue, and holds the interpreter meanwhile
+            return super().elements(jobs)
         found = []
         for record in self._call("load jobs", self._pyslurm.Jobs.load).values():
             for element, own in elements_of(record):
@@ -54,6 +57,11 @@ class PyslurmClient(CommandLineClient):
                 self._note_restart(info)
                 found.append(info)
         return found
+
+    def _note(self, info: ElementInfo, own: bool) -> None:
+        if own:
+            self._own_record[info.job, info.element] = int(info.slurm_id)
+        super()._note(info, own)
 
     def down(self, node: str, reason: str) -> None:
         if self._dry_run is not None:
@@ -148,8 +156,8 @@ def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
     return found
 
 
-def node_info(node: Any, reservations: tuple[Reserved, ...]) -> NodeInfo:
-    """A pyslurm Node as ours."""
+def node_info(node: Any, reservations: tuple[Reserved, ...], slurmd_port: int) -> NodeInfo:
+    """A pyslurm Node as ours. slurmd_port: slurm.conf's, for a node that does not tell its own."""
     gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
     started = node.slurmd_start_time
     states = parse_states(node.state)
@@ -158,7 +166,7 @@ def node_info(node: Any, reservations: tuple[Reserved, ...]) -> NodeInfo:
         states=states,
         reason=current_reason(states, node.reason or ""),
         address=node.address or node.name,
-        port=node.slurmd_port or 6818,
+        port=node.slurmd_port or slurmd_port,
         slurmd_start=float(started) if started else None,
         gpus=gpus,
         partitions=tuple(node.partitions or ()),
@@ -176,20 +184,10 @@ def _gres(found: Mapping[str, int] | None) -> str:
 def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
     """(element, whether the record is its own) for each element that a pyslurm Job stands for."""
     if record.array_tasks_waiting:
-        for element in expand_indices(record.array_tasks_waiting):
+        for element in listing.expand_indices(record.array_tasks_waiting):
             yield element, False
     else:
         yield record.array_task_id or 0, True  # pyslurm says None for 0
-
-
-def expand_indices(text: str) -> list[int]:
-    """ "0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
-    indices: list[int] = []
-    for part in text.split("%")[0].split(","):
-        span, _, step = part.partition(":")
-        first, _, last = span.partition("-")
-        indices.extend(range(int(first), int(last or first) + 1, int(step or 1)))
-    return indices
 
 
 def element_info(record: Any, element: int) -> ElementInfo:

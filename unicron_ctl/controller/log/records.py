@@ -651,6 +651,13 @@ class NodeLost(Record, frozen=True, tag="node_lost"):
     element: int
 
 
+class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):
+    """A node is asked about whose slurmd the controller has reached at this address ("host:port")."""
+
+    node: str
+    address: str
+
+
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
     """by_others: not this controller gave it back, but a person, or Slurm itself."""
 

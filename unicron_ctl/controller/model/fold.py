@@ -100,6 +100,7 @@ _NODE: dict[type[records.Record], _Rule] = {
     records.SlurmDone: node_rules.slurm_done,
     records.ActionFailed: node_rules.refused,
     records.NodeLost: node_rules.lost,
+    records.SlurmdReached: node_rules.slurmd_reached,
     records.NodeResumed: node_rules.resumed,
     records.NodeHealth: node_rules.health,
     records.NodeEvent: node_rules.said,

@@ -63,7 +63,7 @@ class Inquiry:
     reached: bool | None = None
     """This controller's own sockets got through to its door or to its node's slurmd; None while not all have tried."""
     control: Reach | None = None
-    """What they found at another agent's door in this round, where that was asked for."""
+    """What they found in this round at another agent's door, or at another node's slurmd, where that was asked for."""
     said: str = ""
     """What was last put on record of it."""
 
@@ -99,6 +99,8 @@ class Ending(Inquiry):
     """When the first of them began."""
     counted: bool = False
     """The present round is one of them."""
+    refused: bool = False
+    """Its slurmd's port has refused this controller: that counts only beside another one that answers."""
 
     def there(self, word: Word) -> bool:
         return Reach.REACHED in (word.slurmd, word.door)

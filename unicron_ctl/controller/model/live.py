@@ -173,7 +173,9 @@ class Live:
     doors: OrderedDict[tuple[str, int], float] = field(default_factory=OrderedDict)
     """When the door of each agent is to be tried next, the soonest first."""
     trying: int = 0
-    """Doors that are being tried."""
+    """Doors and slurmds that are being tried."""
+    slurmds: dict[str, str] = field(default_factory=dict)
+    """node -> "host:port" at which this controller has reached its slurmd."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
     """Public keys of agents that are registered."""

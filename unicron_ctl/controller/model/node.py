@@ -44,6 +44,8 @@ class NodeState:
 
     lost_at: float = 0.0
     """When it was last taken for lost."""
+    slurmd: str = ""
+    """"host:port" at which a controller has reached its slurmd, if it has been asked about since."""
     events: deque[SeenEvent] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
     heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Marks (agent:number) of events that were taken in."""
@@ -107,6 +109,10 @@ def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None
 
 def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
     node.lost_at = event.time
+
+
+def slurmd_reached(node: NodeState, event: Event, record: records.SlurmdReached) -> None:
+    node.slurmd = record.address
 
 
 def resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:

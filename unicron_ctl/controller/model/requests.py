@@ -41,7 +41,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Poll:
-    """List nodes and elements."""
+    """List the nodes, the elements of these jobs, and now and then the whole queue; rather now with `all`."""
+
+    jobs: frozenset[str] = frozenset()
+    all: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,13 @@ class Knock:
 
 @dataclass(frozen=True)
 class Greeting:
-    """Does an agent's door answer? address: host:port."""
+    """Does an agent's door answer, or its node's slurmd? address: host:port. slurmd: the node, where it is asked."""
 
     job: str
     element: int
     agent: str
     address: str
+    slurmd: str = ""
 
 
 @dataclass(frozen=True)

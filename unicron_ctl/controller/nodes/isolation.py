@@ -117,6 +117,10 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
         return
+    if info.asleep:
+        said = f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
+        out.record(job, records.FailureAction(failure=failure, text=said))
+        return
     if doubt := view.inquiries.doubt or view.inquiries.unsure:
         said = f"{node} is not taken out of service now: {doubt}"
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
@@ -185,7 +189,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
         agent = state.agents.get(e.element) if state is not None else None
         lost = agent is not None and agent.node == node and agent.lost
         if e.state in OCCUPIES and (e.job, e.element) != but and not lost:
-            found.append(f"{e.job}_{e.element}")
+            found.append(e.label)
     return sorted(found)
 
 

@@ -20,6 +20,7 @@ from unicron_ctl.controller.plan.pools import Pool, joined, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
 from unicron_ctl.controller.plan.reach import Ground, Reach
 from unicron_ctl.partitions import ACT
+from unicron_ctl.slurm import reasons
 from unicron_ctl.slurm.client import ElementInfo
 
 EVERYBODY = "all users"  # the one owner where the FLOP/s of all jobs are compared
@@ -220,12 +221,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     """Never more nodes than the job has elements that could run."""
     elements = listing.of(job.job).values()
     possible = sum(
-        1
-        for e in elements
-        if e.state in OCCUPIES
-        or (e.state == "PENDING" and not held_by_others(e, view.state.held))
-        or came_to_nothing(job, e)
-        or ending(job, e)
+        1 for e in elements if e.state in OCCUPIES or _startable(view, e) or came_to_nothing(job, e) or ending(job, e)
     )
     alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in within.nodes)
     here = {e.node for e in elements if e.state in OCCUPIES}
@@ -254,6 +250,13 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         owner=owner(view, job, next(iter(elements), None)),
     )
     return layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
+
+
+def _startable(view: View, e: ElementInfo) -> bool:
+    """It waits, and nothing but nodes keeps it from starting."""
+    if e.state != "PENDING" or held_by_others(e, view.state.held):
+        return False
+    return not reasons.barred(e, view.now)
 
 
 def _wait(view: View, listing: Listing, within: Reach) -> float:
@@ -287,6 +290,10 @@ def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
     if within is None or seen is None:
         return ""
     said = [f"{len(within.nodes)} of {len(seen.nodes)} nodes are in reach ({within.asks})"]
+    for one in waiting(view, job):
+        if not one.starts:
+            count = len(one.elements)
+            said.append(f"{count} element{'s' if count != 1 else ''} cannot start: {one.reason} ({one.words})")
     if within.barred:
         barred = sorted(within.barred.items(), key=lambda item: (-item[1], item[0]))
         said.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))
@@ -303,3 +310,26 @@ def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
     elif refused:
         said.append(f"partition {rules.partition} does not allow {', '.join(refused)}")
     return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Pending elements of a job for which Slurm gives the same reason. starts: they can start once there are nodes;
+    else `words` names what has to happen first."""
+
+    elements: list[int]
+    reason: str
+    words: str
+    starts: bool
+
+
+def waiting(view: View, job: JobState) -> list[Waiting]:
+    """Why the job's pending elements have not started."""
+    found: dict[tuple[str, str, bool], list[int]] = {}
+    listing = view.slurm.seen
+    for e in listing.of(job.job).values() if listing is not None and not job.over else ():
+        if e.state == "PENDING":
+            ours = e.held and not held_by_others(e, view.state.held)
+            words = "the plan has no node for it" if ours else reasons.explained(e, view.now)
+            found.setdefault((e.reason, words, ours or _startable(view, e)), []).append(e.element)
+    return [Waiting(sorted(numbers), *why) for why, numbers in sorted(found.items())]

@@ -7,13 +7,17 @@ is. The calls and their order are those measured in a private cluster: pin and r
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from unicron_ctl.controller.model.cluster import Pin
 from unicron_ctl.controller.model.requests import HELD, RELEASED, Action
+from unicron_ctl.slurm import reasons
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo
+from unicron_ctl.slurm.reasons import Bar
 
 OCCUPIES = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -23,6 +27,7 @@ ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
 PIN_SECONDS = 30.0  # then another node is tried
+MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others follow with the next listings
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,13 @@ class _Place:
         self.out = Placement()
         self.now, self.pins, self.held = now, pins, held
         self.good = {n.name for n in nodes if n.healthy and n.name not in put_aside}
+        self.asleep = {n.name for n in nodes if n.asleep}
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
         for e in elements:
             self.by_job.setdefault(e.job, {})[e.element] = e
         self.taken = {e.node for e in elements if e.node and e.state in OCCUPIES}
         self.groups: dict[str, dict[str, list[int]]] = {}
+        self.queues: dict[str, list[ElementInfo]] = {}
         self.leavers: dict[str, list[int]] = {}
         self.started: dict[str, set[int]] = {}
 
@@ -114,11 +121,13 @@ class _Place:
 
     def survey(self, need: Need) -> dict[str, list[int]]:
         """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned),
-        waiting.
+        waiting, barred (Slurm gives a reason why they cannot start; `limited` are those that may at any moment).
         """
-        groups: dict[str, list[int]] = {"working": [], "limbo": [], "coming": [], "waiting": []}
-        for number, e in sorted(self.by_job.get(need.job, {}).items()):
-            if (need.job, number) in self.pins and e.state in WORKS:
+        names = ("working", "limbo", "coming", "waiting", "barred", "limited")
+        groups: dict[str, list[int]] = {name: [] for name in names}
+        for number, e in self.by_job.get(need.job, {}).items():
+            pinned = (need.job, number) in self.pins
+            if pinned and e.state in WORKS:
                 self.out.unpinned.append((need.job, number))
             if number in need.ended or (number in need.dead and e.state in WORKS):
                 if not self._begins(need, e):
@@ -130,7 +139,17 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                groups["coming" if self._pin_holds(e) else "waiting"].append(number)
+                bar = Bar.NOTHING if e.held else reasons.bar_of(e, self.now)
+                if bar is not Bar.NOTHING:
+                    groups["barred"].append(number)
+                    if bar is Bar.LIMIT:
+                        groups["limited"].append(number)
+                    if pinned:
+                        self.out.unpinned.append((need.job, number))
+                else:
+                    groups["coming" if pinned and self._pin_holds(e) else "waiting"].append(number)
+        for found in groups.values():
+            found.sort()
         return groups
 
     def _begins(self, need: Need, e: ElementInfo) -> bool:
@@ -141,8 +160,8 @@ class _Place:
         return asked is not None and self.now - asked < REQUEUE_SECONDS
 
     def _pin_holds(self, e: ElementInfo) -> bool:
-        pin = self.pins.get((e.job, e.element))
-        if pin is None or pin.node not in self.good or e.held:
+        pin = self.pins[e.job, e.element]
+        if pin.node not in self.good or e.held:
             return False
         age = self.now - pin.at
         if age > PIN_SECONDS:
@@ -178,33 +197,47 @@ def place(
     work.begin(needs)
     _give_free_nodes(work, needs)
     _change_nodes(work, needs)
+    _hold_limited(work, needs)
     _take_nodes(work, needs)
     for need in needs:
-        group, job = work.groups[need.job], work.by_job.get(need.job, {})
+        group = work.groups[need.job]
         wanted = (
             set(group["working"]) - set(work.leavers[need.job])
             | set(group["coming"])
             | work.started[need.job]
             | set(group["limbo"])
         )
-        # As many as the job is still short of may wait unheld: a node for them is on its way.
-        # Not where the job avoids nodes: Slurm knows nothing of that, and could start it there.
-        soon = max(0, _missing(work, need)) if not need.avoid else 0
-        hopeful = {e.element for e in _candidates(work, need)[:soon]}
-        for number in group["waiting"]:
-            if number not in wanted | hopeful and not job[number].held:
-                work.act(
-                    "hold",
-                    job[number],
-                    "",
-                    f"the plan gives {need.job} {need.desired} nodes and they are taken",
-                    f"{HELD}, the plan has no node for it",
-                )
+        _hold(work, need, wanted)
         work.out.allotted[need.job] = sorted(wanted)
         staying = {number for number in work.leavers[need.job] if number in need.members}
         work.out.leaving[need.job] = sorted(staying)
         # What still trains stays allotted to nobody: it leaves at an iteration boundary.
     return work.out
+
+
+def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
+    """Holds what waits and is not to start: as many as the job is still short of may wait unheld, for a node for them
+    is on its way. Not where the job avoids nodes: Slurm knows nothing of that, and could start it there.
+    """
+    soon = max(0, _missing(work, need)) if not need.avoid else 0
+    kept = {*wanted, *(e.element for e in _candidates(work, need, soon))}
+    why = f"the plan gives {need.job} {need.desired} nodes and they are taken"
+    _hold_some(work, need, (number for number in work.groups[need.job]["waiting"] if number not in kept), why)
+
+
+def _hold_limited(work: _Place, needs: Sequence[Need]) -> None:
+    """Elements that a limit keeps from starting are let alone, so that its end is seen; but where the job gives up
+    nodes, one of them would start on the first of these."""
+    for need in needs:
+        if work.leavers[need.job]:
+            why = f"the plan takes nodes from {need.job}, and it would start on one of them"
+            _hold_some(work, need, work.groups[need.job]["limited"], why)
+
+
+def _hold_some(work: _Place, need: Need, numbers: Iterable[int], why: str) -> None:
+    job = work.by_job.get(need.job, {})
+    for e in islice((job[number] for number in numbers if not job[number].held), MOST_HOLDS):
+        work.act("hold", e, "", why, f"{HELD}, the plan has no node for it")
 
 
 def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
@@ -236,24 +269,34 @@ def _missing(work: _Place, need: Need) -> int:
     )
 
 
-def _candidates(work: _Place, need: Need) -> list[ElementInfo]:
+def _candidates(work: _Place, need: Need, most: int | None = None) -> Iterator[ElementInfo]:
     """Pending elements, those that ran before first: they go on under their old ids. Then those beside elements that
-    are there, whose replicas they complete."""
-    group, started = work.groups[need.job], work.started[need.job]
-    waiting = [work.by_job[need.job][number] for number in group["waiting"] if number not in started]
+    are there, whose replicas they complete. No more than `most`."""
+    queue = work.queues.get(need.job)
+    if queue is None:
+        queue = work.queues[need.job] = _queue(work, need)
+    started = work.started[need.job]
+    return islice((e for e in queue if e.element not in started), most)
+
+
+def _queue(work: _Place, need: Need) -> list[ElementInfo]:
+    """The first ones of those that wait, as many as the job could use at all: an array may have 100,000."""
+    group, job = work.groups[need.job], work.by_job.get(need.job, {})
     there = Counter(number // need.unit for part in ("working", "coming", "limbo") for number in group[part])
 
     def order(e: ElementInfo) -> tuple[bool, int, int, int]:
+        held = e.held
         beside = there[e.element // need.unit] if need.unit > 1 else 0
-        return e.held, -e.restarts if not e.held else 0, -beside, e.element
+        return held, -e.restarts if not held else 0, -beside, e.element
 
-    return sorted(waiting, key=order)
+    most = max(need.desired, len(work.good)) + need.unit
+    return heapq.nsmallest(most, (job[number] for number in group["waiting"]), key=order)
 
 
 def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
-    free = sorted(work.good - work.taken)
+    free = sorted(work.good - work.taken, key=lambda name: (name in work.asleep, name))
     for need in needs:
-        for e in _candidates(work, need):
+        for e in list(_candidates(work, need)):
             if _missing(work, need) <= 0:
                 break
             fit = [node for node in free if need.may_have(node) and node != need.lives.get(e.element)]
@@ -273,7 +316,7 @@ def _change_nodes(work: _Place, needs: Sequence[Need]) -> None:
     it. One of its elements that wait is started there first; where none waits, one leaves first. A job with no more
     elements than it needs at least is let alone."""
     for need in needs:
-        short = min(_missing(work, need), len(_candidates(work, need)))
+        short = min(_missing(work, need), sum(1 for _ in _candidates(work, need)))
         for node in sorted(work.good - work.taken):
             if short <= 0:
                 break
@@ -287,8 +330,7 @@ def _changed(work: _Place, need: Need, node: str, needs: Sequence[Need]) -> bool
         extra = _missing(work, other)
         if own is None or extra or work.leavers[other.job]:  # it is changing already, or has its own wants
             continue
-        waiting = _candidates(work, other)
-        taker = next((e for e in waiting if other.lives.get(e.element) != node), None)
+        taker = next((e for e in _candidates(work, other) if other.lives.get(e.element) != node), None)
         if taker is None:
             work.leavers[other.job].append(own)
             return True
@@ -323,7 +365,7 @@ def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
             donor = work.by_job[need.job][number]
             node = donor.node or ""
             takers = (
-                next(iter(_candidates(work, other)), None)
+                next(_candidates(work, other), None)
                 for other in needs
                 if other.job != need.job and other.may_have(node) and _missing(work, other) > 0
             )

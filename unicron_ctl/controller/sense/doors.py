@@ -1,9 +1,10 @@
-"""Doors that are known to answer, and agents that do not answer after their peers' connections broke.
+"""Doors and slurmds that are known to answer, and agents that do not answer after their peers' connections broke.
 
 Such an agent's lease need not be waited for when its node says itself that nobody listens there any more. But something
 on the way may refuse, too, and always have. So each door is tried now and then while all is well, and a refusal counts
 early (`ended`) only at a door that has answered lately, from this controller and from all who were asked, while another
-door of the same job answers this controller at the same time (the control).
+door of the same job answers this controller at the same time (the control). A slurmd's port is tried beside the door:
+where it has never answered from here, be it another port or a filter on the way, that it refuses says nothing.
 """
 
 from __future__ import annotations
@@ -36,19 +37,30 @@ def look(view: View) -> Outcome:
         live.doors[key] = view.now + TRY_SECONDS
         live.doors.move_to_end(key)
         agent = live.agent(*key)
-        address = questions.targets(view, agent.node, agent.door)[0] if agent is not None and agent.alive else ""
-        if agent is not None and address:
-            live.trying += 1
-            out.requests.append(Greeting(agent.job, agent.element, agent.agent, address))
+        if agent is None or not agent.alive:
+            continue
+        for node, address in zip(("", agent.node), questions.targets(view, agent.node, agent.door), strict=True):
+            if address:
+                live.trying += 1
+                out.requests.append(Greeting(agent.job, agent.element, agent.agent, address, node))
     return out
 
 
 def answered(view: View, greeting: Greeting, answer: Reach | None) -> None:
     """What came of it; None: the try itself failed."""
     view.live.trying -= 1
+    if node := greeting.slurmd:
+        if answer is Reach.REACHED:
+            view.live.slurmds[node] = greeting.address
+        return
     agent = view.live.agent(greeting.job, greeting.element)
     if agent is not None and agent.agent == greeting.agent:
         agent.answers_at, agent.answered = greeting.address if answer is Reach.REACHED else "", view.now
+
+
+def slurmd_known(view: View, node: str, address: str) -> bool:
+    """The node's slurmd has answered at this address, so that a refusal there means something."""
+    return bool(address) and address in (view.live.slurmds.get(node), view.state.node(node).slurmd)
 
 
 def hushed(view: View) -> Iterator[Key]:

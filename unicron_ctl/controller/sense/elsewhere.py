@@ -22,6 +22,7 @@ HERE = frozenset(
     "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split()
 )  # states in which an element has processes, or may have (squeue(1), JOB STATE CODES)
 GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
+ON_THE_WAY = frozenset({"POWERING_UP", "POWERING_DOWN"})  # ... and while it boots, silence says nothing
 BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # while some are in an earlier generation
 
 
@@ -166,6 +167,8 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
         return ""
     if hears_nothing(view, info.name):
         return _taken_down(info)
+    if info.asleep:
+        return ""
     shown = seen.of(job.job).get(element)
     if shown is None or (shown.state in HERE and shown.node == record.node):
         return ""
@@ -176,7 +179,9 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
 def hears_nothing(view: View, node: str) -> bool:
     """Slurm hears nothing of the node, or has it down."""
     info = view.slurm.node(node)
-    return info is not None and bool(info.states & (GONE | {"POWERED_DOWN"}))
+    if info is None:
+        return False
+    return "POWERED_DOWN" in info.states or bool(info.states & GONE and not ON_THE_WAY & info.states)
 
 
 def _taken_down(info: NodeInfo) -> str:

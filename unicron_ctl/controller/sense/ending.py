@@ -11,6 +11,8 @@ own sockets and up to two living agents try the agent's door and the node's slur
   `state_wait_seconds`. An agent that says that it is reached may lie, about another job's element, too: the count
   begins anew.
 - A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
+- A refusal at slurmd's port counts only where this controller has reached slurmd before (`doors`), and reaches another
+  node's now (the control): it may listen at another port, and something on the way may refuse.
 - The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: by this controller's own sockets, and by
   the witnesses or, where nobody can be asked, by Slurm.
 - While the controller hears nobody, or suspects itself (`sense.together`), nothing counts.
@@ -23,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.inquiry import OWN, Ending, Inquiry, Key, Word
 from unicron_ctl.controller.model.job import AGENT_DIED
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense import elsewhere, questions
+from unicron_ctl.controller.sense import doors, elsewhere, questions
 from unicron_ctl.controller.sense.questions import ANSWER_SECONDS, ROUND_SECONDS, Sight
 from unicron_ctl.reach import Reach
 
@@ -40,13 +43,15 @@ ROUNDS = 3  # the fewest in that time: one whose answers are lost says nothing
 AT_ONCE = 32
 STAY_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
 REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
-NOBODY = (Reach.SILENT, Reach.REFUSED)
-OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN"})
+OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
 
 
 def begin(view: View, inquiry: Inquiry) -> None:
     """Its agent died, and nobody reached its node's slurmd. Where Slurm does not know the node nobody can be asked."""
     _begin(view, inquiry.job, inquiry.element, inquiry.since, inquiry.reached)
+    own, one = inquiry.words.get(OWN), view.inquiries.ending.get(inquiry.node)
+    if one is not None and own is not None and own.slurmd is Reach.REFUSED:
+        one.refused = True
 
 
 def _recall(view: View) -> None:
@@ -107,6 +112,7 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
             inquiries.close_ending(node)
             inquiries.answered[node] = view.now
             continue
+        _note_slurmd(view, node, out)
         if (one.job, one.element) not in died:  # others died there, too: theirs are the witnesses now
             _follow(view, one, *died[0])
         if view.alone:
@@ -121,6 +127,14 @@ def look(view: View, sight: Sight, out: Outcome) -> None:
             door = view.state.jobs[one.job].agents[one.element].door
             one.counted, one.targets = False, questions.targets(view, node, door)
         questions.ask(view, sight, one, out)
+
+
+def _note_slurmd(view: View, node: str, out: Outcome) -> None:
+    """The next controller, too, is to know that a refusal there means something."""
+    address = view.live.slurmds.get(node)
+    if address and view.state.node(node).slurmd != address:
+        reason = f"the slurmd of {node} has answered at {address}"
+        out.record(None, records.SlurmdReached(node=node, address=address, reason=reason))
 
 
 def _follow(view: View, one: Ending, job: str, element: int) -> None:
@@ -169,18 +183,23 @@ def _count(view: View, sight: Sight, one: Ending) -> bool:
 
 def _nobody(view: View, sight: Sight, one: Ending) -> bool:
     """In this round this controller's own sockets got no answer, nor did enough others, nor anybody else."""
-    own = one.words.get(OWN)
-    if own is None or not _gone(own):
+    own, known = one.words.get(OWN), doors.slurmd_known(view, one.node, one.targets[1])
+    known = known and one.control is Reach.REACHED
+    one.refused = one.refused or (own is not None and own.slurmd is Reach.REFUSED)
+    if own is None or not _gone(own, known):
         return False
-    if len(list(filter(_gone, one.witnessed()))) >= questions.needed(view, sight, one):
+    if sum(_gone(word, known) for word in one.witnessed()) >= questions.needed(view, sight, one):
         return True
     waits = len(one.asked) > 1 and view.now - one.begun < ANSWER_SECONDS
     return not waits and bool(_slurm(view, sight, one))
 
 
-def _gone(word: Word) -> bool:
-    """Nobody answered, and not only slurmd's port was silent: a kernel that refuses at the door lives."""
-    return word.slurmd in NOBODY and (word.slurmd, word.door) != (Reach.SILENT, Reach.REFUSED)
+def _gone(word: Word, known: bool) -> bool:
+    """Nobody answered, and not only slurmd's port was silent: a kernel that refuses at the door lives. known: slurmd
+    has answered there, and others answer now; else a refusal is no word of the node's."""
+    if word.slurmd is Reach.REFUSED:
+        return known
+    return word.slurmd is Reach.SILENT and word.door is not Reach.REFUSED
 
 
 def _slurm(view: View, sight: Sight, one: Ending) -> str:

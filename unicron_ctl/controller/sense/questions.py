@@ -7,6 +7,7 @@ anything. Strangers, agents of other jobs, are asked where the job itself has to
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from itertools import chain, islice
 
 from unicron_ctl.addresses import is_numeric
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.inquiry import OWN, Inquiries, Inquiry, Key, Word
+from unicron_ctl.controller.model.inquiry import OWN, Ending, Inquiries, Inquiry, Key, Word
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import elsewhere
@@ -26,6 +27,7 @@ WITNESSES = 2  # agents that are asked, and that must agree, where there are so 
 ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
 ROUND_SECONDS = 2.0  # between two rounds of questions about the same agent
 CONTROL = 2  # place of the control in a Probe
+MOST_IN_SERVICE = 64  # nodes that are looked through for one that can be a control
 MOST_ASKED = 8  # in one round, this controller among them: strangers' words that differ lead to more questions
 
 
@@ -70,9 +72,10 @@ class Sight:
 
     @cached_property
     def in_service(self) -> list[str]:
-        """Two nodes that Slurm hears, if there are so many."""
-        seen = self.view.slurm.seen
-        return list(islice((node.name for node in seen.nodes if node.healthy), 2)) if seen is not None else []
+        """Some nodes that Slurm hears, first those whose slurmd this controller has reached."""
+        seen, known = self.view.slurm.seen, self.view.live.slurmds
+        heard = [node.name for node in seen.nodes if node.heard] if seen is not None else []
+        return heapq.nsmallest(MOST_IN_SERVICE, heard, key=lambda name: name not in known)
 
 
 def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
@@ -81,7 +84,7 @@ def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
     # The last round's tries may still wait.
     if any(inquiry.targets) and not inquiry.probing and OWN not in inquiry.words:
         targets = (*inquiry.targets, _control(view, sight, inquiry))
-        inquiry.probing, inquiry.probe = sum(map(bool, targets)), inquiry.number
+        inquiry.probing, inquiry.probe = sum(map(bool, inquiry.targets)), inquiry.number
         out.requests.append(Probe(inquiry.job, inquiry.element, inquiry.node, targets, inquiry.number))
     waiting = [key for key, at in inquiry.asked.items() if key not in inquiry.words]
     useful = len(inquiry.witnessed()) - len(inquiry.strangers())
@@ -93,7 +96,14 @@ def ask(view: View, sight: Sight, inquiry: Inquiry, out: Outcome) -> None:
 
 
 def _control(view: View, sight: Sight, inquiry: Inquiry) -> str:
-    """Another agent's door of the same job, where a refusal may count before the lease."""
+    """What has to answer where a refusal is to count: another agent's door of the same job before the lease; another
+    node's slurmd where a node may have ended."""
+    if isinstance(inquiry, Ending):
+        if not inquiry.refused:
+            return ""
+        asked = view.inquiries.nodes()
+        names = (name for name in sight.in_service if name != inquiry.node and name not in asked)
+        return slurmd_of(view, next(names, ""))
     if (inquiry.job, inquiry.element) not in view.live.unanswered:
         return ""
     other = next(own_witnesses(view, sight, inquiry), None)
@@ -149,7 +159,13 @@ def targets(view: View, node: str, door: str) -> tuple[str, str]:
     info = view.slurm.node(node)
     if info is None:
         return door, ""
-    return door_at(info.address, door) if is_numeric(info.address) else door, f"{info.address}:{info.port}"
+    return door_at(info.address, door) if is_numeric(info.address) else door, slurmd_of(view, node)
+
+
+def slurmd_of(view: View, node: str) -> str:
+    """Where Slurm says that the node's slurmd listens, host:port; empty for a node that Slurm does not know."""
+    info = view.slurm.node(node)
+    return f"{info.address}:{info.port}" if info is not None else ""
 
 
 # ---------------------------------------------------------------- answers
@@ -166,16 +182,18 @@ def probed(inquiries: Inquiries, probe: Probe, place: int, answer: Reach | None)
     """What this controller's own sockets say of one of the addresses; None: the try itself failed."""
     key = probe.job, probe.element
     may_be = (inquiries.open.get(key), inquiries.judged.get(key), inquiries.ending.get(probe.node))
-    inquiry = next((one for one in may_be if one is not None and one.probing and one.probe == probe.number), None)
+    of_this = (one for one in may_be if one is not None and one.probe == probe.number)
+    answer = answer or Reach.UNKNOWN
+    if place == CONTROL:
+        if (inquiry := next(of_this, None)) is not None:
+            inquiry.control = answer
+        return
+    inquiry = next((one for one in of_this if one.probing), None)
     if inquiry is not None:  # the try that it waits for
         inquiry.probing -= 1
         word = inquiry.words.get(OWN, Word("the controller", Reach.UNKNOWN, Reach.UNKNOWN))
-        answer = answer or Reach.UNKNOWN
-        if place == CONTROL:
-            inquiry.control = answer
-        else:
-            word = replace(word, door=answer) if place == 0 else replace(word, slurmd=answer)
-            inquiry.words[OWN] = word
+        word = replace(word, door=answer) if place == 0 else replace(word, slurmd=answer)
+        inquiry.words[OWN] = word
         if Reach.REACHED in (word.door, word.slurmd):
             inquiry.reached = True
         elif not inquiry.probing:
@@ -196,7 +214,7 @@ def slurm_says(view: View, sight: Sight, node: str) -> str:
     """Slurm itself holds the node for dead, and not only because this host's network is out of order: it hears
     others. What was set down here it shows so because of that; of a node that was only drained it is its own word."""
     info = view.slurm.node(node)
-    if info is None or (view.unfit(node) and not view.state.node(node).drained):
+    if info is None or info.asleep or (view.unfit(node) and not view.state.node(node).drained):
         return ""
     bad = info.states & elsewhere.GONE
     return "+".join(sorted(bad)) if bad and any(name != node for name in sight.in_service) else ""

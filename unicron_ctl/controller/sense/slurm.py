@@ -63,7 +63,7 @@ def look(view: View, listing: Listing, job: JobState) -> Iterator[Said]:
             yield Said(job, failure, element)
             continue
         node = view.slurm.node(job.agents[element.element].node)
-        if node is None or view.unfit(node.name):
+        if node is None or view.unfit(node.name) or (node.asleep and "POWERED_DOWN" not in node.states):
             continue
         state = next((state for state in NODE_STATES if state in node.states), "")
         if state:

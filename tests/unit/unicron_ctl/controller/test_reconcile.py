@@ -8,7 +8,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.reach import Ground
-from unicron_ctl.controller.reconcile import RETRY_SECONDS
+from unicron_ctl.controller.reconcile import RETRY_SECONDS, Asked
 from unicron_ctl.slurm.client import SlurmError
 
 
@@ -215,10 +215,10 @@ def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
     world = World(FakeSlurm(2))
     world.run(2.0)
     desk = world.core.slurm
-    desk.refused["hold", "1", 0, ""] = world.now
+    desk.asked[("1", 0), "hold"] = Asked((), 1, world.now, refused=True)
     desk.missing_since["no job"] = world.now
     world.run(RETRY_SECONDS + 2.0)
-    assert not desk.refused and not desk.missing_since
+    assert not desk.asked and not desk.missing_since
 
 
 def test_what_comes_before_a_refused_action_is_not_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 from tests.support.processes import wait_for
 from unicron_ctl.controller import worker
 from unicron_ctl.controller.model.requests import Action, Poll, Run
-from unicron_ctl.controller.worker import LEFT_OUT, PUT_OFF, Worker
-from unicron_ctl.slurm.client import Site, SlurmError, SlurmTimeout
+from unicron_ctl.controller.worker import LEFT_OUT, LONGEST_QUEUE, PUT_OFF, QUEUE_SHARE, Others, Worker
+from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
 
 
 class SlowSlurm:
@@ -25,6 +25,11 @@ class SlowSlurm:
         self.refused: set[str] = set()
         self.hangs: set[str] = set()
         self.go = threading.Event()
+        self.asked: list[list[str]] = []
+        self.passes = 0  # over the whole queue
+        self.takes = 0.0
+        self.clock = [1000.0]
+        self.seen = Queue()
 
     def private_data(self) -> frozenset[str]:
         return frozenset()
@@ -48,8 +53,14 @@ class SlowSlurm:
         self._call("poll")
         return []
 
-    def elements(self) -> list[Any]:
+    def elements(self, jobs: Collection[str] | None = None) -> list[Any]:
+        self.asked.append(sorted(jobs or ()))
         return []
+
+    def others(self, but: Collection[str] = ()) -> Queue:
+        self.passes += 1
+        self.clock[0] += self.takes
+        return self.seen
 
     def hold(self, job: str, element: int, comment: str) -> None:
         self._call(f"hold {job}_{element}")
@@ -67,6 +78,14 @@ class SlowSlurm:
         self._call(f"resume {node}")
 
 
+def element(job: str, state: str, node: str | None = None) -> ElementInfo:
+    return ElementInfo(job, 0, job, state, node, "", "", "", "", 0)
+
+
+def node_in(name: str, *states: str) -> NodeInfo:
+    return NodeInfo(name, frozenset(states), "", name, 6818, 1.0, 8)
+
+
 class Answers:
     """What the core would hear."""
 
@@ -79,7 +98,7 @@ class Answers:
     def on_actions_done(self, urgent: bool) -> None:
         self.heard.append(("all", str(urgent)))
 
-    def on_listing(self, nodes: Any, elements: Any, site: Site) -> None:
+    def on_listing(self, nodes: Any, elements: Any, site: Site, took: float) -> None:
         self.heard.append(("listing", ""))
         self.domains = site.domains
 
@@ -175,3 +194,68 @@ def test_a_topology_that_slurm_does_not_tell_spoils_no_listing(bench: Bench) -> 
     bench.slurm.refused.add("topology")
     bench.submit()
     assert bench.heard(1) == [("listing", "")] and bench.core.domains == {} and bench.slurm.looks == 1
+
+
+# ---------------------------------------------------------------- the whole queue
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> SlowSlurm:
+    found = SlowSlurm()
+    monkeypatch.setattr(worker.time, "monotonic", lambda: found.clock[0])
+    return found
+
+
+def test_only_the_jobs_that_matter_are_asked_for_in_detail(bench: Bench) -> None:
+    bench.worker.submit(Poll(frozenset({"7", "9"})), bench.core)  # type: ignore[arg-type]
+    bench.heard(1)
+    assert bench.slurm.asked == [["7", "9"]]
+
+
+@pytest.mark.parametrize("takes", [0.02, 2.0, 20.0])
+def test_the_whole_queue_is_read_as_seldom_as_it_takes_long(slurm: SlowSlurm, takes: float) -> None:
+    others, slurm.takes = Others(slurm), takes  # type: ignore[arg-type]
+    began = slurm.clock[0]
+    for _ in range(600):
+        others.read([], [], Poll())
+        slurm.clock[0] += 2.0
+    spent = slurm.passes * takes / (slurm.clock[0] - began)
+    assert slurm.passes >= 600 * 2.0 / (LONGEST_QUEUE + takes) - 1
+    assert spent <= 1.2 * max(QUEUE_SHARE, takes / LONGEST_QUEUE)
+    assert (slurm.passes == 600) is (takes == 0.02), "a short queue is read with each listing"
+
+
+def test_where_somebody_is_asked_about_the_queue_is_read_sooner(slurm: SlowSlurm) -> None:
+    others, slurm.takes = Others(slurm), 1.0  # type: ignore[arg-type]
+    for _ in range(30):
+        others.read([], [], Poll(all=True))
+        slurm.clock[0] += 2.0
+    assert 8 <= slurm.passes <= 16
+
+
+def test_between_two_looks_at_the_queue_the_nodes_themselves_tell(slurm: SlowSlurm) -> None:
+    """Who has left is seen, and who has come: nobody is given a node that is in use."""
+    others, slurm.takes = Others(slurm), 2.0  # type: ignore[arg-type]
+    slurm.seen = Queue([element("1", "RUNNING", "n[1-2]"), element("2", "RUNNING", "n3"), element("3", "PENDING")])
+    own = [element("7", "RUNNING", "n5")]
+    nodes = [node_in("n1", "MIXED"), node_in("n2", "ALLOCATED"), node_in("n3", "IDLE"), node_in("n4", "ALLOCATED")]
+    nodes.append(node_in("n5", "ALLOCATED"))
+    assert others.read(nodes, own, Poll(frozenset("7"))) == slurm.seen.elements, "they are as they are"
+    later = others.read(nodes, own, Poll(frozenset("7")))
+    assert [(e.label, e.node) for e in later] == [("1_0", "n[1-2]"), ("3_0", None), ("another job", "n4")]
+    ended = others.read(nodes, [], Poll(frozenset("7")))
+    assert "n5" not in {e.node for e in ended}, "the node of one of ours that has just ended is nobody else's"
+    assert "n5" in {e.node for e in others.read(nodes, [], Poll(frozenset("7")))}
+    assert slurm.passes == 1
+
+
+def test_a_job_that_has_become_ours_is_none_of_the_others(slurm: SlowSlurm) -> None:
+    others, slurm.takes = Others(slurm), 2.0  # type: ignore[arg-type]
+    slurm.seen = Queue([element("7", "RUNNING", "n1"), element("8", "PENDING")])
+    assert len(others.read([], [], Poll())) == 2
+    assert [e.job for e in others.read([], [], Poll(frozenset("7")))] == ["8"]
+
+
+def test_lists_of_nodes_that_were_cut_leave_no_node_free_that_is_in_use(slurm: SlowSlurm) -> None:
+    others = Others(slurm)  # type: ignore[arg-type]
+    slurm.seen = Queue([element("1", "RUNNING", "n1")], cut=True)
+    found = others.read([node_in("n1", "ALLOCATED"), node_in("n2", "MIXED")], [], Poll())
+    assert [e.node for e in found] == ["n1", "n2"]

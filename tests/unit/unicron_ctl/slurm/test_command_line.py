@@ -82,10 +82,43 @@ def test_a_node_that_never_registered_has_no_start_time_and_is_not_healthy() -> 
         ("IDLE~", {"IDLE", "POWERED_DOWN"}),
         ("ALLOCATED+COMPLETING", {"ALLOCATED", "COMPLETING"}),
         ("DOWN+DRAIN+INVALID_REG", {"DOWN", "DRAIN", "INVALID_REG"}),
+        ("MIXED*#", {"MIXED", "NOT_RESPONDING", "POWERING_UP"}),
+        ("idle%", {"IDLE", "POWERING_DOWN"}),
     ],
 )
 def test_states_of_old_and_new_releases(text: str, states: set[str]) -> None:
     assert parse_states(text) == states
+
+
+@pytest.mark.parametrize(
+    ("text", "healthy", "heard"),
+    [
+        ("IDLE~", True, False),
+        ("IDLE#", True, False),
+        ("IDLE%", True, False),
+        ("idle*~", True, False),
+        ("IDLE+CLOUD+POWERED_DOWN", True, False),
+        ("IDLE+CLOUD+POWERING_DOWN", True, False),
+        ("ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", True, False),
+        ("MIXED+CLOUD+POWER_DOWN", True, True),
+        ("IDLE!", True, True),
+        ("IDLE+DYNAMIC_NORM", True, True),
+        ("IDLE+CLOUD", True, True),
+        ("IDLE+PLANNED", True, True),
+        ("IDLE-", True, True),
+        ("IDLE+CLOUD+POWER_DOWN+POWER_DRAIN", False, False),
+        ("DOWN+CLOUD+POWERED_DOWN", False, False),
+        ("DOWN*#", False, False),
+        ("IDLE+DRAIN+POWERED_DOWN", False, False),
+        ("IDLE*", False, False),
+        ("FUTURE", False, False),
+        ("DOWN+DYNAMIC_NORM+NOT_RESPONDING", False, False),
+    ],
+)
+def test_a_node_that_slurm_would_wake_counts_and_is_not_heard(text: str, healthy: bool, heard: bool) -> None:
+    """Defect: what power saving had switched off did not count, and elements that would have woken it were held."""
+    info = NodeInfo("n1", parse_states(text), "", "n1", 6818, None, 0)
+    assert (info.healthy, info.heard) == (healthy, heard)
 
 
 @pytest.mark.parametrize(
@@ -223,3 +256,22 @@ def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, mon
     monkeypatch.setattr(command_line, "ANSWER_SECONDS", 0.3)
     client.resume("n2")
     assert (tmp_path / "asked").read_text().count("\n") > 3
+
+
+@pytest.mark.parametrize(
+    ("said", "port"), [("7003", 7003), ("7003-7005", 7003), ("", 6818), ("6818", 6818), ("(null)", 6818)]
+)
+def test_slurmds_port_is_slurm_confs_but_where_a_node_names_its_own(tmp_path: Path, said: str, port: int) -> None:
+    """scontrol prints a node's port only where it differs from slurm.conf's. Defect: 6818 was taken for all others."""
+    _program(
+        tmp_path,
+        "scontrol",
+        'case "$*" in\n'
+        f"*config*) echo x >> {tmp_path}/asked; printf 'SlurmctldPort  = 6817\\nSlurmdPort     = {said}\\n';;\n"
+        "*node*) printf 'NodeName=n1 State=IDLE NodeAddr=n1\\nNodeName=n2 Port=7100 State=IDLE NodeAddr=n2\\n';;\n"
+        "esac",
+    )
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    for _ in range(3):
+        assert [node.port for node in client.nodes()] == [port, 7100]
+    assert (tmp_path / "asked").read_text().count("x") == 1, "the configuration is asked for once a minute"

@@ -147,3 +147,26 @@ def test_host_lists(text: str, names: list[str]) -> None:
 def test_gres_of_old_and_new_releases(text: str) -> None:
     assert listing.plain_gres(text) == "gpu:a100:4"
     assert listing.plain_gres(f"{text},gres:shard:1") == "gpu:a100:4,shard:1"
+
+
+def test_elements_that_share_a_line_are_told_apart() -> None:
+    rows = listing.parse_columns(_row(ArrayTaskID="2-99999:1%2", Reason="JobArrayTaskLimit"), listing.ALL_COLUMNS)
+    (fact,) = listing.parse_facts(_facts(index="2-99999%2", state="PENDING"))
+    assert rows is not None and fact.is_array
+    found = listing.elements(fact, rows, 1000)
+    assert [e.element for e in found] == list(range(2, 1002)), "no more than could be given nodes"
+    assert {(e.job, e.reason, e.state) for e in found} == {("7", "JobArrayTaskLimit", "PENDING")}
+
+
+def test_an_element_that_gets_a_line_of_its_own_between_the_two_listings_is_not_lost() -> None:
+    first, second, rest = _row(ArrayTaskID="2", Reason="None"), _row(ArrayTaskID="3"), _row(ArrayTaskID="4-5")
+    (fact,) = listing.parse_facts(_facts(index="2-5", state="PENDING"))
+    for rows, there in ((first + second + rest, [2, 3, 4, 5]), (first + second, [2, 3]), (rest, [2, 3, 4, 5])):
+        found = listing.parse_columns(rows, listing.ALL_COLUMNS)
+        assert found is not None and [e.element for e in listing.elements(fact, found, 10)] == there
+
+
+@pytest.mark.parametrize("index", ["2-5;x", "a-b", "%2", "2 3", "[2-"])
+def test_an_index_that_is_none_spoils_only_its_line(index: str) -> None:
+    found = listing.parse_facts(f"{_facts(index=index)}\n{_facts(id='11')}")
+    assert [f.info.slurm_id for f in found] == ["11"]

@@ -563,3 +563,63 @@ def test_nodes_under_question_are_shown_in_the_status():
     world.slurm.unheard.clear()
     world.run(10.0)
     assert all(item["asked_since"] is None for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY))
+
+
+# ---------------------------------------------------------------- a port that is not slurmd's
+def unanswering(world: World, nodes: set[str] | None = None) -> None:
+    """At slurmd's port of these nodes (all, if none are named) a connection is refused: slurmd listens elsewhere, or
+    something on the way refuses."""
+    usual = world.answer
+
+    def answer(witness: str, target: str) -> Reach:
+        node, _, port = target.partition(":")
+        return Reach.REFUSED if port == "slurmd" and (nodes is None or node in nodes) else usual(witness, target)
+
+    world.answer = answer
+
+
+@pytest.mark.parametrize("nodes", [None, {"n2"}])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_refusal_at_a_port_that_never_answered_takes_no_node(nodes: set[str] | None, again: bool):
+    """Defect: with SlurmdPort other than 6818 a healthy node was set down when its agent died and its element took over
+    6 s to end."""
+    world = World(FakeSlurm(5))
+    unanswering(world, nodes)
+    world.slurm.submit("1", 4)
+    for element in range(4):
+        agent = FakeAgent(world, "1", element, f"n{element + 1}", nodes=4)
+        agent.register()
+        agent.ready()
+    world.run(world.config.restart_grace + 2.0)
+    victim = world.agents[1]
+    victim.silent = victim.killed = True
+    world.slurm.unheard.add("n2")
+    world.run(3.0)
+    if again:
+        world.restart()
+    world.run(MINUTE)
+    assert world.job().agents[1].gone == "agent died" and not taken(world)
+    world.check_replay()
+
+
+def test_a_refusal_at_all_ports_at_once_takes_no_node():
+    """A firewall's rules were loaded: the ports had answered before."""
+    world = on_slurm()
+    unanswering(world)
+    victim = world.agents[1]
+    victim.silent = victim.killed = True
+    world.slurm.unheard.add("n2")
+    world.run(MINUTE)
+    assert world.job().agents[1].gone == "agent died" and not taken(world)
+
+
+def test_that_a_slurmd_was_reached_is_put_on_record_when_it_matters():
+    world = on_slurm()
+    world.run(6 * MINUTE)
+    assert "slurmd_reached" not in {event.kind for event in world.log}
+    refuse(world, world.agents[1])
+    died(world, world.agents[1])
+    world.run(3.0)
+    assert [e.record.address for e in world.log if e.kind == "slurmd_reached"] == ["n2:slurmd"]
+    world.restart()
+    assert world.core.state.node("n2").slurmd == "n2:slurmd"

@@ -1,0 +1,88 @@
+"""Reading why a pending element does not start."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron_ctl.slurm.client import ElementInfo
+from unicron_ctl.slurm.reasons import Bar, bar_of, barred, explained, understand
+
+LIMITS = (
+    "JobArrayTaskLimit Licenses AccountingPolicy PowerNotAvail PowerReserved QOSMaxJobsPerUserLimit QOSGrpNodeLimit "
+    "QOSGrpCpuLimit QOSGrpCPUMinutesLimit QOSGrpCPURunMinutesLimit QOSGrpJobsLimit QOSGrpMemLimit QOSGrpWallLimit "
+    "QOSMaxCpuPerJobLimit QOSMaxNodePerUserLimit QOSMaxWallDurationPerJobLimit QOSMinCpuNotSatisfied QOSMinGRES "
+    "QOSMaxGRESPerUser QOSMaxGRESMinutesPerJob QOSGrpBillingRunMinutes QOSJobLimit QOSResourceLimit QOSTimeLimit "
+    "AssocGrpNodeLimit AssocGrpGRES AssocGrpGRESRunMinutes AssocMaxJobsLimit AssocMaxNodePerJobLimit AssocGrpBBMinutes "
+    "AssocMaxUnknownPerNode AssociationJobLimit AssociationResourceLimit MaxNodePerAccount MaxJobsPerAccount "
+    "MaxBillingPerAccount MaxSubmitJobsPerAccount QOSGrpOfThingsToCome AssocMaxWhateverPerUser"
+).split()
+OTHERS = (
+    "Dependency DependencyNeverSatisfied Reservation ReservationDeleted ReservationInvalid PartitionDown "
+    "PartitionInactive PartitionTimeLimit PartitionNodeLimit PartitionConfig InvalidAccount InvalidQOS QOSNotAllowed "
+    "AccountNotAllowed QOSUsageThreshold BadConstraints Constraints MaxMemPerLimit DeadLine BurstBufferResources "
+    "BurstBufferStageIn FrontEndDown"
+).split()
+FREE = [
+    "",
+    "None",
+    "Priority",
+    "Resources",
+    "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
+    "NodeDown",
+    "Prolog",
+    "Cleaning",
+]
+FREE += ["Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "SchedDefer"]
+FREE += ["FedJobLock", "AReasonOfAReleaseToCome", "NonZeroExitCode"]
+
+
+def _element(reason: str, restarts: int = 0, starts: float | None = None) -> ElementInfo:
+    return ElementInfo("7", 2, "9", "PENDING", None, reason, "", "", "", restarts, starts=starts)
+
+
+@pytest.mark.parametrize("reason", LIMITS)
+def test_limits_of_all_kinds_keep_an_element_from_starting_until_others_end(reason: str) -> None:
+    found = understand(reason)
+    assert found.bar is Bar.LIMIT and found.words and barred(_element(reason), 0.0)
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_somebody_has_to_change_first_keeps_it_from_starting(reason: str) -> None:
+    found = understand(reason)
+    assert found.bar is Bar.OTHER and found.words and barred(_element(reason), 0.0)
+
+
+@pytest.mark.parametrize("reason", FREE)
+def test_reasons_of_nodes_and_unknown_ones_keep_nobody_from_starting(reason: str) -> None:
+    assert understand(reason).bar is Bar.NOTHING and not barred(_element(reason), 0.0)
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "job requeued in held state"])
+def test_a_hold_is_a_hold_and_no_bar(reason: str) -> None:
+    assert understand(reason).bar is Bar.HOLD and _element(reason).held and not barred(_element(reason), 0.0)
+
+
+def test_an_element_that_slurm_requeued_too_often_does_not_start_although_nobody_holds_it() -> None:
+    assert not _element("JobHoldMaxRequeue").held and barred(_element("JobHoldMaxRequeue"), 0.0)
+
+
+def test_a_wait_after_a_requeue_is_slurms_and_a_later_begin_time_is_somebodys_wish() -> None:
+    assert bar_of(_element("BeginTime", restarts=1, starts=1120.0), 1000.0) is Bar.NOTHING
+    assert bar_of(_element("BeginTime", restarts=1, starts=87400.0), 1000.0) is Bar.OTHER
+    assert bar_of(_element("BeginTime", restarts=0, starts=1120.0), 1000.0) is Bar.OTHER
+    assert "--begin" in explained(_element("BeginTime", starts=1120.0), 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("QOSMaxJobsPerUserLimit", "its QOS lets a user have no more jobs at once"),
+        ("AssocGrpNodeLimit", "its account or user lets all its jobs together have no more nodes"),
+        ("MaxNodePerAccount", "its QOS or account lets an account have no more nodes"),
+        ("QOSMinCpuNotSatisfied", "its QOS asks for more CPUs than it wants"),
+        ("JobArrayTaskLimit", "the array may run no more elements at once (--array=...%N)"),
+        ("AssocMaxGRESPerNode", "its account or user lets a job on one node have no more GPUs or other GRES"),
+    ],
+)
+def test_a_limit_is_named_in_plain_words(reason: str, words: str) -> None:
+    assert explained(_element(reason), 0.0) == words

@@ -1,0 +1,128 @@
+"""The whole queue in few operations: who occupies nodes, and who waits for nodes that our jobs could take.
+
+A queue may hold 100,000 jobs, and all that matters of most of them is that others like them come first. So squeue sorts
+them by priority and prints columns of fixed width, in which what makes two pending jobs alike lies side by side: each
+row is two slices of bytes and a look into a set, and only the first row of each kind is read. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from unicron_ctl.slurm import listing
+from unicron_ctl.slurm.client import ElementInfo, Queue
+
+Columns = tuple[tuple[str, int], ...]
+_IDENTITY: Columns = (
+    ("ArrayJobID", 11),
+    ("ArrayTaskID", 11),
+    ("JobID", 11),
+    ("State", 14),
+    ("UserName", 32),
+    ("NodeList", 128),
+    ("PriorityLong", 11),
+)
+_KIND: Columns = (
+    ("Reason", 32),
+    ("Partition", 64),
+    ("StartTime", 20),
+    ("TimeLimit", 14),
+    ("SchedNodes", 96),
+)
+_ASKED: Columns = (("Feature", 96), ("tres-per-node", 64), ("ReservationName", 64), ("ExcNodes", 96))
+# Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
+COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KIND))
+_PENDING = b"PENDING"
+_OVER = frozenset(
+    b"COMPLETED CANCELLED FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED SPECIAL_EXIT "
+    b"LAUNCH_FAILED RECONFIG_FAIL".split()
+)
+ON_ONE_NODE = 8  # elements that are told apart on the same nodes
+_SEPARATOR = b"\x1f"
+
+
+def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | None:
+    """squeue's answer, sorted by priority, without the jobs `but`. None when it is not in the columns asked for."""
+    size, at = listing.row_size(columns), _offsets(columns)
+    if len(data) % size or not _aligned(data, columns, size):
+        return None
+    found, ours = Queue(rows=len(data) // size), {job.encode().ljust(11) for job in but}
+    seen: set[bytes] = set()
+    on_nodes: Counter[bytes] = Counter()
+    state, state_end = at["State"], at["State"] + 14
+    kind, nodes, nodes_end = at["Reason"], at["NodeList"], at["NodeList"] + 128
+    for start in range(0, len(data), size):
+        what = data[start + state : start + state_end].rstrip()
+        if what == _PENDING:
+            key = data[start + kind : start + size]
+            if key in seen:
+                continue
+        elif what in _OVER:
+            continue
+        else:
+            where = data[start + nodes : start + nodes_end]
+            if on_nodes[where] >= ON_ONE_NODE:
+                continue
+        if data[start : start + 11] in ours:
+            continue
+        if what == _PENDING:
+            seen.add(key)
+        else:
+            on_nodes[where] += 1
+            found.cut = found.cut or where[-1:] != b" "
+        found.elements.append(_element(data[start : start + size], columns, at))
+    return found
+
+
+def _offsets(columns: Columns) -> dict[str, int]:
+    found, at = {}, 0
+    for name, width in columns:
+        found[name] = at
+        at += width + 1
+    return found
+
+
+def _aligned(data: bytes, columns: Columns, size: int) -> bool:
+    """Every row ends with a line end, and every column of it with a separator."""
+    count = len(data) // size
+    if data[size - 1 :: size] != b"\n" * count:
+        return False
+    end = -1
+    for _, width in columns:
+        end += width + 1
+        if data[end::size] != _SEPARATOR * count:
+            return False
+    return True
+
+
+def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
+    """What does not fit into its column is not known: then the job may get any node."""
+    cells = {}
+    for name, width in columns:
+        cell = row[at[name] : at[name] + width]
+        fits = cell[-1:] == b" " or name in ("ArrayTaskID", "UserName")
+        cells[name] = listing.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
+    index, nodes = cells["ArrayTaskID"], cells["NodeList"]
+    priority, reason = cells["PriorityLong"], cells["Reason"]
+    return ElementInfo(
+        job=cells["ArrayJobID"],
+        element=int(index) if index.isdigit() else 0,
+        slurm_id=cells["JobID"],
+        state=cells["State"],
+        node=nodes or None,
+        reason=reason,
+        name="",
+        user=cells["UserName"],
+        comment="",
+        restarts=0,
+        partition=cells["Partition"],
+        features=cells.get("Feature", ""),
+        gres=listing.plain_gres(cells.get("tres-per-node", "")),
+        reservation=cells.get("ReservationName", ""),
+        excluded_nodes=frozenset(listing.hosts(cells.get("ExcNodes", ""))),
+        time_limit=listing.parse_limit(cells["TimeLimit"]),
+        priority=int(priority) if priority.isdigit() else 0,
+        starts=listing.parse_time(cells["StartTime"]),
+        planned_nodes=frozenset(listing.hosts(cells["SchedNodes"])),
+    )
