@@ -38,7 +38,7 @@ _STATE_SYMBOLS = {
 ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
 SLURMD_PORT = 6818  # slurmd's own default
 SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
-FEWEST_PENDING = 256  # elements of an array that share a record and are told apart; with more nodes, two a node
+FEWEST_ALIKE = 256  # pending elements of an array that share a record and are read; with more nodes, two a node
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
@@ -61,11 +61,11 @@ class CommandLineClient:
         # Time zone and formats that people set for themselves must not change what is parsed here.
         hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        self._env |= {"TZ": "UTC", "LC_ALL": "C", "SLURM_BITSTR_LEN": "0"} | dict(env or {})
+        self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
         self._timeout = timeout
         self._dry_run = dry_run
         self._programs = Programs()
-        self._most_pending = FEWEST_PENDING
+        self._most_alike = FEWEST_ALIKE
         self._long = True  # the queue, as far as is known
         self._configuration, self._configured_at = "", -SETTINGS_SECONDS
         self._is_array: dict[str, bool] = {}
@@ -82,7 +82,7 @@ class CommandLineClient:
         reserved = parse_reservations(self._run(["scontrol", "--all", "--oneliner", "show", "reservation"]))
         port = self.slurmd_port()
         nodes = [node for line in text.split("\n") if (node := parse_node(line, port)) is not None]
-        self._most_pending = max(FEWEST_PENDING, 2 * len(nodes))
+        self._most_alike = max(FEWEST_ALIKE, 2 * len(nodes))
         return [replace(node, reservations=tuple(reserved.get(node.name, ()))) for node in nodes]
 
     def partitions(self) -> list[PartitionInfo]:
@@ -116,18 +116,19 @@ class CommandLineClient:
         """All, or those of some jobs. Of a single job slurmctld looks up that one alone."""
         which = ["--jobs", ",".join(jobs)] if jobs else []
         try:
-            said = self._squeue(*which, "-o", listing.FACTS_FORMAT)
-            texts = self._texts(which)
+            said = self._squeue("--array", *which, "-o", listing.FACTS_FORMAT).decode(errors="replace")
+            facts = listing.parse_facts(said, self._most_alike)
+            texts = self._texts(which, [fact.key for fact in facts])
         except SlurmError as error:
             if jobs and "Invalid job id" in str(error):
                 return []
             raise
         found = []
-        for fact in listing.parse_facts(said.decode(errors="replace")):
-            for info in listing.elements(fact, texts, self._most_pending):
-                self._is_array[info.job] = fact.is_array
-                self._note(info, not fact.indices)
-                found.append(info)
+        for fact in facts:
+            if fact.key in texts:  # else it ended, or began, between the two listings
+                self._is_array[fact.info.job] = fact.is_array
+                found.append(listing.complete(fact, texts[fact.key]))
+                self._note(found[-1])
         return found
 
     def others(self, but: Collection[str] = ()) -> Queue:
@@ -147,8 +148,8 @@ class CommandLineClient:
             jobs = {info.job for info in listed}
             self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
 
-    def _note(self, info: ElementInfo, own: bool) -> None:
-        """An element was listed. own: it has a record of its own in Slurm."""
+    def _note(self, info: ElementInfo) -> None:
+        """An element was listed."""
         self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
@@ -183,11 +184,11 @@ class CommandLineClient:
         found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", self._configuration, re.MULTILINE)
         return found[1] if found else ""
 
-    def _texts(self, which: list[str]) -> dict[listing.Key, dict[str, str]]:
+    def _texts(self, which: list[str], wanted: list[listing.Key]) -> dict[listing.Key, dict[str, str]]:
         """Raises SlurmError when squeue prints other columns than it was asked for."""
         for columns in (listing.ALL_COLUMNS, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
-            said = self._squeue(*which, "-O", listing.columns_format(columns))
-            if (found := listing.parse_columns(said, columns)) is not None:
+            said = self._squeue("--array", *which, "-O", listing.columns_format(columns))
+            if (found := listing.parse_columns(said, columns, wanted)) is not None:
                 return found
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 

@@ -6,8 +6,8 @@ and names that slurmctld has looked up itself: one line an element. Whatever els
 columns of fixed width, which squeue cuts and fills by bytes: there every byte's place tells what it belongs to.
 (The whole queue is read elsewhere, :mod:`unicron_ctl.slurm.queue`.)
 
-Elements of an array that Slurm has not split off yet share one line. They are told apart here, the first ones: an array
-may have millions, and no more can start than there are nodes.
+Pending elements of an array that Slurm has not split off yet are all alike, and there may be 100,000. Only the first
+ones are read: no more can start than there are nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import calendar
 import itertools
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -27,13 +28,7 @@ _SEPARATOR = "\x1f"
 _FACTS = ("%F", "%K", "%A", "%T", "%u", "%U", "%V", "%l", "%Q", "%S", "%P", "%v", "%N", "%Y", "%x")
 FACTS_FORMAT = _SEPARATOR.join(_FACTS)
 # For `squeue -O`: column and width. The first ones are needed; squeue -o has no letter for some of them.
-NEEDED_COLUMNS = (
-    ("ArrayJobID", 11),
-    ("ArrayTaskID", 11),
-    ("RestartCnt", 6),
-    ("exit_code", 9),
-    ("Reason", 64),
-)
+NEEDED_COLUMNS = (("ArrayJobID", 11), ("ArrayTaskID", 11), ("RestartCnt", 6), ("exit_code", 9), ("Reason", 64))
 ALL_COLUMNS = (
     *NEEDED_COLUMNS,
     ("Account", 64),
@@ -46,21 +41,17 @@ ALL_COLUMNS = (
 )
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
 _CUT = "…"
-_INDICES = r"[0-9][0-9,:-]*(%[0-9]+)?|\[[0-9][0-9,:-]*(%[0-9]+)?\]"
 _MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have
 Key = tuple[str, str]
-SHARED = "..."  # the index in the key of the line that an array's elements share
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the first listing. `info` lacks what the second one tells; `key` is the line's place there. indices:
-    of elements that share the line, as in sbatch --array; `info` is the first one's."""
+    """One line of the first listing. `info` lacks what the second one tells; `key` is the line's place there."""
 
     info: ElementInfo
     is_array: bool
     key: Key
-    indices: str = ""
 
 
 def columns_format(columns: Iterable[tuple[str, int]]) -> str:
@@ -73,9 +64,20 @@ def row_size(columns: Iterable[tuple[str, int]]) -> int:
     return sum(width + 1 for _, width in columns) + 1
 
 
-def parse_facts(text: str) -> list[Fact]:
-    """The first listing, element by element. A line that cannot be read is left out: it spoils nothing but itself."""
-    return [fact for line in text.split("\n") if (fact := _fact(line)) is not None]
+def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
+    """The first listing, element by element; of each array's pending elements that share its record, `most`. A line
+    that cannot be read is left out: it spoils nothing but itself."""
+    alike: Counter[str] = Counter()
+    return [fact for line in text.split("\n") if _counts(line, alike, most) and (fact := _fact(line)) is not None]
+
+
+def _counts(line: str, alike: Counter[str], most: float) -> bool:
+    """False for one pending element too many of those that share their array's record."""
+    head = line.split(_SEPARATOR, 4)
+    if len(head) < 5 or head[3] != "PENDING" or head[0] != head[2]:
+        return True
+    alike[head[0]] += 1
+    return alike[head[0]] <= most
 
 
 def _fact(line: str) -> Fact | None:
@@ -87,12 +89,11 @@ def _fact(line: str) -> Fact | None:
     at = parse_time(submitted)
     if not (job.isdigit() and slurm_id.isdigit() and uid.isdigit() and state.isupper()) or at is None:
         return None
-    shared = "" if index.isdigit() or index == "N/A" else index
-    if shared and not re.fullmatch(_INDICES, shared):
+    if not index.isdigit() and index != "N/A":
         return None
     info = ElementInfo(
         job=job,
-        element=int(index) if index.isdigit() else next(iter(expand_indices(shared)), 0),
+        element=int(index) if index.isdigit() else 0,
         slurm_id=slurm_id,
         state=state,
         node=None if node in _NOTHING else node,
@@ -111,19 +112,28 @@ def _fact(line: str) -> Fact | None:
         starts=parse_time(starts),
         planned_nodes=_hosts(known(planned)),
     )
-    return Fact(info, index != "N/A", (job, SHARED if shared else index), shared)
+    return Fact(info, index.isdigit(), (job, index))
 
 
-def parse_columns(data: bytes, columns: tuple[tuple[str, int], ...]) -> dict[Key, dict[str, str]] | None:
-    """The second listing by array's id and index: column -> text. None when it is not in the columns asked for.
+def parse_columns(
+    data: bytes, columns: tuple[tuple[str, int], ...], wanted: Iterable[Key] | None = None
+) -> dict[Key, dict[str, str]] | None:
+    """The second listing by array's id and index: column -> text; only of those `wanted`, if any are named. None when
+    it is not in the columns asked for.
 
     A text that fills its column ends with an ellipsis: it may go on.
     """
     size = row_size(columns)
     if len(data) % size:
         return None
+    (_, first), (_, second) = columns[:2]
+    keys = None if wanted is None else {_cell(job, first) + _SEPARATOR.encode() + _cell(i, second) for job, i in wanted}
     found = {}
     for start in range(0, len(data), size):
+        if keys is not None and data[start : start + first + 1 + second] not in keys:
+            if data[start + size - 1 : start + size] != b"\n":
+                return None
+            continue
         row, at = {}, start
         for name, width in columns:
             cell = data[at : at + width]
@@ -134,9 +144,12 @@ def parse_columns(data: bytes, columns: tuple[tuple[str, int], ...]) -> dict[Key
             at += width + 1
         if data[at : at + 1] != b"\n":
             return None
-        index = row["ArrayTaskID"]
-        found[row["ArrayJobID"], index if index.isdigit() or index == "N/A" else SHARED] = row
+        found[row["ArrayJobID"], row["ArrayTaskID"]] = row
     return found
+
+
+def _cell(text: str, width: int) -> bytes:
+    return text.encode().ljust(width)
 
 
 def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
@@ -155,31 +168,6 @@ def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
         comment=known(texts.get("Comment", "")),
         admin_comment=known(texts.get("admin_comment", "")),
     )
-
-
-def elements(fact: Fact, rows: Mapping[Key, Mapping[str, str]], most: int) -> list[ElementInfo]:
-    """All elements of a line, `most` of those that share it, with their rows of the second listing. By then some that
-    shared a line may have lines of their own. None for what ended, or began, between the two listings."""
-    job, shared = fact.info.job, rows.get((fact.info.job, SHARED))
-    if not fact.indices:
-        row = rows.get(fact.key)
-        return [complete(fact, row)] if row is not None else []
-    usual, found = complete(fact, shared) if shared is not None else None, []
-    for index in itertools.islice(expand_indices(fact.indices), most):
-        row = rows.get((job, str(index)))
-        info = complete(fact, row) if row is not None else usual
-        if info is not None:
-            found.append(replace(info, element=index))
-    return found
-
-
-def expand_indices(text: str) -> Iterator[int]:
-    """ "[0-6:2,9]" -> 0, 2, 4, 6, 9, as in sbatch --array; "%3" at the end (a limit) is ignored."""
-    for part in filter(None, text.strip("[]").split("%")[0].split(",")):
-        span, _, step = part.partition(":")
-        first, _, last = span.partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            yield from range(int(first), int(last or first) + 1, max(1, int(step)) if step.isdigit() else 1)
 
 
 def known(text: str) -> str:

@@ -58,10 +58,10 @@ class PyslurmClient(CommandLineClient):
                 found.append(info)
         return found
 
-    def _note(self, info: ElementInfo, own: bool) -> None:
-        if own:
+    def _note(self, info: ElementInfo) -> None:
+        if info.slurm_id != info.job or info.state != "PENDING":  # else it may share its array's record
             self._own_record[info.job, info.element] = int(info.slurm_id)
-        super()._note(info, own)
+        super()._note(info)
 
     def down(self, node: str, reason: str) -> None:
         if self._dry_run is not None:
@@ -184,10 +184,20 @@ def _gres(found: Mapping[str, int] | None) -> str:
 def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
     """(element, whether the record is its own) for each element that a pyslurm Job stands for."""
     if record.array_tasks_waiting:
-        for element in listing.expand_indices(record.array_tasks_waiting):
+        for element in expand_indices(record.array_tasks_waiting):
             yield element, False
     else:
         yield record.array_task_id or 0, True  # pyslurm says None for 0
+
+
+def expand_indices(text: str) -> list[int]:
+    """ "0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
+    indices: list[int] = []
+    for part in text.split("%")[0].split(","):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        indices.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+    return indices
 
 
 def element_info(record: Any, element: int) -> ElementInfo:

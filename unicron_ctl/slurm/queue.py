@@ -33,6 +33,7 @@ _KIND: Columns = (
 _ASKED: Columns = (("Feature", 96), ("tres-per-node", 64), ("ReservationName", 64), ("ExcNodes", 96))
 # Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
 COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KIND))
+WAITS_FOR_NODES = ("Resources", "Priority")
 _PENDING = b"PENDING"
 _OVER = frozenset(
     b"COMPLETED CANCELLED FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED SPECIAL_EXIT "
@@ -104,7 +105,9 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         fits = cell[-1:] == b" " or name in ("ArrayTaskID", "UserName")
         cells[name] = listing.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
-    priority, reason = cells["PriorityLong"], cells["Reason"]
+    priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
+    # squeue prints an array's pending elements in one row, with all their reasons.
+    reason = next((one for one in reasons if one in WAITS_FOR_NODES), cells["Reason"])
     return ElementInfo(
         job=cells["ArrayJobID"],
         element=int(index) if index.isdigit() else 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,24 +151,32 @@ def test_gres_of_old_and_new_releases(text: str) -> None:
     assert listing.plain_gres(f"{text},gres:shard:1") == "gpu:a100:4,shard:1"
 
 
-def test_elements_that_share_a_line_are_told_apart() -> None:
-    rows = listing.parse_columns(_row(ArrayTaskID="2-99999:1%2", Reason="JobArrayTaskLimit"), listing.ALL_COLUMNS)
-    (fact,) = listing.parse_facts(_facts(index="2-99999%2", state="PENDING"))
-    assert rows is not None and fact.is_array
-    found = listing.elements(fact, rows, 1000)
-    assert [e.element for e in found] == list(range(2, 1002)), "no more than could be given nodes"
-    assert {(e.job, e.reason, e.state) for e in found} == {("7", "JobArrayTaskLimit", "PENDING")}
+def test_of_elements_that_share_their_arrays_record_only_the_first_ones_are_read() -> None:
+    """No more can start than there are nodes. Those that have a record of their own are all read."""
+    lines = [_facts(index=str(i), id="7", state="PENDING") for i in range(1000)]
+    lines += [_facts(index=str(i), id=str(i), state="PENDING") for i in range(1000, 1010)]
+    lines += [_facts(index="1010", id="7", state="RUNNING")]
+    found = listing.parse_facts("\n".join(lines), 64)
+    assert [fact.info.element for fact in found] == [*range(64), *range(1000, 1011)]
+    rows = b"".join(_row(ArrayTaskID=str(i), Name=f"e{i}") for i in range(1011))
+    texts = listing.parse_columns(rows, listing.ALL_COLUMNS, [fact.key for fact in found])
+    assert texts is not None and texts.keys() == {fact.key for fact in found}
+    assert texts["7", "63"]["Name"] == "e63"
+    assert listing.parse_columns(rows[:-1] + b" ", listing.ALL_COLUMNS, [("7", "0")]) is None
 
 
-def test_an_element_that_gets_a_line_of_its_own_between_the_two_listings_is_not_lost() -> None:
-    first, second, rest = _row(ArrayTaskID="2", Reason="None"), _row(ArrayTaskID="3"), _row(ArrayTaskID="4-5")
-    (fact,) = listing.parse_facts(_facts(index="2-5", state="PENDING"))
-    for rows, there in ((first + second + rest, [2, 3, 4, 5]), (first + second, [2, 3]), (rest, [2, 3, 4, 5])):
-        found = listing.parse_columns(rows, listing.ALL_COLUMNS)
-        assert found is not None and [e.element for e in listing.elements(fact, found, 10)] == there
-
-
-@pytest.mark.parametrize("index", ["2-5;x", "a-b", "%2", "2 3", "[2-"])
-def test_an_index_that_is_none_spoils_only_its_line(index: str) -> None:
-    found = listing.parse_facts(f"{_facts(index=index)}\n{_facts(id='11')}")
-    assert [f.info.slurm_id for f in found] == ["11"]
+def test_an_array_of_100_000_costs_a_few_looks_at_each_element() -> None:
+    count = 100_000
+    text = "\n".join(_facts(index=str(i), id="7", state="PENDING") for i in range(count))
+    row = _row(Name="x")
+    rows = b"".join(b"7".ljust(11) + b"\x1f" + str(i).encode().ljust(11) + row[23:] for i in range(count))
+    start = time.process_time()
+    for _ in range(5):
+        assert sum(len(line.split(S, 4)) for line in text.split("\n")) == 5 * count
+    calibration = time.process_time() - start
+    start = time.process_time()
+    found = listing.parse_facts(text, 256)
+    texts = listing.parse_columns(rows, listing.ALL_COLUMNS, [fact.key for fact in found])
+    took = time.process_time() - start
+    assert len(found) == 256 and texts is not None and len(texts) == 256
+    assert took < 1.5 * calibration, f"{took:.3f} s, where five looks at each take {calibration:.3f} s"

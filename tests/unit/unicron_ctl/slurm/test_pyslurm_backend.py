@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line, listing
-from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
+from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line
+from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
 
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
@@ -201,7 +201,7 @@ def test_a_dry_run_prints_commands(fake: FakePyslurm) -> None:
     ],
 )
 def test_index_lists(text: str, indices: list[int]) -> None:
-    assert list(listing.expand_indices(text)) == indices
+    assert expand_indices(text) == indices
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,19 @@ def test_the_most_urgent_of_each_kind_and_who_occupies_nodes() -> None:
     assert (found.rows, found.cut) == (6, False)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("BeginTime,JobHeldAdmin", "BeginTime,JobHeldAdmin"),
+        ("JobHeldUser,Priority", "Priority"),
+        ("Resources", "Resources"),
+    ],
+)
+def test_of_an_arrays_reasons_the_one_counts_for_which_it_may_start(said: str, reason: str) -> None:
+    (found,) = read(row(Reason=said)).elements
+    assert found.reason == reason
+
+
 def test_our_own_jobs_are_left_out_also_where_they_are_the_first_of_their_kind() -> None:
     found = read(row(ArrayJobID="1"), row(ArrayJobID="12"), row(ArrayJobID="1", State="RUNNING"), but=("1",))
     assert [e.job for e in found.elements] == ["12"]
