@@ -18,7 +18,7 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.server import MESSAGES_PER_TURN, TICK_SECONDS
+from unicron_ctl.controller.server import TICK_SECONDS
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 
@@ -74,7 +74,7 @@ class Alone:
         """As `Server.run`."""
         core = self.core
         tick_at = self.now() + TICK_SECONDS
-        for _ in range(min(MESSAGES_PER_TURN, len(self._arrived))):
+        while self._arrived:
             if self.now() >= tick_at:
                 break
             self._take(*self._arrived.popleft())

@@ -22,7 +22,7 @@ from benchmarks.scale.zmtp import Connection
 from unicron_ctl.protocol.wire import BadMessage
 
 FORM_SECONDS = 120.0  # limits of the waits
-BREAK_SECONDS, PLAN_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.0, 30.0, 60.0, 60.0
+BREAK_SECONDS, PLAN_SECONDS, START_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.0, 30.0, 30.0, 60.0, 60.0
 CALM_SECONDS = 3.0  # between two measurements
 IDLE_SECONDS = 4.0
 MASS_SHARE = 0.05  # of the nodes
@@ -39,6 +39,8 @@ FIGURES = (
     "mass_report_ms",
     "mass_plan_ms",
     "mass_rejoin_seconds",
+    "all_start_ms",
+    "all_rejoin_seconds",
     "memory_mib",
     "form_seconds",
     "leases_lost",
@@ -72,14 +74,16 @@ def measure(agents: int, options: Options, cpus: set[int]) -> dict[str, Any]:
     """All figures of one size: times in the unit that their name ends with, None where a step failed."""
     figures: dict[str, Any] = {"agents": agents, "ranks": agents * options.ranks, "ranks_per_agent": options.ranks}
     figures |= dict.fromkeys(FIGURES)
+    failed: list[str] = []  # "step: why"
+    figures["failed"] = failed
     with tempfile.TemporaryDirectory(prefix="unicron-scale-") as folder:
         controller = Controller(Path(folder), cpus, metrics=options.metrics)
         try:
-            if _step(agents, "start", lambda: figures.update(first_start_seconds=controller.start())):
-                _step(agents, "idle connections", lambda: _idle(agents, controller, figures))
+            if _step(failed, "start", lambda: figures.update(first_start_seconds=controller.start())):
+                _step(failed, "idle connections", lambda: _idle(agents, controller, figures))
                 with _quiet_collector():
                     _live(agents, options, controller, figures)
-                _step(agents, "restart", lambda: _restart(agents, options, controller, figures))
+                _step(failed, "restart", lambda: _restart(agents, options, controller, figures))
         finally:
             controller.kill()
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
@@ -96,12 +100,12 @@ def _quiet_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _step(agents: int, name: str, work: Callable[[], object]) -> bool:
-    """False, and a line on standard error, when the step failed."""
+def _step(failed: list[str], name: str, work: Callable[[], object]) -> bool:
+    """False when the step failed; why is added to `failed`."""
     try:
         work()
     except (Failed, NotStarted, BadMessage, OSError) as error:
-        print(f"benchmarks.scale: {agents} agents: {name}: {error}", file=sys.stderr, flush=True)
+        failed.append(f"{name}: {error}")
         return False
     return True
 
@@ -110,7 +114,7 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
     """Everything that needs agents; a step that fails ends it."""
     made: list[Simulation] = []
     if not _step(
-        agents,
+        figures["failed"],
         "connections",
         lambda: made.append(
             Simulation(Sockets(controller.endpoint, names(agents)), agents, options.ranks, options.progress)
@@ -124,14 +128,16 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
             ("steady", lambda: _steady(simulation, controller, options.seconds, figures)),
             ("failures", lambda: _failures(simulation, options, figures)),
             ("mass failure", lambda: _mass_failure(simulation, options, figures)),
+            ("all at once", lambda: _all_at_once(simulation, options, figures)),
         ):
-            if not _step(agents, name, work):
+            if not _step(figures["failed"], name, work):
                 break
         figures |= {"leases_lost": len(simulation.lost), "progress_seconds": simulation.progress_seconds}
         if controller.running:
             figures["memory_mib"] = controller.peak_mib()
         elif controller.complaint():
             print(f"benchmarks.scale: the controller has ended: {controller.complaint()}", file=sys.stderr, flush=True)
+        _step(figures["failed"], "stop", lambda: figures.update(stop_seconds=controller.stop()))
     finally:
         simulation.close()
 
@@ -206,13 +212,31 @@ def _own_cpu() -> float:
 
 def _failures(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
     """Single ranks of different nodes die, one after the other."""
-    found = []
-    for turn in range(options.failures):
-        element = (turn * 2 + 1) * len(simulation.agents) // (2 * options.failures)
-        slot = element * options.ranks + turn % options.ranks
-        found.append(_recovery(simulation, {element: [slot]}))
+    found = [
+        _recovery(simulation, {slot // options.ranks: [slot]}) for slot in _singles(len(simulation.agents), options)
+    ]
     for name in found[0]:
         figures[name] = median(each[name] for each in found)
+
+
+def _singles(agents: int, options: Options) -> list[int]:
+    """The slots of ranks that die alone."""
+    elements = ((turn * 2 + 1) * agents // (2 * options.failures) for turn in range(options.failures))
+    return [element * options.ranks + turn % options.ranks for turn, element in enumerate(elements)]
+
+
+def _all_at_once(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+    """Every rank of the job dies: until the last one is told to start again, and until all train.
+
+    Those that died alone before are not counted: a rank that dies twice waits before it is started again.
+    """
+    counted = set(range(simulation.total)) - set(_singles(len(simulation.agents), options))
+    died = simulation.fail({agent.element: list(agent.ranks) for agent in simulation.agents})
+    simulation.until(lambda: counted <= simulation.started.keys(), START_SECONDS, "every rank is told to start again")
+    figures["all_start_ms"] = 1e3 * (max(simulation.started[slot] for slot in counted) - died)
+    simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again after all died")
+    figures["all_rejoin_seconds"] = simulation.lines.now() - died
+    _calm(simulation)
 
 
 def _mass_failure(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
@@ -249,7 +273,7 @@ def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str
     assert planning is not None
     reports_began, reports_ended = breaking.sent_back
     simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again")
-    rejoined = time.time()
+    rejoined = simulation.lines.now()
     _calm(simulation)
     return {
         "break_ms": 1e3 * (breaking.last - died),
@@ -261,7 +285,7 @@ def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str
 
 def _restart(agents: int, options: Options, controller: Controller, figures: dict[str, Any]) -> None:
     """A start on the log of this run and a month of events."""
-    figures["stop_seconds"] = controller.stop()
+    controller.stop()  # where nothing came of the agents
     figures["events_added"] = fill_month(controller.state, agents, options.ranks)
     if figures["events_added"] is None:
         raise Failed("there is no month to start on: the log holds no job that runs with all its ranks")

@@ -114,6 +114,7 @@ class Simulation:
         self.planning: Round | None = None
         self.offering: Round | None = None
         self.killed: set[int] = set()  # slots whose rank has ended on purpose
+        self.started: dict[int, float] = {}  # slot -> when its last process was ordered
         self.lost: set[int] = set()  # elements that the controller took for lost although nothing happened to them
         self.probing = False
         self._asked: deque[float] = deque()
@@ -263,6 +264,7 @@ class Simulation:
                 self.agents[element].die(slot, now)
         messages = [(element, self.agents[element].say(now)) for element in victims]
         self.breaking = self.planning = None
+        self.started = {}
         began = self.lines.now()
         for element, message in messages:
             self._send(element, message)
@@ -307,6 +309,7 @@ class Simulation:
             case wire.PlanShare():
                 self._on_plan(agent, message, at)
             case wire.StartRank():
+                self.started[message.slot] = at
                 if agent.start(message.slot, message.incarnation, self.lines.now()):
                     self._say(agent)
                     self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))
