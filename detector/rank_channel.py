@@ -2,6 +2,8 @@
 collective.
 
 MessagePack maps over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
+How far the main thread has come beside that, the thread looks up by itself: each message wakes a thread here and a
+process there, just when all ranks of a job go on together.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -25,6 +28,7 @@ from detector.last_words import one_line
 
 VERSION = 1
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
+PROGRESS_SECONDS = 0.2  # after a message, until mere progress is told
 QUIET_SECONDS = 0.5  # between two looks of `on_quiet`
 MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
@@ -39,6 +43,9 @@ class RankChannel:
         self.on_quiet: Callable[[bool], dict[str, Any] | None] | None = None
         """Called in the channel's thread whenever the main thread has said nothing for a while; fresh: for the first
         time since it did. What it returns is sent as a message about the rank."""
+        self.progress: Callable[[], dict[str, Any] | None] | None = None
+        """Called in the channel's thread whenever the main thread has said nothing for PROGRESS_SECONDS. What it
+        returns, if there is news, is sent as the rank's status."""
         self._outgoing: deque[bytes] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -118,13 +125,16 @@ class RankChannel:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        fresh = True
+        fresh, quiet_since = True, time.monotonic()
         while not self._closing:
-            events = dict(poller.poll(int(1000 * QUIET_SECONDS)))
+            events = dict(poller.poll(int(1000 * PROGRESS_SECONDS)))
             if not events:
-                self._look_around(fresh)
-            fresh = self._wake_read in events or (fresh and bool(events))
+                self._tell(self.progress)
+                if time.monotonic() - quiet_since >= QUIET_SECONDS:
+                    self._look_around(fresh)
+                    fresh, quiet_since = False, time.monotonic()
             if self._wake_read in events:
+                fresh, quiet_since = True, time.monotonic()
                 os.read(self._wake_read, 4096)
             while self._outgoing:
                 self._socket.send(self._outgoing.popleft())
@@ -135,9 +145,16 @@ class RankChannel:
         self._context.term()
 
     def _look_around(self, fresh: bool) -> None:
-        said = self.on_quiet(fresh) if self.on_quiet is not None else None
-        if said:
-            self._socket.send(self._packed("rank", said))
+        self._tell(None if self.on_quiet is None else partial(self.on_quiet, fresh))
+
+    def _tell(self, source: Callable[[], dict[str, Any] | None] | None) -> None:
+        """Send what it has to say of the rank."""
+        try:
+            said = source() if source is not None else None
+            if said:
+                self._socket.send(self._packed("rank", said))
+        except Exception as error:  # the main thread changes what is looked at: the next look tells
+            _complain(f"rank {self.slot} could not say how far it is", error)
 
     def _deliver(self, data: bytes) -> None:
         try:
@@ -149,11 +166,7 @@ class RankChannel:
             else:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent
-            print(
-                f"unicron: rank {self.slot} dropped a message: {type(error).__name__}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _complain(f"rank {self.slot} dropped a message", error)
 
 
 def _cause(lines: str) -> str:
@@ -163,3 +176,7 @@ def _cause(lines: str) -> str:
         return one_line(default_classifier().last_words(lines)[0])
     except Exception:
         return ""
+
+
+def _complain(what: str, error: Exception) -> None:
+    print(f"unicron: {what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

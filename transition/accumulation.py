@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,46 @@ import torch
 from detector.inject import injector
 from transition import randomness
 from transition.layout import Layout
-from transition.ledger import Ledger
+from transition.ledger import Ledger, LedgerError
 from transition.pending import Pending
 from transition.snapshots import Snapshots, Where
+
+DRAIN_SECONDS = 10.0
 
 
 class PeerLost(RuntimeError):
     """The generation is over: a member is gone, or its groups are broken."""
+
+
+def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
+    """Wait for reduces under way, whose connections are broken: it takes milliseconds. Raises :class:`LedgerError`
+    after DRAIN_SECONDS."""
+    deadline = time.monotonic() + DRAIN_SECONDS
+    for work in works:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
+            unblock()
+            time.sleep(0.001)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum under way. work: None in a world of one."""
+
+    tensor: torch.Tensor
+    work: Any
+    check: Callable[[], None]
+
+    def finish(self) -> torch.Tensor:
+        """The sum, once it is there. Raises RuntimeError, or PeerLost, when a peer is gone."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+    def checked(self) -> None:
+        """To be called when the device is done with it: raises PeerLost where it may be garbage."""
+        self.check()
 
 
 @dataclass(frozen=True)
@@ -32,21 +65,22 @@ class Work:
     them. total: micro-batches of an iteration. over() tells whether the generation is over, lost() whether the rank
     cannot go on computing either: in a replica of several ranks only when one of them is gone. place: of this rank in
     its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite this
-    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. pending:
-    what waits for the commit. sequence, size: of a micro-batch, in tokens and samples.
+    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. begin_sum(tensor)
+    begins its sum over all replicas. pending: what waits for the commit. sequence, size: of a micro-batch, in tokens
+    and samples.
     """
 
     fetch: Callable[[int, int], Any]
     total: int
     lost: Callable[[], bool]
     over: Callable[[], bool]
-    on_progress: Callable[[], None]
     layout: Layout
     place: int
     seed: int
     sharded: bool
     healed: bool
     where: Where
+    begin_sum: Callable[[torch.Tensor], Sum]
     pending: Pending
     sequence: int
     size: int
@@ -81,8 +115,10 @@ class Accumulation(ABC):
         micro-batches once :attr:`lost`."""
 
     @abstractmethod
-    def reduce(self, ledger: Ledger) -> None:
-        """Sum all gradients over the replicas. Raises RuntimeError when a peer is gone."""
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        """Sum all gradients over the replicas, and with them the proof, which is returned. It has four rows in float64,
+        with a number for each micro-batch: counts and wishes, which are small whole numbers; losses and tokens, of
+        which one replica has one that is not 0. Raises RuntimeError when a peer is gone."""
 
     @abstractmethod
     def proven(self, tokens: float) -> float:
@@ -169,4 +205,3 @@ class Accumulation(ABC):
         self._whole = True
         for index in indices:
             ledger.finish(index)
-        self._work.on_progress()

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from transition import elastic_buckets, groups
-from transition.accumulation import Accumulation, PeerLost, Work
+from transition.accumulation import Accumulation, PeerLost, Work, wait_out
 from transition.auxiliary import Auxiliary
 from transition.gradient_slices import own_parts_only
-from transition.ledger import Ledger, LedgerError
+from transition.ledger import Ledger
 
-DRAIN_SECONDS = 10.0
 UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
 
 
@@ -201,9 +200,9 @@ class Gradients(Accumulation):
         return (loss * (weight if real else 0.0), *others)
 
     # ------------------------------------------------------------ reducing
-    def reduce(self, ledger: Ledger) -> None:
-        """Reduce all gradients over the data-parallel group and finalize them. Raises RuntimeError when a peer is
-        gone."""
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        """Reduce all gradients over the data-parallel group and finalize them, then the proof. Raises RuntimeError when
+        a peer is gone."""
         from megatron.core.distributed import finalize_model_grads
 
         if self._deferred is not None:
@@ -213,6 +212,10 @@ class Gradients(Accumulation):
         own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
         with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
+        proven = self._work.begin_sum(proof.to(self._device()))
+        told = proven.finish().cpu()
+        proven.checked()
+        return told
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)
@@ -275,20 +278,14 @@ class Gradients(Accumulation):
         """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
         restored by then.
 
-        Their connections are broken, so it takes milliseconds. Raises :class:`LedgerError` after DRAIN_SECONDS.
+        Raises :class:`LedgerError` after DRAIN_SECONDS.
         """
         if self._sharded:
             with again_and_again(unblock):
                 elastic_buckets.drain(self.model)
             return
-        deadline = time.monotonic() + DRAIN_SECONDS
-        for group in self._bucket_groups():
-            for work in getattr(group.grad_reduce_handle, "works", ()):
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
-                    unblock()
-                    time.sleep(0.001)
+        handles = (group.grad_reduce_handle for group in self._bucket_groups())
+        wait_out([work for handle in handles for work in getattr(handle, "works", ())], unblock)
 
     def restore(self) -> bool:
         undone = super().restore()

@@ -43,6 +43,7 @@ class Member:
         self.half_received = False  # of the training state
         self.note: dict[str, Any] | None = None
         self.moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
+        self.state = "starting"  # what the agent was told last
         self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
         self._built = NEVER_KEPT  # the generation for which the groups inside the replica were built
 
@@ -206,21 +207,25 @@ class Member:
 
     # ------------------------------------------------------------ telling the agent
     def publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None, moved: int = 0) -> None:
-        """The rank's status."""
+        """Send the rank's status, at once."""
         if self.channel is not None:
-            self.channel.send(
-                "rank",
-                state=state,
-                generation=self.generation,
-                entering=entering,
-                broken=self.watch.broken,
-                replica=self.layout.size,
-                layout=self.layout.text,
-                fault=fault,
-                note=self.note,
-                moved=moved,
-                **self.report(state),
-            )
+            self.state = state
+            self.channel.send("rank", **{**self.status(state, entering, fault), "moved": moved})
+
+    def status(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The rank's status, as the agent has it."""
+        return {
+            "state": state,
+            "generation": self.generation,
+            "entering": entering,
+            "broken": self.watch.broken,
+            "replica": self.layout.size,
+            "layout": self.layout.text,
+            "fault": fault,
+            "note": self.note,
+            "moved": 0,
+            **self.report(state),
+        }
 
 
 def slots_of(members: Sequence[int], size: int, slot: int) -> list[int]:

@@ -4,6 +4,11 @@ Each parameter's `grad` is a view of its bucket, so backward passes add to it in
 whoever computes it; with a loss per token the sum is divided by the tokens of all micro-batches after the reduce. A
 bucket ends with a mark for each parameter that some micro-batch has given a gradient: one that has none in the whole
 job keeps None, as in a loop of torch alone, and the optimizer leaves it alone.
+
+The reduce of a bucket begins in the last backward pass, when all of its gradients are there, as in torch's
+DistributedDataParallel; always in the order of the buckets, in which the last layers come first. The last bucket, which
+has the first layers, is reduced after that pass: the ledger's proof goes with it, since a collective of its own would
+cost as much as a small bucket's.
 """
 
 from __future__ import annotations
@@ -14,27 +19,41 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from transition.accumulation import Accumulation, Work
+from transition.accumulation import Accumulation, PeerLost, Sum, Work, wait_out
 from transition.groups import UnsupportedLayout
 from transition.ledger import Ledger
 
-BUCKET_BYTES = 1 << 26  # a larger parameter has a bucket of its own
+BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
+BYTES = 8  # of a number, each of which is an element of its own: bf16, too, has whole numbers up to 256 exactly
 LOSS = "forward_step returns the mean loss of its micro-batch, or (sum of losses, tokens)"
 
 
 class Bucket:
-    """The gradients of some parameters, of one dtype and device, in one flat tensor."""
+    """The gradients of some parameters, of one dtype and device, in one flat tensor; behind them room for the proof of
+    so many micro-batches (`Accumulation.reduce`)."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], proof: int = 0):
         self.parameters = list(parameters)
         count = sum(parameter.numel() for parameter in parameters)
         like = parameters[0]
-        self.flat = torch.zeros(count + len(parameters), dtype=like.dtype, device=like.device)
-        self.gradients, self._marks = self.flat[:count], self.flat[count:]
+        sizes = [count, len(parameters), 2 * proof, 2 * proof * BYTES]
+        self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        self.gradients, self._marks, self._counts, self._numbers = self.flat.split(sizes)
         pieces = self.gradients.split([parameter.numel() for parameter in parameters])
         self.views = [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+
+    def put(self, proof: torch.Tensor) -> None:
+        """Before the reduce: what this rank has to prove."""
+        counts, numbers = proof.view(2, -1)
+        self._counts.copy_(counts)
+        self._numbers.copy_(numbers.view(torch.uint8))
+
+    def proven(self) -> torch.Tensor:
+        """After the reduce: the sum of the ranks' proofs, once the device has it."""
+        counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
+        exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
+        return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
 
     def attach(self) -> None:
         """Have the backward pass add to this bucket."""
@@ -48,8 +67,11 @@ class Bucket:
 
     def mark(self, used: set[int]) -> None:
         """Before the reduce: `used` are the identities of the parameters that got a gradient here."""
-        marks = [float(id(parameter) in used) for parameter in self.parameters]
-        self._marks.copy_(torch.tensor(marks, dtype=self.flat.dtype))
+        marks = [id(parameter) in used for parameter in self.parameters]
+        if all(marks):
+            self._marks.fill_(1)
+        else:
+            self._marks.copy_(torch.tensor(marks))
 
     def release_unused(self) -> None:
         """After the reduce: who got no gradient anywhere has none."""
@@ -58,10 +80,11 @@ class Bucket:
                 parameter.grad = None
 
 
-def buckets(parameters: Iterable[torch.nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
-    """All of them, in buckets of at most `size` bytes, the same in every rank."""
+def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0) -> list[Bucket]:
+    """All of them, in buckets of at most `size` bytes, the same in every rank; the last layers, whose gradients are
+    there first, in the first ones. proof: micro-batches whose proof goes with the last one."""
     found: list[list[torch.nn.Parameter]] = []
-    kinds = {parameter: (str(parameter.dtype), str(parameter.device)) for parameter in parameters}
+    kinds = {parameter: (str(parameter.dtype), str(parameter.device)) for parameter in reversed(list(parameters))}
     for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
         room = 0
         for parameter in alike:
@@ -71,7 +94,7 @@ def buckets(parameters: Iterable[torch.nn.Parameter], size: int = BUCKET_BYTES) 
                 room = size
             found[-1].append(parameter)
             room -= needed
-    return [Bucket(each) for each in found]
+    return [Bucket(each, proof if each is found[-1] else 0) for each in found]
 
 
 class PlainGradients(Accumulation):
@@ -90,13 +113,64 @@ class PlainGradients(Accumulation):
         super().__init__(work)
         self._model, self._scale, self._forward_step = model, scale, forward_step
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._buckets = buckets(parameters.values())
+        self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
+        self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}
         self._used: set[int] = set()  # identities of the parameters that have a gradient in this rank
+        self._sums: list[Sum] = []  # the reduces that have begun, in the order of the buckets
+        self._missing: list[set[int]] = []  # in the last backward pass: identities of each bucket's that are not there
+        self._task = -1  # torch's number for that backward pass
+        self._nested: set[int] = set()  # buckets with gradients from a backward pass inside another: they wait
+        self._deferred: Exception | None = None
+        self._passes = 0  # iterations whose backward passes were seen whole
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self._note_used)
 
     def _note_used(self, parameter: torch.Tensor) -> None:
+        """A gradient is there."""
         self._used.add(id(parameter))
+        number = self._number[id(parameter)]
+        if torch._C._current_graph_task_id() != self._task:  # reentrant checkpointing may come to it again
+            self._nested.add(number)
+        if number < len(self._sums):
+            self._deferred = UnsupportedLayout(
+                f"unicron can't heal {self._names[id(parameter)]}: one backward pass makes its gradient in several "
+                "parts; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        elif self._missing:
+            self._missing[number].discard(id(parameter))
+            self._begin_complete()
+
+    def _begin_complete(self) -> None:
+        """The reduces of the buckets that are complete, in their order. An exception in a hook would cut the backward
+        pass short, so it is raised later."""
+        while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
+            if self._missing[number] or number in self._nested:
+                return
+            if self._work.over():
+                self._deferred = PeerLost("a member of the generation is gone")
+                return
+            try:
+                self._begin(number)
+            except RuntimeError as error:
+                self._deferred = error
+
+    def _begin(self, number: int) -> None:
+        bucket = self._buckets[number]
+        bucket.mark(self._used)
+        if self._work.healed:
+            self._snapshots.take(number, bucket.flat)
+        self._sums.append(self._work.begin_sum(bucket.flat))
+
+    def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
+        """The backward pass of this loss begins. last: of the iteration, in which reduces may begin."""
+
+        def note(gradient: torch.Tensor) -> None:
+            self._task = torch._C._current_graph_task_id()
+
+        if loss.requires_grad:  # else torch says so
+            loss.register_hook(note)
+        early = last and self._passes > 0 and len(self._buckets) > 1
+        self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
 
     # ------------------------------------------------------------ computing
     def drop(self) -> None:
@@ -105,19 +179,27 @@ class PlainGradients(Accumulation):
             bucket.attach()
         self._used.clear()
         self._snapshots.forget()
+        self._forget_sums()
         self._whole = True
 
+    def _forget_sums(self) -> None:
+        self._sums, self._missing, self._deferred = [], [], None
+
     def compute(self, ledger: Ledger) -> None:
-        before = _versions(self._model)
-        for index in ledger.todo():
+        before, owed = _versions(self._model), ledger.todo()
+        for index in owed:
             self._next()
             self._begin_forward(ledger, index)
             loss = self._loss(ledger, index, self._fetched(ledger.iteration, index))
             self._begin_backward()
-            self._scale(loss).backward()
+            scaled = self._scale(loss)
+            self._watch_pass(scaled, last=index == owed[-1])
+            scaled.backward()
+            self._missing = []
             self._end_backward(time.perf_counter())
             self._finished(ledger, [index])
         self._check_untouched(before)
+        self._passes += bool(owed)
 
     def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
         """The forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
@@ -138,21 +220,34 @@ class PlainGradients(Accumulation):
                 f"unicron can't heal {changed[0]}: a buffer that a forward pass changes depends on who computes what. "
                 "Use a layer without running statistics, or register it with persistent=False if it is a mere cache"
             )
-        for bucket in self._buckets:
-            for number in bucket.detached():
+        for bucket in reversed(self._buckets):
+            for number in reversed(list(bucket.detached())):
                 raise UnsupportedLayout(
                     f"the gradient of {self._names[id(bucket.parameters[number])]} was replaced while it was computed: "
                     "leave zero_grad(), step() and .grad to the session"
                 )
 
     # ------------------------------------------------------------ reducing
-    def reduce(self, ledger: Ledger) -> None:
-        for number, bucket in enumerate(self._buckets):
-            bucket.mark(self._used)
-            if self._work.healed:
-                self._snapshots.take(number, bucket.flat)
-            if dist.get_world_size() > 1:
-                dist.all_reduce(bucket.flat)
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        if self._deferred is not None:
+            raise self._deferred
+        last = len(self._buckets) - 1
+        while len(self._sums) < last:
+            self._begin(len(self._sums))
+        if last < 0:
+            self._sums.append(self._work.begin_sum(proof))
+        else:
+            self._buckets[last].put(proof)
+            self._begin(last)
+        for each in self._sums:
+            each.finish()
+        told = proof if last < 0 else self._buckets[last].proven()
+        for each in self._sums:
+            each.checked()
+        return told
+
+    def drain(self, unblock: Callable[[], Any]) -> None:
+        wait_out([each.work for each in self._sums if each.work is not None], unblock)
 
     def proven(self, tokens: float) -> float:
         for bucket in self._buckets:
@@ -163,6 +258,7 @@ class PlainGradients(Accumulation):
 
     def restore(self) -> bool:
         undone = super().restore()
+        self._forget_sums()
         for bucket in self._buckets:
             bucket.attach()
         return undone

@@ -101,7 +101,9 @@ class Session:
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
         self.micro_batches = micro_batches
-        self._at = Standing(start_iteration, train_iterations, Ledger(start_iteration, micro_batches, []))
+        self._at = Standing(
+            start_iteration, train_iterations, (Ledger(start_iteration, micro_batches, []), "computing")
+        )
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
@@ -114,13 +116,13 @@ class Session:
             total=micro_batches,
             lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
             over=self._watch.lost,
-            on_progress=lambda: self._telling.progress(),
             layout=self.layout,
             place=self.slot % self.layout.size,
             seed=self._state.seed,
             sharded=self._kept is not None,
             healed=self._channel is not None,
             where=where,
+            begin_sum=self._exchange.begin_sum,
             pending=self._pending,
             sequence=seq_length,
             size=micro_batch_size,
@@ -145,6 +147,8 @@ class Session:
             self._at, self._member, self._gradients, self._kept, self._persistence, parameters, flops
         )
         self._member.report = self._telling.status
+        if self._channel is not None:
+            self._channel.progress = self._telling.progress
         self._at.iteration, unread = self._persistence.begin(start_iteration)
         self._handover = Handover(
             self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration, unread
@@ -234,13 +238,11 @@ class Session:
         if assigned is None:
             assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
         self._next_assignment = None
-        self._at.ledger = Ledger(self._at.iteration, self.micro_batches, assigned)
+        self._at.moment = Ledger(self._at.iteration, self.micro_batches, assigned), "computing"
         self._gradients.begin(self._ordered_next or self._member.replicas > self.micro_batches)
         self._optimizer.zero_grad()
-        self._set_phase("computing")
-        result = self._until_stepped(began)
-        self._set_phase("stepped")
-        return result
+        self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
+        return self._until_stepped(began)
 
     def _until_stepped(self, began: float) -> StepResult:
         """Compute, reduce and step, over as many generations as it takes."""
@@ -293,23 +295,23 @@ class Session:
         """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
         loss.
 
-        The proof is that of the data-parallel group of this rank's place, and comes after the buckets, on the same
-        communicator. The losses travel with the counts so that the job's loss does not depend on who computed what,
-        and the wishes to stop so that all who have the reduced gradients agree on the end.
+        The proof is that of the data-parallel group of this rank's place, and comes with the last bucket, or after it
+        on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
+        computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
         """
-        self._gradients.reduce(self._at.ledger)
         proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
-        proof[3, 0] = float(self._stop_agreed)
+        counts, wishes, losses, tokens = proof
+        wishes[0] = float(self._stop_agreed)
         for index in self._at.ledger.done:
-            proof[0, index] += 1
+            counts[index] += 1
             if index in self._at.ledger.losses:
-                proof[1, index] = self._at.ledger.losses[index].double().cpu()
-            if (tokens := self._at.ledger.tokens.get(index)) is not None:
-                proof[2, index] = float(tokens)
-        proof = self._exchange.over_replicas(proof)
-        Ledger.check_counts(self._at.iteration, proof[0].round().long().tolist())
-        self._stopping = bool(proof[3, 0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
-        loss = float(proof[1].sum()) / max(self._gradients.proven(float(proof[2].sum())), 1.0)
+                losses[index] = self._at.ledger.losses[index].double().cpu()
+            if (told := self._at.ledger.tokens.get(index)) is not None:
+                tokens[index] = float(told)
+        counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
+        Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
+        self._stopping = bool(wishes[0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
+        loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)
         return self._exchange.from_last_stage(loss)
 
     def request_stop(self) -> None:
@@ -384,6 +386,7 @@ class Session:
             self.generation,
             len(self._member.members),
         )
+        self._set_phase("stepped")
         self._telling.stepped(
             {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
         )
@@ -470,7 +473,7 @@ class Session:
         if self._member.came_new:
             self._stopping = False
             self._next_assignment = self._member.assigned(plan)
-            self._at.phase, self._at.ledger = "computing", Ledger(self._at.iteration, self.micro_batches, [])
+            self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
@@ -479,8 +482,8 @@ class Session:
             self._persistence.rescue(self._at.iteration, why)
 
     def _set_phase(self, phase: str) -> None:
-        self._at.phase = phase
-        self._member.publish("running")
+        """The channel's thread tells of it, unless the step is there first."""
+        self._at.moment = self._at.ledger, phase
 
     def _finish(self) -> None:
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody

@@ -13,21 +13,26 @@ from transition.persistence import Persistence
 from transition.safekeeping import Safekeeping
 from transition.snapshots import SETTING, chosen
 
-PROGRESS_SECONDS = 0.2  # at most one progress message per this time
-
 
 @dataclass
 class Standing:
-    """The session keeps it up. iteration: the one at hand; between two of them the next one. ledger, phase: of the one
-    at hand or the last one; the phase is computing, reducing, synced or stepped. loss: of the last one that was
-    reduced. seconds: of the last one that was stepped."""
+    """The session keeps it up. iteration: the one at hand; between two of them the next one. moment: ledger and phase
+    of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
+    reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
 
     iteration: int
     train_iterations: int
-    ledger: Ledger
-    phase: str = "computing"
+    moment: tuple[Ledger, str]
     loss: float | None = None
     seconds: float = 0.0
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.moment[0]
+
+    @property
+    def phase(self) -> str:
+        return self.moment[1]
 
 
 class Telling:
@@ -46,7 +51,7 @@ class Telling:
         self._at, self._member, self._channel = at, member, member.channel
         self._gradients, self._kept, self._persistence = gradients, kept, persistence
         self._parameters, self._flops = parameters, flops
-        self._last_progress = 0.0
+        self._told: tuple[Any, ...] = ()  # how far the last status has said that this rank is
 
     @property
     def memory(self) -> str:
@@ -70,24 +75,27 @@ class Telling:
         return at.ledger.iteration + (at.phase == "stepped") if self._member.inside else at.iteration
 
     # ------------------------------------------------------------ to the agent
-    def progress(self) -> None:
-        """One more micro-batch is computed."""
-        now = time.perf_counter()
-        if now - self._last_progress > PROGRESS_SECONDS:
-            self._last_progress = now
-            self._member.publish("running")
+    def progress(self) -> dict[str, Any] | None:
+        """The status of a rank that trains, if it has come further than the last one says. Called in the channel's
+        thread."""
+        member, (ledger, phase) = self._member, self._at.moment
+        if member.state != "running" or self._told == (ledger.iteration, phase, len(ledger.done)):
+            return None
+        status = member.status("running")
+        return status if member.state == "running" else None
 
     def status(self, state: str) -> dict[str, Any]:
         """The session's part of the rank's status."""
         at, member, persistence = self._at, self._member, self._persistence
-        rests = state in ("stopped", "standby", "waiting")
+        (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
+        self._told = ledger.iteration, phase, len(ledger.done)
         keeps = member.inside and (self._gradients.undoable or not rests)
         return {
             "shards": self._kept.held() if self._kept is not None and rests else [],
-            "iteration": at.ledger.iteration if member.inside else at.iteration,
-            "phase": at.phase if member.inside else "computing",
-            "done": at.ledger.done if keeps else [],
-            "micro_batches": at.ledger.total,
+            "iteration": ledger.iteration if member.inside else at.iteration,
+            "phase": phase if member.inside else "computing",
+            "done": list(ledger.done) if keeps else [],
+            "micro_batches": ledger.total,
             "train_iterations": at.train_iterations,
             "flops_per_iteration": self._flops,
             "iteration_seconds": at.seconds,
@@ -107,7 +115,8 @@ class Telling:
         return remembered.told(self.next_one, self._persistence.writer())
 
     def stepped(self, phases: dict[str, float]) -> None:
-        """The iteration at hand is stepped. phases: seconds of its parts, beside those that the gradients know."""
+        """The iteration at hand is stepped: one message has the proof and the rank's status. phases: seconds of its
+        parts, beside those that the gradients know."""
         if self._channel is None:
             return
         at, member = self._at, self._member
@@ -123,6 +132,7 @@ class Telling:
             loss=at.loss,
             phases={**self._gradients.seconds, **phases},
             at=time.time(),
+            status=member.status("running"),
         )
         if member.moments:
             self._channel.send("timing", generation=member.generation, at=time.time(), seconds=self._recovery_parts())

@@ -173,12 +173,17 @@ class Watch:
         replica breaks the connections inside."""
         with self._changed:
             self._sheltered = sheltered
-            self._changed.notify_all()
+            self._wake_kicker()
 
     def hold_off(self, hold: bool) -> None:
         """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
         with self._changed:
             self._held_off = hold
+            self._wake_kicker()
+
+    def _wake_kicker(self) -> None:
+        """What has changed matters to it after a loss only; undisturbed it sleeps."""
+        if self.lost():
             self._changed.notify_all()
 
     def enter(self, plan: Plan, replica: Iterable[int] = ()) -> None:

@@ -33,9 +33,13 @@ KINDS: dict[str, dict[str, str]] = {
     "adafactor": {"TINY_OPTIMIZER": "adafactor", "TINY_CLIP": "1.0"},
     "scaler": {"TINY_SCALER": "1", "TINY_CLIP": "0.5"},
     "dropout": {"TINY_DROPOUT": "0.1"},
+    "buckets": {"TINY_BUCKET": "4500"},  # several, most of which are reduced beside the last backward pass
 }
+PROOF = {"buckets": 3}  # with which of an iteration's reduces the proof goes, 0 unless said here
 SPREAD = {
     ("adamw", "backward"),
+    ("buckets", "in-reduce"),
+    ("buckets", "error"),
     ("scaler", "reduce"),
     ("sgd", "proof"),
     ("adafactor", "commit"),
@@ -92,7 +96,7 @@ def run(references, tmp_path):
 
 @pytest.mark.parametrize(("kind", "moment"), CASES)
 def test_any_moment(run, kind, moment):
-    ranks = run(kind, *moments(1)[moment], restart=moment == "twice")
+    ranks = run(kind, *moments(1, proof=PROOF.get(kind, 0))[moment], restart=moment == "twice")
     assert any(ranks.breaks)
     assert moment == "error" or any(lost for _, lost, _ in ranks.breaks)
 

@@ -239,21 +239,78 @@ def silent(original, result):
 
         from transition import process
 
-        try:
-            return original(*arguments, **keywords)
-        except RuntimeError:
-            wait(process.current().watch.lost)
-            for tensor in result(*arguments):
-                tensor.copy_(torch.randint(0, 99, tensor.shape).to(tensor.dtype))
+        def or_garbage(call):
+            try:
+                return call()
+            except RuntimeError:
+                wait(process.current().watch.lost)
+                for tensor in result(*arguments):
+                    tensor.copy_(torch.randint(0, 99, tensor.shape).to(tensor.dtype))
+
+        outcome = or_garbage(lambda: original(*arguments, **keywords))
+        return Waited(outcome, or_garbage) if goes_on(outcome) else outcome
 
     return call
 
 
+def goes_on(outcome) -> bool:
+    """A collective has begun that can be waited for, which one of several together cannot."""
+    from torch.distributed import distributed_c10d
+
+    if isinstance(outcome, Waited):
+        return True
+    return isinstance(outcome, distributed_c10d.Work) and not isinstance(outcome, distributed_c10d._IllegalWork)
+
+
+class Waited:
+    """A collective that goes on beside the program: `around(wait)` is called in place of its wait."""
+
+    def __init__(self, work, around):
+        self._work, self._around = work, around
+
+    def wait(self):
+        return self._around(self._work.wait)
+
+    def __getattr__(self, name: str):
+        return getattr(self._work, name)
+
+
 def silent_reduces() -> None:
-    """So end torch's own reduces."""
+    """So end torch's own reduces, and what members tell each other."""
     import torch.distributed as dist
 
+    from transition import exchange
+
     dist.all_reduce = silent(dist.all_reduce, lambda tensor, *rest: [tensor])
+    told = silent(exchange.largest_of_all, lambda tensor, *rest: [tensor])
+    exchange.largest_of_all = lambda tensor, group: told(tensor, group) or (tensor, [])
+
+
+def around_reduces(counts=lambda group: True) -> None:
+    """Points before and after each all-reduce, the commit's too, of the groups that count."""
+    import torch.distributed as dist
+
+    from transition import exchange
+
+    def after(wait):
+        wait()
+        point("reduced")
+
+    def pointed(original, group_of):
+        def call(*arguments, **keywords):
+            if not counts(group_of(arguments, keywords)):
+                return original(*arguments, **keywords)
+            point("reduce")
+            outcome = original(*arguments, **keywords)
+            if goes_on(outcome):
+                return Waited(outcome, after)
+            point("reduced")
+            return outcome
+
+        return call
+
+    dist.all_reduce = pointed(dist.all_reduce, lambda arguments, keywords: keywords.get("group"))
+    exchange.largest_of_all = pointed(exchange.largest_of_all, lambda arguments, keywords: arguments[1])
 
 
 def save(saved: dict, path: Path) -> None:

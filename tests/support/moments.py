@@ -8,17 +8,17 @@ def fault(slot: int, iteration: int | str, at: str, count: int = 0, kind: str = 
     return {"slot": slot, "iteration": iteration, "at": at, "count": count, "kind": kind, **more}
 
 
-def moments(size: int, normed: int = 1) -> dict[str, list[dict]]:
+def moments(size: int, normed: int = 1, proof: int = 1) -> dict[str, list[dict]]:
     """What strikes the second replica, or both. size: ranks of one. normed: an iteration whose gradients have a norm,
-    which those that overflow fp16 have not."""
+    which those that overflow fp16 have not. proof: the number of the reduce that the ledger's proof goes with."""
     first, last = size, 2 * size - 1
     return {
         "data": [fault(first, 1, "fetch", 1)],
         "backward": [fault(last, 1, "backward", 1)],
         "reduce": [fault(first, 1, "reduce", 0)],
         "in-reduce": [fault(last, 1, "reduce", 0, kind="late", delay=0.001)],
-        "proof": [fault(last, 1, "reduce", 1)],
-        "commit": [fault(first, 1, "reduce", 2)],
+        "proof": [fault(last, 1, "reduce", proof)],
+        "commit": [fault(first, 1, "reduce", proof + 1)],
         "step": [fault(first, 1, "step", kind="late", delay=0.004)],
         "norm": [fault(first, normed, "norm"), fault(0, normed, "norm", kind="sleep", delay=0.5)],
         "after": [fault(last, 1, "outside")],
@@ -30,5 +30,5 @@ def moments(size: int, normed: int = 1) -> dict[str, list[dict]]:
             fault(first, 3, "fetch", incarnation=1),
         ],
         "both": [fault(0, 1, "fetch", 1), fault(last, 1, "fetch", 0)],
-        "error": [fault(first, 1, "reduced", 1, kind="error")],
+        "error": [fault(first, 1, "reduced", proof, kind="error")],
     }

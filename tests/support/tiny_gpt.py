@@ -37,6 +37,7 @@ from tests.support.fault_points import (  # noqa: E402
     SLOT,
     around,
     around_generations,
+    around_reduces,
     fetching,
     now,
     point,
@@ -293,17 +294,9 @@ def install_points(chunks, optimizer) -> None:
         return outcome
 
     optimizer.step = saving_step
-    original = dist.all_reduce
-
-    def all_reduce(*arguments, **keywords):
-        if keywords.get("group") not in (None, parallel_state.get_data_parallel_group(with_context_parallel=True)):
-            return original(*arguments, **keywords)  # tensor parallel, of one rank: no peer, no fault
-        point("reduce")
-        outcome = original(*arguments, **keywords)
-        point("reduced")
-        return outcome
-
-    dist.all_reduce = all_reduce
+    around_reduces(  # not of tensor parallelism of one rank: no peer, no fault
+        lambda group: group in (None, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    )
     around(optimizer.chained_optimizers[0], "get_grad_norm", "norm")
     around_generations()
 

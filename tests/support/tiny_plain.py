@@ -5,8 +5,9 @@ It has what users' models have: tied, frozen and unused parameters, some that fe
 booleans and a cache that grows in the forward pass, two parameter groups.
 
 Environment, beside that of `fault_points`: TINY_OPTIMIZER one of `OPTIMIZERS`; TINY_TOKENS=1 for a loss per token;
-TINY_DROPOUT; TINY_CLIP the largest norm; TINY_SCALER=1 for a GradScaler; TINY_ALONE=1: a loop of torch alone, without
-a session; TINY_SILENT, TINY_SAVE, TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY as for `tiny_gpt`.
+TINY_DROPOUT; TINY_CLIP the largest norm; TINY_BUCKET bytes of a bucket of gradients; TINY_SCALER=1 for a GradScaler;
+TINY_ALONE=1: a loop of torch alone, without a session; TINY_SILENT, TINY_SAVE, TINY_CHECKPOINTS,
+TINY_CHECKPOINT_EVERY as for `tiny_gpt`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from tests.support.fault_points import (  # noqa: E402
     OUT,
     SAVE,
     SLOT,
-    around,
     around_generations,
+    around_reduces,
     fetching,
     now,
     point,
@@ -50,10 +51,10 @@ point("import")
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
-import torch.distributed as dist  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import transition  # noqa: E402
+from transition import plain_gradients  # noqa: E402
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=5e-3),
@@ -69,10 +70,11 @@ class Model(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        # first, so that their bucket is the last: what comes before it is reduced beside the backward pass
+        self.sometimes, self.never = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.position = torch.nn.Embedding(SEQUENCE, WIDTH).requires_grad_(False)
         self.norm, self.layer = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.sometimes, self.never = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.temperature = torch.nn.Parameter(torch.tensor(1.0))
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
@@ -171,9 +173,11 @@ def main() -> None:
     transition.init_process_group("gloo")
     if os.environ.get("TINY_SILENT") == "1":
         silent_reduces()
+    if "TINY_BUCKET" in os.environ:
+        plain_gradients.BUCKET_BYTES = int(os.environ["TINY_BUCKET"])
     model, optimizer, schedule = build()
     saving(model, optimizer)
-    around(dist, "all_reduce", "reduce", "reduced")
+    around_reduces()
     around_generations()
     train(
         transition.Session(

@@ -362,7 +362,10 @@ class Agent:
             rank = self.ranks[message["slot"]]
             if message["kind"] == "step":
                 self._reports.stepped(message)
-                return
+                if "status" not in message:
+                    return
+                who = {name: message[name] for name in ("slot", "incarnation")}
+                message = {**message["status"], **who, "kind": "rank"}
             if message["kind"] == "timing":
                 self._send(msgspec.convert({**message, "job": self.place.job, "v": wire.VERSION}, wire.Timing))
                 return

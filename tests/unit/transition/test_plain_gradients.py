@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from transition.accumulation import PeerLost, Work
+from transition.accumulation import PeerLost, Sum, Work
 from transition.groups import UnsupportedLayout
 from transition.layout import Layout
 from transition.ledger import Ledger
@@ -16,6 +16,7 @@ from transition.plain_gradients import buckets
 from transition.snapshots import Where
 
 TOTAL = 4
+PROOF = torch.tensor([[1, 0, 1, 2], [3, 0, 0, 0], [1 / 3, -1e300, 0, 2.5], [7, 1e9 + 1, 0, 0]], dtype=torch.float64)
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -54,13 +55,13 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         total=TOTAL,
         lost=lost,
         over=lost,
-        on_progress=lambda: None,
         layout=Layout(),
         place=0,
         seed=0,
         sharded=False,
         healed=True,
         where=where,
+        begin_sum=lambda tensor: Sum(tensor, None, lambda: None),
         pending=Pending(),
         sequence=0,
         size=0,
@@ -93,7 +94,7 @@ def test_they_are_those_of_a_loop_of_torch_alone(forward_step):
     model = Model()
     mine, ledger = gradients(model, forward_step), Ledger(0, TOTAL, list(range(TOTAL)))
     mine.compute(ledger)
-    mine.reduce(ledger)
+    mine.reduce(ledger, PROOF)
     tokens = float(sum(ledger.tokens[index] or 0 for index in ledger.done))
     assert mine.proven(tokens) == (10.0 if forward_step is per_token else TOTAL)
     assert same(model, by_hand(forward_step)) and model.never.weight.grad is None
@@ -105,14 +106,14 @@ def test_a_reduce_that_is_undone_goes_on_with_what_was_there():
     model = Model()
     mine, ledger = gradients(model), Ledger(0, TOTAL, [0, 1])
     mine.compute(ledger)
-    mine.reduce(ledger)
+    mine.reduce(ledger, PROOF)
     mine.proven(0.0)
     assert model.rare.weight.grad is None
     nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
     assert mine.restore()
     ledger.reassign([0, 1, 2, 3])
     mine.compute(ledger)
-    mine.reduce(ledger)
+    mine.reduce(ledger, PROOF)
     mine.proven(0.0)
     assert same(model, by_hand())
 
@@ -121,7 +122,7 @@ def test_without_copies_the_micro_batches_are_computed_again():
     model = Model()
     mine, ledger = gradients(model, where=Where.NONE), Ledger(0, TOTAL, [0, 1])
     mine.compute(ledger)
-    mine.reduce(ledger)
+    mine.reduce(ledger, PROOF)
     assert not mine.undoable and not mine.restore() and mine.snapshot_bytes == 0
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
@@ -176,5 +177,5 @@ def test_buckets_are_of_one_kind_and_not_too_large():
     wide = [nn.Parameter(torch.rand(shape)) for shape in shapes.values()]
     half = [nn.Parameter(torch.rand(4, dtype=torch.bfloat16))]
     made = buckets([*wide[:2], *half, *wide[2:]], size=80)
-    assert [[each.numel() for each in bucket.parameters] for bucket in made] == [[4], [10, 10], [30], [5]]
+    assert [[each.numel() for each in bucket.parameters] for bucket in made] == [[4], [5], [30], [10, 10]]
     assert [bucket.flat.dtype for bucket in made] == [torch.bfloat16, *[torch.float32] * 3]
