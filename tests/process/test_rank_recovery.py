@@ -142,8 +142,8 @@ def test_an_error_of_the_script_is_not_healed_in_place(run):
 def test_a_second_failure_in_the_resumed_part(run):
     """While the lost micro-batches are computed again; while they are reduced."""
     ranks = run(
-        *(fault(1, 1, "fetch", 0), fault(2, 1, "fetch", recovery=1)),
-        *(fault(0, 3, "fetch", 1), fault(4, 3, "reduce", recovery=1)),
+        *(fault(1, 1, "fetch", 0, others=[2]), fault(2, 1, "fetch", recovery=1)),
+        *(fault(0, 3, "fetch", 1, others=[4]), fault(4, 3, "reduce", recovery=1)),
         size=5,
     )  # fmt: skip
     assert steppers(ranks, 1) == {0, 3, 4} and steppers(ranks, 3) == {3}

@@ -19,6 +19,7 @@ from transition.migrate import TrainingState, as_plain, checksum, plain
 
 VERSION = 3  # of the head
 ALIGN = 64  # bytes: where a tensor may begin
+SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
 _SUMS = struct.Struct("<QQ")
 _WORD = (1 << 64) - 1
 assert _SUMS.size == SUMS
@@ -133,15 +134,23 @@ def fill(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, non_blocking: bool = False
 ) -> None:
     """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
-    of the host one thread copies, and holds no lock of Python's meanwhile. non_blocking: of those on a card."""
+    of the host one thread copies, and holds no lock of Python's meanwhile; small ones go together, since each of them
+    alone would have the training's thread wait for that lock. non_blocking: of those on a card."""
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, tensor in enumerate(tensors):
         source, begin = tensor.contiguous(), offsets[number]
         length = source.numel() * source.element_size()
-        if source.is_cpu:
+        if source.is_cpu and length > SMALL:
             ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
+        elif source.is_cpu and length:
+            small.append((into[begin : begin + length], source.view(torch.uint8)))
         elif length:
             into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
-        into[begin + length : (offsets[number + 1] if number + 1 < len(offsets) else into.numel())].zero_()
+        end = offsets[number + 1] if number + 1 < len(offsets) else into.numel()
+        if begin + length < end:
+            into[begin + length : end].zero_()
+    if small:
+        torch._foreach_copy_(*map(list, zip(*small, strict=True)))
 
 
 def sums(data: torch.Tensor) -> bytes:
