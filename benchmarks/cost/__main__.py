@@ -6,22 +6,30 @@ Two sets of ranks live at once, of the same layout, model and data: one of sessi
 stand-in, one of Megatron's own loop in processes that never heard of this project. They take turns: each trains a block
 of iterations while the other waits at its gate, so what else the machine does strikes both alike. The ratio is that of
 neighbours.
+
+A plain module is trained by a Session under real agents and a real unicrond, and by torch's DistributedDataParallel.
+What agents and controller take of the cores is in the time then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import socket
 import statistics
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
+from benchmarks.leaderboard.systems.unicron import Shipped
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
@@ -31,6 +39,7 @@ SIZE = 4  # ranks of each set
 WARM_UP = 2
 ASKED = 1.01
 SCRIPT = Path(__file__).with_name("ranks.py")
+MODULE_SCRIPT = Path(__file__).with_name("plain_ranks.py")
 LIMIT = 3600.0
 # 32,768 tokens an iteration: see docs/measurements.md for why so many
 MODEL = {
@@ -60,6 +69,21 @@ LAYOUTS = {
     "DP2 TP2, distributed optimizer": Layout("2 1 1", 2, SHARDED),
     "DP2 PP2, distributed optimizer": Layout("1 2 1", 2, SHARDED),
 }
+
+
+@dataclass(frozen=True)
+class Module:
+    """One row of a plain module: what a micro-batch takes on a device of its own, and iterations of a block."""
+
+    device_seconds: float
+    each: int
+
+
+MODULES = {
+    "plain module, iterations of 160 ms": Module(0.025, 10),
+    "plain module, iterations of 50 ms": Module(0.003, 30),
+}
+PLAIN_WARM_UP = 10
 
 
 class Quiet(Ranks):
@@ -119,6 +143,41 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
     return {kind: [(wall / each, busy / each) for wall, busy in found] for kind, found in turns.blocks.items()}
 
 
+def run_module(module: Module, pairs: int) -> dict[str, list[tuple[float, float]]]:
+    """The same of a plain module."""
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name, shared_memory() as memory:
+        folder = Path(name)
+        turns = Turns(folder, pairs)
+        turns.start()
+        common = {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(module.each)}
+        common |= {"COST_WARM_UP": str(PLAIN_WARM_UP), "LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
+        plain = [
+            Script(MODULE_SCRIPT, environment=_plain(common, name, rank, port))
+            for port in [_port()]
+            for rank in range(SIZE)
+        ]
+        (folder / "unicron").mkdir()
+        command = [sys.executable, str(MODULE_SCRIPT)]
+        with Shipped(folder / "unicron", SIZE, command=command, UNICRON_MEMORY_DIR=memory, **common) as world:
+            assert [agent.wait(LIMIT) for agent in world.agents.values()] == [0] * SIZE, world.told()
+        for script in plain:
+            end = script.wait()
+            assert end.returncode == 0, end.stderr[-3000:]
+        turns.join(LIMIT)
+    each = module.each
+    return {kind: [(wall / each, busy / each) for wall, busy in found] for kind, found in turns.blocks.items()}
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[str]:
+    """A folder in it."""
+    folder = tempfile.mkdtemp(prefix="unicron-bench-", dir="/dev/shm")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -133,16 +192,15 @@ def _plain(common: dict[str, str], folder: str, rank: int, port: int) -> dict[st
 
 
 # ------------------------------------------------------------ what is printed
-def row(name: str, layout: Layout, model: dict[str, str], pairs: int, each: int) -> tuple[float, dict[str, Any]]:
-    """Measures and prints one layout; returns the median ratio, and everything."""
-    found = run(layout, model, pairs, each)
+def row(name: str, micro_batches: int, found: dict[str, list[tuple[float, float]]]) -> tuple[float, dict[str, Any]]:
+    """Prints what was found of one layout; returns the median ratio, and everything."""
     pairs_of = list(zip(found["healed"], found["plain"], strict=True))
     ratios = statistics.quantiles([ours[0] / theirs[0] for ours, theirs in pairs_of], n=4)
     busy = statistics.median(ours[1] / theirs[1] for ours, theirs in pairs_of)
     more = 1e3 * statistics.median(ours[0] - theirs[0] for ours, theirs in pairs_of)
     plain = 1e3 * statistics.median(theirs[0] for _, theirs in pairs_of)
     print(
-        f"{name:<32}{model['TINY_MICRO_BATCHES']:>4}{plain:>10.0f}{more:>9.1f}"
+        f"{name:<36}{micro_batches:>4}{plain:>10.0f}{more:>9.1f}"
         f"{f'{ratios[1]:.4f} ({ratios[0]:.4f}..{ratios[2]:.4f})':>27}{busy:>10.4f}",
         flush=True,
     )
@@ -158,7 +216,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks")
     parser.add_argument("--each", type=int, default=1, help="iterations of a block")
-    parser.add_argument("--only", action="append", choices=LAYOUTS, help="this layout; may be given again")
+    parser.add_argument("--only", action="append", choices=[*LAYOUTS, *MODULES], help="this row; may be given again")
     parser.add_argument("--short", action="store_true", help="iterations of an eighth of the tokens as well")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -167,12 +225,18 @@ def main() -> int:
     print(f"iteration with Unicron / plain Megatron-core; {SIZE} ranks on {os.cpu_count()} cores, ", end="")
     print(f"load {os.getloadavg()[0]:.1f}; {options.pairs} pairs of {options.each}; ms")
     print("median and quartiles of the pairs' ratios; the processor's time alone")
-    print(f"{'layout, micro-batches':<36}{'plain':>10}{'more':>9}{'ratio':>27}{'processor':>10}")
+    print(f"{'layout, micro-batches':<40}{'plain':>10}{'more':>9}{'ratio':>27}{'processor':>10}")
     results, marks = [], []
-    for name in options.only or LAYOUTS:
+    for name in options.only or [*LAYOUTS, *MODULES]:
+        if name in MODULES:
+            ratio, result = row(name, MICRO_BATCHES, run_module(MODULES[name], options.pairs))
+            results.append(result)
+            marks.append((f"iteration with Unicron / plain, {name}", ratio))
+            continue
         for model in (MODEL, SHORT) if options.short else (MODEL,):
             each = options.each * (int(MODEL["TINY_MICRO_BATCHES"]) // int(model["TINY_MICRO_BATCHES"]))
-            ratio, result = row(name, LAYOUTS[name], model, options.pairs, each)
+            found = run(LAYOUTS[name], model, options.pairs, each)
+            ratio, result = row(name, int(model["TINY_MICRO_BATCHES"]), found)
             results.append(result)
             if model is MODEL:
                 marks.append((f"iteration with Unicron / plain, {name}", ratio))

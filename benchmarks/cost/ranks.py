@@ -1,18 +1,11 @@
 """What both sets of ranks of ``benchmarks.cost`` run: under an agent's stand-in a Session, else plain Megatron-core.
 
-Environment: tiny_gpt's for the model; COST_FOLDER the folder with the gates, COST_RANK for a plain
-rank, COST_BLOCKS, COST_EACH
-iterations of a block, COST_WARM_UP. After the warm-up a rank waits at its gate, a FIFO, before each block, and says
-afterwards how long the block took: seconds, and of those the processor's, this rank's share in them.
+Environment: tiny_gpt's for the model, and that of ``gates``.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,10 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import transition
+from benchmarks.cost import gates
 from tests.support import tiny_gpt
 
-FOLDER, RANK = Path(os.environ["COST_FOLDER"]), int(os.environ.get("UNICRON_SLOT") or os.environ["COST_RANK"])
-BLOCKS, EACH, WARM_UP = (int(os.environ[f"COST_{name}"]) for name in ("BLOCKS", "EACH", "WARM_UP"))
 SIZES = (tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
 
 
@@ -42,7 +34,7 @@ def healed() -> Iterator[object]:
         fetch=tiny_gpt.fetch,
         seq_length=tiny_gpt.SEQUENCE,
         micro_batch_size=tiny_gpt.SIZE,
-        train_iterations=WARM_UP + BLOCKS * EACH,
+        train_iterations=gates.ITERATIONS,
     )
 
 
@@ -69,7 +61,7 @@ def plain() -> Iterator[object]:
     scheduler = tiny_gpt.schedule(optimizer)
     group = parallel_state.get_data_parallel_group()
     mine = range(parallel_state.get_data_parallel_rank(), tiny_gpt.MICRO_BATCHES, dist.get_world_size(group))
-    for number in range(WARM_UP + BLOCKS * EACH):
+    for number in range(gates.ITERATIONS):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -89,22 +81,5 @@ def plain() -> Iterator[object]:
         yield number
 
 
-def main() -> None:
-    kind = "healed" if "UNICRON_AGENT" in os.environ else "plain"
-    began = (0.0, 0.0)
-    with (FOLDER / f"{kind}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
-        for count, _ in enumerate(healed() if kind == "healed" else plain(), 1):
-            if count < WARM_UP or (count - WARM_UP) % EACH:
-                continue
-            dist.barrier()
-            now = time.perf_counter(), time.process_time()
-            took = [now[0] - began[0], now[1] - began[1]] if count > WARM_UP else [0.0, 0.0]
-            done.write(json.dumps([kind, RANK, *took]).encode() + b"\n")
-            if count < WARM_UP + BLOCKS * EACH:
-                gate.read(1)
-                dist.barrier()
-                began = time.perf_counter(), time.process_time()
-
-
 if __name__ == "__main__":
-    main()
+    gates.train(healed() if gates.KIND == "healed" else plain())

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-MICRO_BATCHES = 16  # of an iteration, over all ranks
+MICRO_BATCHES = int(os.environ.get("LEADERBOARD_MICRO_BATCHES", "16"))  # of an iteration, over all ranks
 SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 4, 32, 64, 96, 2
 SEED = 1234
 CHECKPOINT_EVERY = 1  # iterations: docs/leaderboard.md has the measurement

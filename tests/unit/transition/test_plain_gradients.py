@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from transition import plain_gradients
 from transition.accumulation import PeerLost, Sum, Work
 from transition.groups import UnsupportedLayout
 from transition.layout import Layout
 from transition.ledger import Ledger
 from transition.pending import Pending
 from transition.plain import Plain
-from transition.plain_gradients import buckets
+from transition.plain_gradients import Bucket, buckets
 from transition.snapshots import Where
 
 TOTAL = 4
@@ -179,3 +183,110 @@ def test_buckets_are_of_one_kind_and_not_too_large():
     made = buckets([*wide[:2], *half, *wide[2:]], size=80)
     assert [[each.numel() for each in bucket.parameters] for bucket in made] == [[4], [5], [30], [10, 10]]
     assert [bucket.flat.dtype for bucket in made] == [torch.bfloat16, *[torch.float32] * 3]
+
+
+class Deep(nn.Module):
+    """Three layers, the first of them inside a checkpoint where that is wanted."""
+
+    def __init__(self, reentrant: bool = False):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers, self._reentrant = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), reentrant
+
+    def forward(self, batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        values = batch[1].requires_grad_()
+        first, *others = self.layers
+        values = checkpoint(first, values, use_reentrant=True) if self._reentrant else first(values)
+        for layer in others:
+            values = layer(values)
+        return values.square()
+
+
+def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
+    """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the backward pass still went on."""
+    monkeypatch.setattr(plain_gradients, "BUCKET_BYTES", 48)
+    mine = gradients(model)
+
+    def begin_sum(tensor: torch.Tensor) -> Sum:
+        number = next(number for number, each in enumerate(mine._buckets) if each.flat is tensor)
+        begun.append((number, bool(mine._missing)))
+        return Sum(tensor, None, lambda: None)
+
+    mine._work = dataclasses.replace(mine._work, begin_sum=begin_sum)
+    return mine
+
+
+def one_iteration(mine) -> None:
+    ledger = Ledger(0, TOTAL, list(range(TOTAL)))
+    mine.begin(ordered=False)
+    mine.compute(ledger)
+    mine.reduce(ledger, PROOF)
+    mine.proven(0.0)
+
+
+def test_buckets_are_reduced_beside_the_last_backward_pass_in_their_order_from_the_second_iteration_on(monkeypatch):
+    begun: list[tuple[int, bool]] = []
+    model = Deep()
+    mine = in_buckets(monkeypatch, model, begun)
+    one_iteration(mine)
+    assert begun == [(0, False), (1, False), (2, False)]
+    begun.clear()
+    one_iteration(mine)
+    assert begun == [(0, True), (1, True), (2, False)]
+    alone = Deep()
+    for index in range(TOTAL):
+        (mean(fetch(0, index), alone) / TOTAL).backward()
+    assert same(model, [each.grad for each in alone.parameters()])
+
+
+def test_what_a_backward_pass_inside_another_makes_waits_for_its_end(monkeypatch):
+    begun: list[tuple[int, bool]] = []
+    model = Deep(reentrant=True)
+    mine = in_buckets(monkeypatch, model, begun)
+    for _ in range(2):
+        begun.clear()
+        one_iteration(mine)
+    assert begun == [(0, True), (1, True), (2, False)] and mine._nested == {2}
+
+
+def test_a_gradient_that_comes_after_its_reduce_has_begun_is_no_silent_mistake(monkeypatch):
+    class Twice(Deep):
+        """In one micro-batch of the second iteration a layer is used inside a checkpoint, too."""
+
+        again = False
+
+        def forward(self, batch):
+            if self.again and batch[0] == TOTAL - 1:
+                inner = checkpoint(self.layers[2], batch[1].requires_grad_(), use_reentrant=True)
+                return self._rest(inner)
+            return super().forward(batch)
+
+        def _rest(self, values):
+            for layer in self.layers:
+                values = layer(values)
+            return values.square()
+
+    model = Twice()
+    mine = in_buckets(monkeypatch, model, [])
+    one_iteration(mine)
+    model.again = True
+    with pytest.raises(UnsupportedLayout, match="use_reentrant=False"):
+        one_iteration(mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_the_sum_of_proofs_is_exact_in_every_dtype(dtype):
+    """Of each loss one rank has a number that is not 0; counts of several ranks add up, and a wrong one shows."""
+    ranks = [Bucket([nn.Parameter(torch.zeros(2, dtype=dtype))], TOTAL) for _ in range(300)]
+    proofs = torch.zeros(300, 4, TOTAL, dtype=torch.float64)
+    proofs[:4, 0], proofs[7, 0, 2] = torch.eye(TOTAL), 1.0
+    proofs[:, 1, 0] = 1.0
+    proofs[:4, 2:] = torch.diag_embed(PROOF[2:]).transpose(0, 1)
+    total = ranks[0]
+    for bucket, proof in zip(ranks, proofs, strict=True):
+        bucket.put(proof)
+    for bucket in ranks[1:]:
+        total.flat += bucket.flat
+    counts, wishes, *numbers = total.proven()
+    assert counts.tolist() == [1.0, 1.0, 2.0, 1.0] and wishes[0] > 0
+    assert torch.equal(torch.stack(numbers), PROOF[2:])

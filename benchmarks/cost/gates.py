@@ -1,0 +1,38 @@
+"""How a rank of ``benchmarks.cost`` takes turns with the other set.
+
+Environment: COST_FOLDER the folder with the gates, COST_RANK for a plain rank, COST_BLOCKS, COST_EACH iterations of a
+block, COST_WARM_UP. After the warm-up a rank waits at its gate, a FIFO, before each block, and says afterwards how long
+the block took: seconds, and of those the processor's, this rank's share in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+
+KIND = "healed" if "UNICRON_AGENT" in os.environ else "plain"
+FOLDER, RANK = Path(os.environ["COST_FOLDER"]), int(os.environ.get("UNICRON_SLOT") or os.environ["COST_RANK"])
+BLOCKS, EACH, WARM_UP = (int(os.environ[f"COST_{name}"]) for name in ("BLOCKS", "EACH", "WARM_UP"))
+ITERATIONS = WARM_UP + BLOCKS * EACH
+
+
+def train(iterations: Iterable[object]) -> None:
+    """All of them, block by block."""
+    began = (0.0, 0.0)
+    with (FOLDER / f"{KIND}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
+        for count, _ in enumerate(iterations, 1):
+            if count < WARM_UP or (count - WARM_UP) % EACH:
+                continue
+            dist.barrier()
+            now = time.perf_counter(), time.process_time()
+            took = [now[0] - began[0], now[1] - began[1]] if count > WARM_UP else [0.0, 0.0]
+            done.write(json.dumps([KIND, RANK, *took]).encode() + b"\n")
+            if count < ITERATIONS:
+                gate.read(1)
+                dist.barrier()
+                began = time.perf_counter(), time.process_time()
