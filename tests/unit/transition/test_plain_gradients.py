@@ -203,7 +203,7 @@ class Deep(nn.Module):
 
 
 def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
-    """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the backward pass still went on."""
+    """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the pass still went on."""
     monkeypatch.setattr(plain_gradients, "BUCKET_BYTES", 48)
     mine = gradients(model)
 
