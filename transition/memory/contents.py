@@ -136,21 +136,23 @@ def fill(
     """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
     of the host one thread copies, and holds no lock of Python's meanwhile; small ones go together, since each of them
     alone would have the training's thread wait for that lock. non_blocking: of those on a card."""
-    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    places: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
     for number, tensor in enumerate(tensors):
         source, begin = tensor.contiguous(), offsets[number]
         length = source.numel() * source.element_size()
         if source.is_cpu and length > SMALL:
             ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
         elif source.is_cpu and length:
-            small.append((into[begin : begin + length], source.view(torch.uint8)))
+            places.append(into[begin : begin + length])
+            small.append(source.view(torch.uint8))
         elif length:
             into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
         end = offsets[number + 1] if number + 1 < len(offsets) else into.numel()
         if begin + length < end:
             into[begin + length : end].zero_()
     if small:
-        torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+        torch._foreach_copy_(places, small)
 
 
 def sums(data: torch.Tensor) -> bytes:
