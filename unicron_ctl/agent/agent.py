@@ -515,7 +515,7 @@ class Agent:
 
     def _on_refused(self, message: wire.Refused) -> None:
         self.refusal, self.alone = message.reason, self.alone or message.alone
-        if message.alone and self._registered:
+        if message.alone and not message.final and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
             self._log.say(message.reason)
@@ -523,7 +523,8 @@ class Agent:
         elif message.final:
             self._unprotected = True
             if self._registered and not self.released:
-                self._log.say(f"{message.reason}; the job trains on unprotected")
+                what = "this step goes on" if message.alone else "the job trains on"
+                self._log.say(f"{message.reason}; {what} unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again
             self._register()

@@ -149,6 +149,7 @@ class Line:
             slots=place.slots,
             settings=place.settings,
             step=place.step,
+            trains=place.trains,
             door=door,
             peer=peer,
             key=self.pair[0],

@@ -16,7 +16,7 @@ from unicron_ctl import cli as programs
 from unicron_ctl.agent import untouched
 from unicron_ctl.agent.bare import without_agent
 from unicron_ctl.agent.containment import reason
-from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
+from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched, only_helps
 from unicron_ctl.agent.resources import shortage
 from unicron_ctl.agent.warm import wanted
 from unicron_ctl.errors import WRONG_USE, UserError
@@ -120,6 +120,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
             agent.say(told)
         status = agent.run()
         standard_error.flush(FLUSH_SECONDS)
+        place = place.alone() if agent.alone else place
         return run_unprotected(place, words, agent.refusal) if status is None else status
     agent.close()
     standard_error.flush(FLUSH_SECONDS)
@@ -141,7 +142,7 @@ def prepare(
     from unicron_ctl.agent.place import number, read_place
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason)
+    place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason, not only_helps(chosen.text))
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
         raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)

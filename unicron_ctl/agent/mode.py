@@ -3,7 +3,9 @@ of all processes in a new world, for any other program (docs/user-guide.md)."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,23 @@ _IMPORT = re.compile(
 _MEGATRON_LM = re.compile(
     r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
 )
+_MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
+# Modules and calls by which a program of Python's runs another one
+_RUN_MORE = {"concurrent", "ctypes", "importlib", "multiprocessing", "pty", "runpy", "subprocess"}
+_RUNS_MORE = {
+    "__import__",
+    "compile",
+    "eval",
+    "exec",
+    "execl",
+    "execle",
+    "execlp",
+    "execv",
+    "execve",
+    "execvp",
+    "execvpe",
+}
+_RUNS_MORE |= {"fork", "popen", "posix_spawn", "posix_spawnp", "spawnl", "spawnv", "spawnvp", "system"}
 LAUNCHER = ("-m", "transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
 
 
@@ -76,6 +95,25 @@ def launched(command: Sequence[str]) -> list[str]:
     """The command with :data:`LAUNCHER` in front of its script."""
     at = next(number for number, word in enumerate(command) if word.endswith(".py"))
     return [*command[:at], *LAUNCHER, *command[at:]]
+
+
+def only_helps(text: str) -> bool:
+    """Whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
+    those of monitors only, and starts nothing else."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module if node.module and not node.level else ".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _RUNS_MORE:
+            return False
+    names = {name.split(".")[0] for name in imported}
+    return bool(names) and names <= (sys.stdlib_module_names | _MONITORS) - _RUN_MORE
 
 
 def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:

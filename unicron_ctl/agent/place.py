@@ -33,6 +33,7 @@ class Place:
     address: str
     settings: Settings
     step: int = 0
+    trains: bool = True
 
     @property
     def slots(self) -> list[int]:
@@ -44,11 +45,10 @@ class Place:
         """This place of a job that is as large as the node."""
         return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=1))
 
-    def in_mode(self, mode: str, reason: str) -> Place:
-        """This place of a job that is healed in this mode."""
-        return replace(
-            self, settings=msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT])
-        )
+    def in_mode(self, mode: str, reason: str, trains: bool = True) -> Place:
+        """This place of a job that is healed in this mode. trains: its command may train."""
+        settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT])
+        return replace(self, settings=settings, trains=trains)
 
     @property
     def warning(self) -> str:

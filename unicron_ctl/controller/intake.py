@@ -224,6 +224,10 @@ class Intake:
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
             most = confirmation.size(seen, message.job) if seen is not None else 0
+            before = self._view.state.jobs.get(message.job)
+            if before is not None and registration.takes_over(before, message):
+                for element in before.agents:  # nothing of that step is this one's
+                    self._view.live.remove(message.job, element)
             self._take(registration.begin(self._view, message, asker, info, most))
         job = self._view.state.jobs[message.job]
         known = job.agents.get(message.element)

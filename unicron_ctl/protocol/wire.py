@@ -165,6 +165,7 @@ class Register(Message, tag="register"):
     settings: Settings
     credential: ranges.Credential = ""
     step: ranges.Step = 0  # of Slurm: the number of the srun in its batch script
+    trains: bool = True  # its command may train; else it is the job only until a later step of the script comes
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
     peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot
     key: ranges.NoName = ""  # the agent's public key (CURVE, Z85): by it the others know it, and it the others
@@ -432,7 +433,8 @@ class Recall(Message, tag="recall"):
 
 class Refused(Message, tag="refused"):
     """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
-    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node.
+    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node;
+    where that is not final, whoever was taken in before knows that its step is over.
     apart: the job's other nodes train protected, so it ends: a plain world would wait for them in vain."""
 
     reason: ranges.Reason

@@ -2,8 +2,9 @@
 
 Several `srun` in one batch script are trainings of their own under the same job id. A job's agents tell the number of
 their Slurm step. The job is of one step at a time: a later step waits until the one before has ended, then the job
-begins again. An element that was requeued runs its script from the start, while the others are further: what they have
-behind them it does alone.
+begins again. A step whose command trains nothing, a monitor in the background, is the job only until another one comes,
+and goes on unprotected then. An element that was requeued runs its script from the start, while the others are further:
+what they have behind them it does alone.
 """
 
 from __future__ import annotations
@@ -135,16 +136,28 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
     if job is None or message.step == job.step or job.over:
         return None
     which = f"step {message.step} of job {message.job}"
+    if takes_over(job, message):
+        return None
+    if not message.trains and job.trains:
+        reason = f"{which} trains nothing, and step {job.step} is the job"
+        return wire.Refused(reason=reason, final=True, alone=True)
     if message.step > job.step:
         return wire.Refused(reason=f"{which} has to wait: step {job.step} still runs")
     reason = f"{which} is over for the other elements, which are at step {job.step}"
     return wire.Refused(reason=reason, alone=True)
 
 
+def takes_over(job: JobState, message: wire.Register) -> bool:
+    """A training comes while a step that trains nothing is the job."""
+    return message.trains and not job.trains and not job.over and message.step > job.step
+
+
 def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
     """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
     job = view.state.jobs.get(message.job)
-    return job is None or another(job, info) or (job.over and message.step > job.step)
+    if job is None or another(job, info) or takes_over(job, message):
+        return True
+    return job.over and message.step > job.step
 
 
 def begin(view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
@@ -156,7 +169,9 @@ def begin(view: View, message: wire.Register, asker: Asker, info: ElementInfo | 
         owner, submitted = info.uid, info.submitted
         most = max(1, min(settings.max_nodes, most))
         settings = msgspec.structs.replace(settings, user=info.user or settings.user, max_nodes=most)
-    record = records.JobRegistered(settings=settings, step=message.step, uid=owner, submitted=submitted)
+    record = records.JobRegistered(
+        settings=settings, step=message.step, trains=message.trains, uid=owner, submitted=submitted
+    )
     out.records.append((message.job, 0, record))
     if settings.layouts:
         layout, reason = layouts.first(view, settings, message.node)

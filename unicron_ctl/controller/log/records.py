@@ -116,10 +116,11 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
 class JobRegistered(Record, frozen=True, tag="job_registered"):
     """step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
     None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
-    since the epoch; 0 while Slurm has not confirmed the job."""
+    since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says."""
 
     settings: Settings
     step: int = 0
+    trains: bool = True
     uid: int | None = None
     submitted: float = 0.0
 

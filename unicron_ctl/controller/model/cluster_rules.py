@@ -21,6 +21,7 @@ def job_registered(state: ClusterState, event: Event, record: records.JobRegiste
         event.job, record.settings, event.time, since=event.time, step=record.step, uid=record.uid
     )
     state.jobs[event.job].submitted = record.submitted
+    state.jobs[event.job].trains = record.trains
 
 
 def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:

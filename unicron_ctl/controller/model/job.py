@@ -237,6 +237,8 @@ class JobState:
     """Restart mode: the newest iteration whose state the worlds that are over have saved."""
     step: int = 0
     """The Slurm step that trains."""
+    trains: bool = True
+    """That step's command may train; else a later one takes its place."""
     waits: str = ""
     """Why no time limit ends the present phase."""
     uid: int | None = None
