@@ -134,6 +134,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "controller", "RETRY_SECONDS", 5.0, "before an action that Slurm refused is asked for again; then ever longer"
     ),
+    Limit("controller", "RECEIVE_SECONDS", 0.03, "of one turn of the loop for messages; strangers have half of it"),
+    Limit("controller", "RESULTS_SECONDS", 0.02, "of one turn for what threads have found, credentials among it"),
+    Limit("controller", "ANSWERS_SECONDS", 0.02, "of one turn for answers to questions"),
+    Limit("controller", "NAME_SECONDS", 1.0, "for the name service to say a user's name"),
     Limit("controller", "RUN_SECONDS", 10.0, "for the actions of one request; then Slurm is listed again"),
     Limit("controller", "GONE_SECONDS", 10.0, "without any element in Slurm; then the job is over"),
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -27,18 +28,29 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item) -> None:
         self._items.put(item)
-        with self._lock, contextlib.suppress(BlockingIOError):  # the loop has been woken often enough
-            if not self._closed:
-                os.write(self._write, b".")
+        self._wake()
 
     def take(self) -> list[Item]:
         """What has come since the last time."""
+        return list(self.each(lambda: False))
+
+    def each(self, enough: Callable[[], bool]) -> Iterator[Item]:
+        """The same one by one, until it is enough: what is left keeps `fileno()` readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
-        found = []
-        while not self._items.empty():
-            found.append(self._items.get())
-        return found
+        try:
+            while not self._items.empty():
+                yield self._items.get()
+                if enough():
+                    break
+        finally:
+            if not self._items.empty():
+                self._wake()
+
+    def _wake(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # the loop has been woken often enough
+            if not self._closed:
+                os.write(self._write, b".")
 
     def close(self) -> None:
         with self._lock:

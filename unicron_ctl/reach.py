@@ -155,7 +155,7 @@ class Door:
     def answer(self) -> None:
         """Lets everybody go who has come. The kernel has answered them already, so now and then is enough."""
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(QUEUE):  # who comes meanwhile is let go the next time: a flood must not keep this process
                 self._socket.accept()[0].close()
 
     def shut(self) -> None:

@@ -15,11 +15,14 @@ from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential, unmunge
+from unicron_ctl.time_limit import TimeLimit
 
 AT_ONCE, OF_ONE_ADDRESS = 4096, 256  # credentials in verification
 FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
 AGAIN_SECONDS = 1.0  # after munge could not make one
 WAITING = 1000  # peers that wait for it
+NAME_SECONDS, NAMES_HANGING = 1.0, 4  # for the name service to say a user's name; calls that hang at once
+_names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
 Where = tuple[socket.socket, Any]  # by which socket, and where to
 
 
@@ -69,8 +72,8 @@ def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unpr
     if found.payload != claim.encode():
         return Unproven("this munge credential is about something else, or of another connection")
     try:
-        user = pwd.getpwuid(found.uid).pw_name
-    except KeyError:  # the name service may be away: who it is, the number says
+        user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
+    except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
         user = ""
     return Asker(found.uid, user, found.uid in (0, os.geteuid()) or user in admins)
 

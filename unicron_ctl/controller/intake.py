@@ -24,7 +24,9 @@ from unicron_ctl.slurm.client import ElementInfo
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
 HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
-HINTS = 0.5, 10.0  # early looks at Slurm a second, and at once, that all hints together lead to: anybody can send one
+# Questions to agents and early looks at Slurm a second, and at once, that all hints together lead to, whoever they
+# name: anybody can send one, and each question to an agent has witnesses asked, too.
+HINTS = 0.5, 4.0
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
 LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
@@ -403,9 +405,9 @@ class Intake:
         if hint.kind != "task_exit" or agent is None or not agent.alive:
             return out
         agent.task_status = hint.status
-        if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS:
+        if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
             agent.repeated["hint"] = now
-            out.hurry = self._hints.allows("", now)
+            out.hurry = True
             out.merge([self.suspect(agent)])
         return out
 

@@ -20,6 +20,7 @@ from detector.classify import Classifier
 from unicron_ctl.addresses import canonical, join, reason_of
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
+from unicron_ctl.controller.asked import Answered, Asked, Question
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, Where
 from unicron_ctl.controller.log import records
@@ -28,8 +29,9 @@ from unicron_ctl.controller.log.thinning import ENDED_SECONDS
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.snapshot import freeze, read_state
 from unicron_ctl.controller.throttle import Quotas, Throttle, cost
-from unicron_ctl.controller.worker import Worker
+from unicron_ctl.controller.worker import Result, Worker
 from unicron_ctl.errors import UserError
+from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron_ctl.protocol.hello import HELLO_BYTES
@@ -40,6 +42,8 @@ from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS = 0.05
+RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
+BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
@@ -85,6 +89,7 @@ class Server:
         self._complained: set[str] = set()
         self._complaints = Throttle(*COMPLAINTS)
         self._quotas = Quotas()
+        self._asked, self._answered = Asked(), Answered()
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
         self._munge = config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
@@ -96,7 +101,8 @@ class Server:
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = select.poll()
-        ours = self.doorkeeper.fileno(), self.worker.results.fileno(), self._stop_read
+        mailboxes = self.worker.results.fileno(), self.worker.verified.fileno()
+        ours = self.doorkeeper.fileno(), *mailboxes, self._stop_read
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
 
@@ -115,7 +121,7 @@ class Server:
         self.core.last_tick = next_tick
         running = True
         while running:
-            wait = 0 if self.core.pending else max(0, int((next_tick - self.now()) * 1000))
+            wait = 0 if self.core.pending or self._asked else max(0, int((next_tick - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
             if self.doorkeeper.fileno() in ready:
                 self._receive()
@@ -123,7 +129,9 @@ class Server:
                 if hints.fileno() in ready:
                     self._receive_hints(hints)
             if self.worker.results.fileno() in ready:
-                self._results()
+                self._results(self.worker.results)
+            if self.worker.verified.fileno() in ready:
+                self._results(self.worker.verified)
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
             self.core.settle()
@@ -137,6 +145,8 @@ class Server:
                 next_tick = now + TICK_SECONDS
             self.watchdog(now)
             self.flush()
+            if self._asked and not self.core.pending:
+                self._answer_some()
 
     def started(self) -> None:
         """Goes into the log once the controller can be reached."""
@@ -180,7 +190,7 @@ class Server:
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
         """What has come, no longer than until the next tick: hearing many must not keep others waiting."""
-        self.doorkeeper.receive(self._hear, time.monotonic() + TICK_SECONDS)
+        self.doorkeeper.receive(self._hear, time.monotonic() + RECEIVE_SECONDS)
 
     def _hear(self, connection: Connection, data: bytes) -> None:
         key = connection.session.key
@@ -290,49 +300,68 @@ class Server:
         with contextlib.suppress(OSError):
             where[0].sendto(data, where[1])
 
-    def _results(self) -> None:
-        for result in self.worker.results.take():
+    def _results(self, mailbox: Mailbox[Result]) -> None:
+        """What threads have found, for a part of the time until the next tick: the rest comes in the next turn."""
+        until = self.now() + RESULTS_SECONDS
+        for result in mailbox.each(lambda: self.now() >= until):
             self.core.now = self.now()
             result()
 
     # ------------------------------------------------------------ out
     def _on_ask(self, route: Route, ask: wire.Ask, key: str, address: str) -> None:
-        if not self._munge:
-            self._answer(route, ask, EVERYBODY, address)
-            return
-        if not ask.credential:
-            self._answer(route, ask, NOBODY, address)
+        if not self._munge or not ask.credential:
+            self._wait_for_answer(Question(route, ask, NOBODY if self._munge else EVERYBODY, address))
             return
 
         def then(found: Asker | Unproven) -> None:
             if isinstance(found, Unproven):
                 self._send(route, wire.Answer(ok=False, error=found.reason))
-            elif found.uid is not None and not self._quotas.may_ask(found.uid, address, self.now()):
-                self._send(route, busy)
             else:
-                self._answer(route, ask, found, address)
+                self._wait_for_answer(Question(route, ask, found, address))
 
-        busy = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
         if not self._verifier.verify(ask.credential, claims.of_asker(key), address, then):
-            self._send(route, busy)
+            self._send(route, BUSY)
 
-    def _answer(self, route: Route, ask: wire.Ask, asker: Asker, address: str) -> None:
+    def _wait_for_answer(self, question: Question) -> None:
+        if not self._asked.add(question):
+            self._send(question.route, BUSY)
+
+    def _answer_some(self) -> None:
+        """By turns of those who ask, for a part of the time until the next tick: no question may delay a Break."""
+        until = self.now() + ANSWERS_SECONDS
+        while self._asked and self.now() < until:
+            question = self._asked.next()
+            if self._munge and not self._quotas.may_ask(question.asker, question.address, self.now()):
+                self._send(question.route, BUSY)
+            else:
+                self._answer(question)
+
+    def _answer(self, question: Question) -> None:
+        """The answer is sent, and paid for by who asks: nobody may fill the memory, nor take the time of others."""
+        began = self.now()
+        data = self._answered.get(question, began, self.core.state.last_event)
+        if data is None:
+            data = self._made(question)
+            self._answered.keep(question, data, self.now() - began, self.now())
+        if self._munge:
+            now = self.now()
+            self._quotas.answered(question.asker, question.address, now, cost(len(data), now - began) - 1.0)
+        self._send_bytes(question.route, data)
+
+    def _made(self, question: Question) -> bytes:
         self.core.now = self.now()
         self.core.settle()
         self.flush()  # the log must hold what the answer says
-        began = self.now()
+        ask = question.ask
         try:
-            reply = wire.Answer(ok=True, data=answers.answer(self.core, self.store, ask.what, ask.args, asker))
+            data = answers.answer(self.core, self.store, ask.what, ask.args, question.asker)
+            reply = wire.Answer(ok=True, data=data)
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
         except Exception as error:  # a question must not end the controller
             log.exception("couldn't answer %s", ask.what[:50])
             reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
-        data = wire.encode(reply)
-        if self._munge:  # who asks for much may not fill the memory, nor take the time of others
-            now = self.now()
-            self._quotas.answered(asker.uid, address, now, cost(len(data), now - began) - 1.0)
-        self._send_bytes(route, data)
+        return wire.encode(reply)
 
     def flush(self) -> None:
         """Stores what was decided, then lets it out."""

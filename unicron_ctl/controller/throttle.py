@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from unicron_ctl.controller.model.asker import Asker
+
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
-SECONDS_OF_ONE = 5e-4  # of the controller's time: a user at one address has 15 % of it, and 1.5 s at once
+SECONDS_OF_ONE = 5e-4  # of the controller's time: a user's questions have 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 # Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
 OF_AN_AGENT = 500.0, 3000.0
-OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents
+OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents; questions at all of them
 OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
 OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
 OF_A_JOB = 100.0, 5e6  # bytes a second, and at once, in the log for each of its elements
@@ -60,10 +62,11 @@ class Throttle:
 class Quotas:
     """How much each peer may ask for: a registered agent by its key; whoever has proven who he is by his user id and
     address, for one user may have many keys; strangers by key and by address, for keys are free. So nobody uses up
-    what others at his address have, but for strangers."""
+    what others at his address have, but for strangers. Questions take the controller's time: a user has one bucket
+    for them wherever he asks, and admins one at each address, for root asks on all nodes at once."""
 
     def __init__(self) -> None:
-        self._agents, self._users = Throttle(*OF_AN_AGENT), Throttle(*OF_A_USER)
+        self._agents, self._users, self._askers = Throttle(*OF_AN_AGENT), Throttle(*OF_A_USER), Throttle(*OF_A_USER)
         self._strangers, self._addresses = Throttle(*OF_A_STRANGER), Throttle(*OF_AN_ADDRESS)
         self._proven: OrderedDict[str, int] = OrderedDict()
 
@@ -83,17 +86,23 @@ class Quotas:
             return self._users.allows(f"{uid} {address}", now, cost)
         return self._strangers.allows(key, now, cost) and self._addresses.allows(address, now, cost)
 
-    def answered(self, uid: int | None, address: str, now: float, cost: float) -> None:
+    def answered(self, asker: Asker, address: str, now: float, cost: float) -> None:
         """What an answer costs is taken from later questions of the user; of all strangers there where none is
         proven."""
-        if uid is not None:
-            self._users.charge(f"{uid} {address}", now, cost)
-        else:
+        if asker.uid is None:
             self._addresses.charge(address, now, cost)
+        else:
+            self._askers.charge(_asker(asker, address), now, cost)
 
-    def may_ask(self, uid: int, address: str, now: float) -> bool:
-        """Whether the user may ask yet another thing from there, by whatever key."""
-        return self._users.allows(f"{uid} {address}", now)
+    def may_ask(self, asker: Asker, address: str, now: float) -> bool:
+        """Whether he may ask yet another thing, by whatever key."""
+        if asker.uid is None:
+            return self._addresses.left(address, now) > 0.0
+        return self._askers.allows(_asker(asker, address), now)
+
+
+def _asker(asker: Asker, address: str) -> str:
+    return f"{asker.uid} {address}" if asker.admin else f"{asker.uid}"
 
 
 def cost(size: int, seconds: float = 0.0) -> float:

@@ -135,7 +135,8 @@ class Task:
 
 
 class Worker:
-    """Carries requests out; `results` is what to call in the main thread then."""
+    """Carries requests out; `results` is what to call in the main thread then, and `verified` for credentials, of which
+    strangers can send many."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
         self._client, self._probe_timeout = client, probe_timeout
@@ -145,6 +146,7 @@ class Worker:
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
         self.results: Mailbox[Result] = Mailbox()
+        self.verified: Mailbox[Result] = Mailbox()
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
@@ -167,21 +169,26 @@ class Worker:
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
-        self._start(self._pool, work, then)
+        self._start(self._pool, work, then, self.results)
 
     def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """The same, in threads of their own: a munge that hangs must not keep probes waiting."""
-        self._start(self._verifiers, work, then)
+        self._start(self._verifiers, work, then, self.verified)
 
-    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-
+    def _start(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[], Any],
+        then: Callable[[Any], None],
+        results: Mailbox[Result],
+    ) -> None:
         def run() -> None:
             try:
                 result = work()
             except Exception as error:  # no result must not mean that nobody hears of it
                 log.warning("work in the background failed: %r", error)
                 result = None
-            self.results.put(lambda: then(result))
+            results.put(lambda: then(result))
 
         pool.submit(run)
 
@@ -192,6 +199,7 @@ class Worker:
         for pool in (self._pool, self._verifiers):
             pool.shutdown(wait=False, cancel_futures=True)
         self.results.close()
+        self.verified.close()
 
     def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
         while (task := lane.get()) is not None:

@@ -7,13 +7,15 @@ import ctypes
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from unicron_ctl.time_limit import TimeLimit
+
 TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
+HANGING = 8  # calls that hang at once
 LIBRARY = "libmunge.so.2"
 MOST_BYTES = 4096  # of a credential: one of ours has some 300
 # munge.h: munge_err_t, munge_opt_t
@@ -22,6 +24,7 @@ _NOT_THE_CREDENTIAL = frozenset((1, 4, 5, 6, 7))  # snafu, overflow, no memory, 
 _OPTION_SOCKET = 8
 _AUTH_INFO = re.compile(r"^[ \t]*AuthInfo=(?:[^#\n]*,)?socket=([^,\s]+)", re.IGNORECASE | re.MULTILINE)
 T = TypeVar("T")
+_calls = TimeLimit(TIME_LIMIT, HANGING, "unicron-munge")
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,11 @@ def unmunge(credential: str) -> Credential:
 
 
 def _within(work: Callable[[], T]) -> T:
-    """The result of `work`, which gets a thread so that it can be given up. Raises what it raises, and MungeError."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="unicron-munge", daemon=True)
-    thread.start()
-    thread.join(TIME_LIMIT)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise MungeError(f"munged has not answered within {TIME_LIMIT:g} s", outage=True)
-    return done[0]
+    """The result of `work`. Raises what it raises, and MungeError."""
+    try:
+        return _calls.run(work)
+    except TimeoutError:
+        raise MungeError(f"munged has not answered within {TIME_LIMIT:g} s", outage=True) from None
 
 
 @functools.cache

@@ -40,3 +40,16 @@ def test_what_comes_after_the_end_is_written_nowhere() -> None:
     assert not select.select([read], [], [], 0.0)[0]
     os.close(read)
     os.close(write)
+
+
+def test_what_is_left_is_taken_the_next_time_and_wakes_the_loop() -> None:
+    """Defect: all that threads had found was handled at once, however long it took."""
+    mailbox: Mailbox[int] = Mailbox()
+    for number in range(5):
+        mailbox.put(number)
+    first: list[int] = []
+    for number in mailbox.each(lambda: len(first) >= 2):
+        first.append(number)
+    assert first == [0, 1] and select.select([mailbox.fileno()], [], [], 0)[0]
+    assert mailbox.take() == [2, 3, 4] and not select.select([mailbox.fileno()], [], [], 0)[0]
+    mailbox.close()

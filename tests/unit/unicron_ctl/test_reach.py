@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -92,3 +93,19 @@ def test_after_a_reset_the_next_connection_may_tell(monkeypatch: pytest.MonkeyPa
         module.socket.socket, "connect_ex", lambda self, to: next(codes, None) or whole(self, to), raising=False
     )
     assert reach(f"127.0.0.1:{door.port}", 5.0) is Reach.REACHED
+
+
+def test_a_flood_at_the_door_keeps_nobody_for_long() -> None:
+    """Defect: as long as others came faster than they were let go, the agent did nothing else."""
+    door, count = Door("127.0.0.1"), []
+
+    class Endless:
+        def accept(self) -> tuple[SimpleNamespace, None]:
+            count.append(1)
+            assert len(count) < 100_000, "it never comes to an end"
+            return SimpleNamespace(close=lambda: None), None
+
+    listening, door._socket = door._socket, Endless()  # type: ignore[assignment]
+    door.answer()
+    assert 0 < len(count) <= 1000
+    listening.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from unicron_ctl.controller.worker import VERIFIERS, WORKERS
 from unicron_ctl.systemd import SystemdNotifier
 
 
@@ -108,3 +109,11 @@ def test_a_manager_that_does_not_read_is_not_waited_for(manager: socket.socket) 
     assert heard_none_of < 1000
     notifier.watchdog(1.0)
     assert heard(manager) == ["WATCHDOG=1"], "it is tried again at the next turn"
+
+
+def test_the_unit_bounds_memory_and_tasks_and_lets_a_long_log_be_read() -> None:
+    unit = (Path(__file__).resolve().parents[3] / "slurm_plugin" / "systemd" / "unicrond.service").read_text()
+    service = unit[unit.index("[Service]") : unit.index("[Install]")]
+    found = dict(line.split("=", 1) for line in service.splitlines() if "=" in line and not line.startswith("#"))
+    assert found["MemoryMax"] == "4G" and int(found["TasksMax"]) > WORKERS + VERIFIERS + 64
+    assert int(found["TimeoutStartSec"]) >= 600

@@ -50,11 +50,11 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     live = view.live.agent(state.job, element)
     task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
-    saw = f" (Slurm saw its task end: {task.reason})" if task else ""
-    verdict = task or view.classifier.cause("exited_abnormally", finding.evidence)
+    told = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
+    verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
     lives = "" if finding.dead or finding.by == CLOSED else fencing.fell_silent(view, job, element)
-    said = f"only the agent on {agent.node} died{saw}, {node}; its element is started again in place{lives}"
+    said = f"only the agent on {agent.node} died{told}, {node}; its element is started again in place{lives}"
     decision = Decision(Severity.SEV2, RESTART, said, verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))

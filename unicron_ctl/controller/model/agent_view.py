@@ -57,7 +57,7 @@ class AgentView:
     suspect_since: float | None = None
     """Since when Slurm says that it ended."""
     task_status: int | None = None
-    """Of its task, as the plugin's hint says: a wait status (wait(2))."""
+    """What a hint says of its task: a wait status (wait(2)). Anybody can send one, so it names no cause."""
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.intake import HINTS
 from unicron_ctl.controller.job import machine
 from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.fold import replay
@@ -325,6 +326,21 @@ def test_nobody_can_make_the_controller_ask_slurm_all_the_time(of: str, monkeypa
     if of == "hints":
         world.core.slurm.hurry(world.now)
         assert world.core.slurm.next_poll <= world.now + HURRY_SECONDS, "what is proven still leads to an early look"
+
+
+def test_forged_hints_for_many_agents_lead_to_few_questions() -> None:
+    """Defect: 16 datagrams led to 16 questions and to 32 connections of witnesses."""
+    world = World()
+    world.start_job(nodes=16)
+    world.run(1.0)
+    world.sent.clear()
+    for element in range(16):
+        hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=element, node="", status=9)
+        world.core.hint(hint, world.now)
+    world.deliver()
+    assert 0 < len(messages(world, wire.Ping)) <= HINTS[1]
+    world.run(1.0)
+    assert len(messages(world, wire.Reach)) <= 2 * HINTS[1] and not messages(world, wire.Break)
 
 
 def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():

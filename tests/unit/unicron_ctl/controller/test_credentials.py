@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, a
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.protocol.munge import Credential, MungeError
+from unicron_ctl.time_limit import TimeLimit
 
 
 class Later:
@@ -61,6 +63,18 @@ def test_who_asks_is_a_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asker_of("c", "claim", []).admin
     munged(monkeypatch, Credential(1001, b"claim"), {1001: "ann"})
     assert asker_of("c", "claim", ["ann"]).admin
+
+
+def test_a_name_service_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: four threads look at credentials, and each could wait for a name for ever."""
+    munged(monkeypatch, Credential(1000, b"claim"), {})
+    go_on = threading.Event()
+    monkeypatch.setattr(credentials, "_names", TimeLimit(0.05, 2, "test-names"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: go_on.wait(60.0))
+    for _ in range(20):
+        assert asker_of("c", "claim", []) == Asker(1000, "", False)
+    assert sum(thread.name == "test-names" for thread in threading.enumerate()) == 2
+    go_on.set()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from detector.classify import Classifier
 from tests.support.world import FakeAgent, World
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
+from unicron_ctl.controller.asked import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.server import (
     FORGET_AGAIN_SECONDS,
     FORGET_FIRST_SECONDS,
@@ -57,12 +58,53 @@ def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monk
 
     monkeypatch.setattr(answers, "answer", slow)
     began, asked = clock[0], 0
-    while server._quotas.may_ask(1000, "10.0.0.1", clock[0]):
-        server._answer((b"route",), wire.Ask(what="jobs"), Asker(1000, "ann"), "10.0.0.1")
+    ann = Asker(1000, "ann")
+    while server._quotas.may_ask(ann, "10.0.0.1", clock[0]):
+        server._answer(Question((b"route",), wire.Ask(what="events"), ann, "10.0.0.1"))
         asked += 1
     spent = clock[0] - began
     assert spent < OF_A_USER[1] * SECONDS_OF_ONE / (1 - OF_A_USER[0] * SECONDS_OF_ONE) + 0.05 and asked > 10
-    assert server._quotas.may_ask(1001, "10.0.0.1", clock[0])
+    assert server._quotas.may_ask(Asker(1001), "10.0.0.1", clock[0])
+
+
+def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: `watch unicronctl status` on each node of a large job took all of the controller's time."""
+    clock, made, sent = [server.now()], list[Asker](), list[bytes]()
+    monkeypatch.setattr(server, "now", lambda: clock[0])
+    monkeypatch.setattr(server, "_send_bytes", lambda route, data: sent.append(data))
+
+    def slow(core: Any, store: Any, what: str, args: Any, asker: Asker) -> str:
+        clock[0] += 0.015
+        made.append(asker)
+        return f"{what} for {asker}"
+
+    monkeypatch.setattr(answers, "answer", slow)
+    ann, bob = Asker(1000, "ann"), Asker(1001, "bob")
+    for asker in (ann, ann, bob, ann, bob):
+        server._answer(Question((b"route",), wire.Ask(what="status"), asker, "10.0.0.1"))
+    assert made == [ann, bob] and sent[0] == sent[1] == sent[3] != sent[2] == sent[4]
+    server._answer(Question((b"route",), wire.Ask(what="inject"), bob, "10.0.0.1"))
+    server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
+    assert made == [ann, bob, bob, ann], "after an order nothing old is told"
+    server.started()
+    server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
+    assert made[4:] == [ann], "nor after a record"
+    clock[0] += Answered.KEPT_SECONDS
+    server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
+    assert made[5:] == [ann]
+
+
+def test_who_asks_much_waits_for_himself() -> None:
+    asked, ann, bob = Asked(), Asker(1000, "ann"), Asker(1001, "bob")
+    added = [asked.add(Question((bytes([n]),), wire.Ask(what="ping"), ann, f"10.0.0.{n}")) for n in range(30)]
+    assert added.count(True) == OF_ONE and asked.add(Question((b"b",), wire.Ask(what="ping"), bob, "10.0.0.1"))
+    order = [asked.next().asker.uid for _ in range(len(asked))]
+    assert order[:3] == [1000, 1001, 1000] and not asked
+    for n in range(2 * OF_ALL):
+        asked.add(Question((b"r",), wire.Ask(what="ping"), NOBODY, f"10.0.{n // 250}.{n % 250}"))
+    assert len(asked) == OF_ALL
 
 
 def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
