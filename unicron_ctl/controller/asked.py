@@ -26,6 +26,14 @@ class Question:
         """Whose turn it takes: a user's, or an address's where nobody is proven."""
         return f"address {self.address}" if self.asker.uid is None else f"user {self.asker.uid}"
 
+    @property
+    def pays(self) -> str:
+        """Whose quota the answer is taken from; empty where nobody is proven. An admin has one at each address: root's
+        checks run on all nodes at once."""
+        if self.asker.uid is None:
+            return ""
+        return f"{self.asker.uid} {self.address}" if self.asker.admin else f"{self.asker.uid}"
+
 
 class Asked:
     """The questions of each asker in their order."""

@@ -331,7 +331,7 @@ class Server:
         until = self.now() + ANSWERS_SECONDS
         while self._asked and self.now() < until:
             question = self._asked.next()
-            if self._munge and not self._quotas.may_ask(question.asker, question.address, self.now()):
+            if self._munge and not self._quotas.may_ask(question.pays, question.address, self.now()):
                 self._send(question.route, BUSY)
             else:
                 self._answer(question)
@@ -345,7 +345,7 @@ class Server:
             self._answered.keep(question, data, self.now() - began, self.now())
         if self._munge:
             now = self.now()
-            self._quotas.answered(question.asker, question.address, now, cost(len(data), now - began) - 1.0)
+            self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(question.route, data)
 
     def _made(self, question: Question) -> bytes:

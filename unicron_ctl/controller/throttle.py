@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.model.asker import Asker
-
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
 SECONDS_OF_ONE = 5e-4  # of the controller's time: a user's questions have 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
@@ -86,23 +84,19 @@ class Quotas:
             return self._users.allows(f"{uid} {address}", now, cost)
         return self._strangers.allows(key, now, cost) and self._addresses.allows(address, now, cost)
 
-    def answered(self, asker: Asker, address: str, now: float, cost: float) -> None:
-        """What an answer costs is taken from later questions of the user; of all strangers there where none is
-        proven."""
-        if asker.uid is None:
-            self._addresses.charge(address, now, cost)
+    def answered(self, asker: str, address: str, now: float, cost: float) -> None:
+        """What an answer costs is taken from later questions of the asker, empty where none is proven: then of all
+        strangers there."""
+        if asker:
+            self._askers.charge(asker, now, cost)
         else:
-            self._askers.charge(_asker(asker, address), now, cost)
+            self._addresses.charge(address, now, cost)
 
-    def may_ask(self, asker: Asker, address: str, now: float) -> bool:
-        """Whether he may ask yet another thing, by whatever key."""
-        if asker.uid is None:
-            return self._addresses.left(address, now) > 0.0
-        return self._askers.allows(_asker(asker, address), now)
-
-
-def _asker(asker: Asker, address: str) -> str:
-    return f"{asker.uid} {address}" if asker.admin else f"{asker.uid}"
+    def may_ask(self, asker: str, address: str, now: float) -> bool:
+        """Whether there may be yet another question, by whatever key."""
+        if asker:
+            return self._askers.allows(asker, now)
+        return self._addresses.left(address, now) > 0.0
 
 
 def cost(size: int, seconds: float = 0.0) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from unicron_ctl.controller.asked import Question
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.throttle import (
     BYTES_OF_ONE,
@@ -16,6 +17,7 @@ from unicron_ctl.controller.throttle import (
     Throttle,
     cost,
 )
+from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.doors import KNOWN_SECONDS, Doors
 from unicron_ctl.protocol.wire import MAX_BYTES
 
@@ -140,21 +142,24 @@ def test_users_of_one_address_do_not_use_up_what_others_there_have() -> None:
     assert drain(quotas, "a stranger's") == OF_A_STRANGER[1] and drain(quotas, "another's") == OF_A_STRANGER[1]
     assert sum(drain(quotas, f"key {number}") for number in range(20)) == OF_AN_ADDRESS[1] - 2 * OF_A_STRANGER[1]
     assert drain(quotas, "a stranger's there", "10.0.0.2") == OF_A_STRANGER[1]
-    assert quotas.allows("an agent's", "10.0.0.1", True, 0.0, 1.0) and quotas.may_ask(Asker(1000), "10.0.0.1", 0.0)
+    assert quotas.allows("an agent's", "10.0.0.1", True, 0.0, 1.0) and quotas.may_ask("1000", "10.0.0.1", 0.0)
     assert drain(quotas, "ann's") == OF_A_USER[1]
 
 
 def test_an_answer_counts_for_who_asked_wherever_he_asks() -> None:
     """Defect: at each address a user had as much as at one, and 12 of them kept the loop from turning."""
-    quotas, bob = Quotas(), Asker(1001)
-    quotas.answered(bob, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
-    assert not quotas.may_ask(bob, "10.0.0.1", 0.0) and not quotas.may_ask(bob, "10.0.0.2", 0.0)
-    assert quotas.may_ask(Asker(1000), "10.0.0.1", 0.0) and drain(quotas, "a stranger's") == OF_A_STRANGER[1]
-    quotas.answered(NOBODY, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
-    assert drain(quotas, "another's") == 0 and not quotas.may_ask(NOBODY, "10.0.0.1", 0.0)
+    quotas, ask = Quotas(), wire.Ask(what="ping")
+    here, there = (Question((b"r",), ask, Asker(1001), address).pays for address in ("10.0.0.1", "10.0.0.2"))
+    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    assert not quotas.may_ask(here, "10.0.0.1", 0.0) and not quotas.may_ask(there, "10.0.0.2", 0.0)
+    assert quotas.may_ask("1000", "10.0.0.1", 0.0) and drain(quotas, "a stranger's") == OF_A_STRANGER[1]
+    nobody = Question((b"r",), ask, NOBODY, "10.0.0.1").pays
+    quotas.answered(nobody, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
+    assert drain(quotas, "another's") == 0 and not quotas.may_ask(nobody, "10.0.0.1", 0.0)
     root = Asker(0, "root", admin=True)
-    quotas.answered(root, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
-    assert quotas.may_ask(root, "10.0.0.2", 0.0), "its checks run on all nodes at once"
+    here, there = (Question((b"r",), ask, root, address).pays for address in ("10.0.0.1", "10.0.0.2"))
+    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    assert quotas.may_ask(there, "10.0.0.2", 0.0), "its checks run on all nodes at once"
 
 
 def test_proofs_cost_bounded_memory() -> None:
