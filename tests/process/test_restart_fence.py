@@ -96,6 +96,7 @@ def test_a_node_that_is_cut_off_does_not_work_beside_the_next_world(tmp_path):
         assert not is_alive(cut_off) and last["generation"] == first, job.job.logs
         begun = next(line for line in job.lines(0) if line["generation"] == new["generation"])
         assert last["at"] < begun["at"], "it has written nothing since the new world began"
-        assert "the processes end" in job.job.agents[1].log
+        said = job.job.agents[1].log
+        assert "the processes end" in said or "nobody has renewed their lease" in said
     finally:
         job.close()

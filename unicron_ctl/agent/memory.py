@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import itertools
 import math
 import os
 import re
+import secrets
 import shutil
 import stat
 import threading
@@ -43,7 +45,8 @@ Before = tuple[int, ...]  # the nodes that have the same place and come first
 Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
 _WHOLE = 0, 0  # of a file that does not change any more
 TRIES = 5  # to open a folder that others remove at the same time
-_NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+\.(.+)\.(\d+)")  # job, run, node, uid; an epilog knows the form
+# Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
+_NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
 
 
 class Memory:
@@ -65,6 +68,7 @@ class Memory:
         self._wanted = False
         folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
         try:
+            folder = _own_name(folder, run)
             self._descriptor = _put_unfinished_away(folder, _hold(folder))
             self.folder = folder
         except OSError as error:
@@ -342,6 +346,29 @@ def _remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> 
         return False
     shutil.rmtree(path, ignore_errors=True)
     return True
+
+
+def _own_name(folder: Path, run: str) -> Path:
+    """The name under which this user's folder is, or can be made: anybody may have made one of the usual name before,
+    for it shows on each node of the job. Raises OSError."""
+    if not _is_others(folder):
+        return folder
+    head, tail = folder.name.split(f".{run}.", 1)
+    for path in sorted(folder.parent.glob(f"{glob.escape(head)}.{run}-*.{glob.escape(tail)}")):
+        if _NAME.fullmatch(path.name) and not _is_others(path):
+            return path
+    return folder.parent / f"{head}.{run}-{secrets.token_hex(4)}.{tail}"
+
+
+def _is_others(folder: Path) -> bool:
+    """Something is there, and it is no folder of this user's that nobody else can enter."""
+    try:
+        os.close(_open(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _put_unfinished_away(folder: Path, descriptor: int) -> int:

@@ -52,7 +52,9 @@ def freeze(state: ClusterState) -> bytes:
 def read_state(store: Store) -> ClusterState:
     """The state after all that the log holds: from the last snapshot if there is a good one, else from the start."""
     saved = store.snapshot()
-    if saved is not None:
+    if saved is not None and (why := store.open_to_others()):  # to read it is to run what is in it
+        log.warning("the snapshot of the state is not used, the whole log is read: %s", why)
+    elif saved is not None:
         try:
             form, state = pickle.loads(saved[1])
             if form == STATE_FORMAT and isinstance(state, ClusterState) and state.last_event == saved[0]:

@@ -36,10 +36,16 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     if finding.spare:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
-    out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
+    out.record(state, _node_lost(view, agent.node, element, lost))
     text = f"{LOST}: lost heartbeat of {state.job}_{element}"
     isolation.take_out(view, state, element, agent.node, number, text, out)
     return out
+
+
+def _node_lost(view: View, node: str, element: int, why: str) -> records.NodeLost:
+    info = view.slurm.node(node)
+    started = info.slurmd_start if info is not None else None
+    return records.NodeLost(node=node, element=element, slurmd_start=started or 0.0, reason=why)
 
 
 def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
@@ -73,7 +79,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     gone = NODE_ENDED if agent.gone == AGENT_DIED else "dead"  # one that left by itself has said that its ranks ended
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=gone))
-    out.record(state, records.NodeLost(node=agent.node, element=element, reason=lost))
+    out.record(state, _node_lost(view, agent.node, element, lost))
     of_it = (f for f in reversed(state.failures) if f.element == element and f.kind == "agent" and f.node == agent.node)
     failure = next(of_it, None)
     if failure is not None:

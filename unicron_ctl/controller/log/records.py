@@ -648,8 +648,11 @@ class TakeDeferred(Record, frozen=True, tag="take_deferred"):
 
 
 class NodeLost(Record, frozen=True, tag="node_lost"):
+    """slurmd_start: when the slurmd that is lost with it began, as Slurm shows it; 0 where it does not."""
+
     node: str
     element: int
+    slurmd_start: float = 0.0
 
 
 class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):

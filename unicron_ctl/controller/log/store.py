@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -192,6 +193,19 @@ class Store:
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         return (int(found[0]), bytes(found[1])) if found else None
+
+    def open_to_others(self) -> str:
+        """Why somebody else may have written what is here, and what to do; empty where nobody else can."""
+        for path in (self.path.parent, self.path):
+            try:
+                status = path.stat()
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if status.st_uid not in (0, os.geteuid()):
+                return f"{path} belongs to uid {status.st_uid}: it has to be root's or unicrond's own"
+            if status.st_mode & 0o022:
+                return f"others can write {path}: `chmod go-w {path}`"
+        return ""
 
     def tail(
         self, after: int = 0, limit: int = 1000, jobs: Collection[str] | None = None, without: Sequence[str] = ()

@@ -43,6 +43,8 @@ class NodeState:
     """One node. Times in seconds since the epoch, the controller's clock."""
 
     lost_at: float = 0.0
+    lost_slurmd: float = 0.0
+    """When its slurmd had begun that was lost with it, by Slurm's clock; 0 if that is not known."""
     """When it was last taken for lost."""
     slurmd: str = ""
     """"host:port" at which a controller has reached its slurmd, if it has been asked about since."""
@@ -108,7 +110,7 @@ def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None
 
 
 def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
-    node.lost_at = event.time
+    node.lost_at, node.lost_slurmd = event.time, record.slurmd_start
 
 
 def slurmd_reached(node: NodeState, event: Event, record: records.SlurmdReached) -> None:

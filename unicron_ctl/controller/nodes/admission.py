@@ -132,7 +132,7 @@ def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | N
     known = view.state.node(node.name)
     if known.proven_bad:
         return _mended(known)
-    if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and node.slurmd_start > known.lost_at > 0:
+    if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and _another_slurmd(known, node):
         return _ask(view, gate, node.name, node.slurmd_start, out)
     if view.now - gate.tried.get(node.name, -REACH_SECONDS) >= REACH_SECONDS:
         gate.tried[node.name] = view.now
@@ -141,6 +141,14 @@ def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | N
     if since <= known.downed_at or view.now - since < BACK_SECONDS:
         return None
     return _ask(view, gate, node.name, since, out, heard=True)
+
+
+def _another_slurmd(known: NodeState, node: NodeInfo) -> bool:
+    """The slurmd that Slurm shows is not the one that was lost. Both times are Slurm's where they can be: the clocks of
+    this host and of the node need not agree, and may be set."""
+    if known.lost_slurmd:
+        return node.slurmd_start != known.lost_slurmd
+    return (node.slurmd_start or 0.0) > known.lost_at > 0
 
 
 def _mended(known: NodeState) -> Admission:

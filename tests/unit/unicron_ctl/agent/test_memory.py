@@ -67,6 +67,32 @@ def test_what_it_holds_outlives_the_agent_and_the_next_one_finds_it(make, tmp_pa
     assert next(tmp_path.iterdir()).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("what", ["folder", "link", "file"])
+def test_whoever_takes_the_name_first_costs_nobody_the_memory(make, tmp_path: Path, said: list[str], what: str) -> None:
+    """The name shows on each node of the job, and anybody may write in shared memory."""
+    taken = tmp_path / f"unicron.7.a1.n1.{os.getuid()}"
+    match what:
+        case "folder":
+            taken.mkdir(mode=0o777)
+            taken.chmod(0o777)  # as good as another user's
+        case "link":
+            taken.symlink_to(tmp_path)
+        case "file":
+            taken.touch()
+    first = make()
+    assert first.folder != taken and first.folder.parent == tmp_path and not said
+    own = first.folder
+    (own / "slot-0.0.image").write_bytes(b"state")
+    first.close(over=False)
+    again = make()
+    assert (again.folder / "slot-0.0.image").read_bytes() == b"state", "the next agent finds it"
+    again.close(over=False)
+    if what == "folder":
+        taken.rmdir()
+    age(own, 2 * FORGOTTEN_SECONDS)
+    assert sweep(tmp_path, "n1", time.time()) == [own], "and it is removed like any other"
+
+
 def test_the_end_of_the_job_removes_it_and_so_does_an_end_with_nothing_in_it(make, tmp_path: Path) -> None:
     memory = make()
     (memory.folder / "slot-0.0.image").write_bytes(b"state")
@@ -527,13 +553,13 @@ def test_a_folder_that_another_user_has_put_there_is_not_used(make, tmp_path: Pa
     target.mkdir()
     (tmp_path / f"unicron.7.a1.n1.{os.getuid()}").symlink_to(target)
     memory = make()
-    assert memory.folder is None and memory.environment == {"UNICRON_MEMORY": ""}
+    assert memory.folder is not None and memory.folder.resolve() == memory.folder, "no link is followed"
     open_to_all = tmp_path / f"unicron.8.a1.n1.{os.getuid()}"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    assert make(job="8").folder is None
-    assert len(said) == 2 and all("no training state is kept in memory" in line for line in said)
+    assert make(job="8").folder != open_to_all
     memory.close(over=True)
+    assert not list(target.iterdir()) and not list(open_to_all.iterdir())
     assert target.exists()
 
 

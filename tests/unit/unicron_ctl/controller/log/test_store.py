@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sqlite3
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
 from unicron_ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.snapshot import read_state
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -106,6 +109,33 @@ def test_a_snapshot_of_what_the_log_has_lost_is_none(tmp_path: Path) -> None:
     assert store.snapshot() is None
     store.save_snapshot(2, b"state")
     assert store.snapshot() == (2, b"state")
+
+
+class Planted:
+    """Whoever unpickles it runs what is in it."""
+
+    def __init__(self, note: Path):
+        self.note = note
+
+    def __reduce__(self):
+        return Path.touch, (self.note,)
+
+
+@pytest.mark.parametrize("which", ["folder", "file", "owner"])
+def test_a_snapshot_that_others_may_have_written_is_not_unpickled(tmp_path: Path, which: str, caplog) -> None:
+    folder = tmp_path / "state"
+    store, note = Store(folder / "events.db"), tmp_path / "note"
+    if which == "owner" and os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    store.append([event(1)])
+    store.save_snapshot(1, pickle.dumps(Planted(note)))
+    path = folder if which == "folder" else folder / "events.db"
+    os.chown(path, 1000, -1) if which == "owner" else path.chmod(path.stat().st_mode | 0o020)
+    assert read_state(store).last_event == 1 and not note.exists()
+    assert "the snapshot of the state is not used" in caplog.text and str(path) in caplog.text
+    os.chown(path, os.getuid(), -1) if which == "owner" else path.chmod(path.stat().st_mode & ~0o022)
+    read_state(store)
+    assert note.exists(), "the test itself would see it"
 
 
 def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:

@@ -95,6 +95,23 @@ def listed(world: World, node: str) -> dict:
     return next(item for item in found if item["node"] == node)
 
 
+def test_clocks_that_were_set_keep_no_node_out_of_service() -> None:
+    """This host's clock may be an hour ahead of the node's: which slurmd it is, Slurm's own times say."""
+    slurm = FakeSlurm(2)
+    world = World(slurm, admission="off")
+    slurm.starts["n2"] = world.now - 7200.0
+    world.core.append("", 0, records.NodeLost(node="n2", element=0, slurmd_start=world.now - 7200.0, reason="test"))
+    lost = "unicron[node_problem]: lost"
+    world.core.append("", 0, records.SlurmAction(action="down", node="n2", element=-1, slurm_reason=lost))
+    slurm.down("n2", lost)
+    world.dead_nodes.add("n2")  # this controller's own sockets do not reach it
+    world.run(5.0)
+    assert slurm.node_states["n2"] == {"DOWN"}, "it is the slurmd that was lost"
+    slurm.starts["n2"] = world.now - 3600.0
+    world.run(5.0)
+    assert slurm.node_states["n2"] == {"IDLE"}
+
+
 def test_a_node_comes_back_with_its_passed_checks() -> None:
     world, slurm = lost_node()
     tell(world, "n1", "good")  # others report, so it is waited for
