@@ -4,8 +4,6 @@ whoever else asks is answered meanwhile."""
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.controller import COMMAND, Controller
-from tests.support.processes import call, wait_for
-from tests.support.stranger import COMMAND as COMMANDS
+from tests.support.processes import call
 from tests.support.stranger import MORE, Stranger, framed, resident
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.client import ask
@@ -162,19 +159,3 @@ def test_nobody_is_called_what_another_will_be_called(controller: Attacked) -> N
     assert controller.alive and ask({"kind": "ping"}, controller.address) == {"pong": True}
     for one in held:
         one.close()
-
-
-def test_a_peer_that_was_held_back_and_closes_with_a_ping_unread(controller: Attacked) -> None:
-    """Defect: libzmq's assertion `!_io_error` (libzmq#4767)."""
-    ping = wire.encode(wire.Ask(what="ping"))
-    for _ in range(5):
-        one = controller.stranger()
-        os.kill(controller.process.pid, signal.SIGSTOP)
-        one.socket.settimeout(1.0)
-        with contextlib.suppress(OSError):
-            one.socket.sendall(b"".join(one.frame(ping) for _ in range(1500)) + one.frame(b"\x04PING\0\0", COMMANDS))
-        one.close()
-        os.kill(controller.process.pid, signal.SIGCONT)
-        time.sleep(0.2)
-    wait_for(lambda: ask({"kind": "ping"}, controller.address, timeout=5.0), "it answers")
-    assert controller.alive

@@ -154,7 +154,7 @@ class Listener:
                     self._now_known(connection, False)  # another one speaks for its agent, or none does
                 self._queues[connection.known].append(connection)
         self._serve(self._queues[True], take, until)
-        self._serve(self._queues[False], take, now + (until - now) / 2)
+        self._serve(self._queues[False], take, until if self._keys is None else now + (until - now) / 2)
         if self._queues[0] or self._queues[1]:
             os.eventfd_write(self._again, 1)
 
