@@ -195,16 +195,20 @@ def near(faults: list[Fault], at: float, seconds: float) -> Iterator[Fault]:
 @dataclass
 class Stuck:
     """The faults of a job since it last finished an iteration. slots: each slot's last ones. quick: nodes on which
-    ranks died soon after their start. storage: when the first fault of storage was seen, None without one."""
+    ranks died soon after their start. starts: by cause, nodes on which processes ended that had not finished an
+    iteration. storage: when the first fault of storage was seen, None without one."""
 
     slots: dict[int, deque[Fault]] = field(default_factory=dict)
     quick: set[str] = field(default_factory=set)
+    starts: dict[str, set[str]] = field(default_factory=dict)
     storage: float | None = None
 
     def add(self, fault: Fault, policy: Policy) -> None:
         self.slots.setdefault(fault.slot, deque(maxlen=FAULTS_KEPT)).append(fault)
         if _is_quick(fault, policy):
             self.quick.add(fault.node)
+        if _at_start(fault):
+            self.starts.setdefault(fault.cause, set()).add(fault.node)
         if fault.scope == "storage" and self.storage is None:
             self.storage = fault.time
 
@@ -310,13 +314,18 @@ class History:
         return moments(times, self.policy.moment)
 
     def elsewhere(self, fault: Fault) -> str:
-        """Why a network fault is not the matter of the node that saw it, by its job's faults; empty when it may be."""
+        """Why a fault is not the matter of the node that saw it, by its job's faults; empty when it may be."""
         return self._elsewhere(fault, self._of_job(fault.job))
 
     def _elsewhere(self, fault: Fault, recent: Recent) -> str:
+        seconds = self.policy.shared_seconds
+        if fault.scope in BLAMING and _at_start(fault):
+            for other in near(recent.network if fault.scope == "network" else recent.others, fault.time, seconds):
+                alike = (other.job, other.cause) == (fault.job, fault.cause) and other.node != fault.node
+                if alike and _at_start(other):
+                    return f"it failed so at its start on {other.node}, too"
         if fault.scope != "network":
             return ""
-        seconds = self.policy.shared_seconds
         for other in near(recent.others, fault.time, seconds):
             if other.job == fault.job and other.slot != fault.slot:
                 return f"slot {other.slot} on {other.node} failed with {other.cause}, and this is what its peers see"
@@ -346,18 +355,20 @@ def decide(
     worked: bool = True,
     job_nodes: int = 1,
     apart: bool = False,
+    fresh: bool = False,
 ) -> Decision:
     """What to do about a verdict on a slot of a job on a node. Pure: record the outcome with ``History.record``.
 
     ``uptime``: seconds since the rank started, None if unknown. ``worked``: whether it finished an iteration since.
     ``job_nodes``: on how many nodes the job runs; a program that fails on one of several may have a bad node.
     ``apart``: the job trains without the slot, so its deaths say nothing of the job, however long an iteration takes.
+    ``fresh``: the job has never finished an iteration, and the verdict is on the process's own words.
     """
     fault = as_fault(verdict, now, job=job, slot=slot, node=node, uptime=uptime, worked=worked)
     state = history.state(job, slot, now)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
-    event, why = _event(history, fault, state, job_nodes, apart)
+    event, why = _event(history, fault, state, job_nodes, apart, fresh)
     following, action = _step(state, event, fault.scope)
     repeats = history.same_cause(job, slot, verdict.cause, now)
     # Where a node is to be left and there is no other one, the process is started again in place.
@@ -414,13 +425,22 @@ def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> 
     history.set(job, slot, State.RESTARTING, now)
 
 
-def _event(history: History, fault: Fault, state: State, job_nodes: int, apart: bool) -> tuple[Event, str]:
+def _event(history: History, fault: Fault, state: State, job_nodes: int, apart: bool, fresh: bool) -> tuple[Event, str]:
     """Which event the fault is, the most far-reaching first, and why."""
+    began = fresh and not apart and _at_start(fault)
+    bug = "" if apart else own_bug(history, fault, job_nodes)
+    if began and not bug:
+        bug = _never_began(history, fault, job_nodes)
+    if bug and (began or fault.severity is not Severity.SEV1):
+        return Event.OWN_BUG, bug
+    if began and job_nodes > 1 and fault.scope in BLAMING:
+        if _on_every_node(history, fault, job_nodes):
+            why = "it failed so at its start on every node of the job, so none of them is to blame"
+            return Event.AGAIN_SOFTWARE, why
+        if fault.severity is Severity.SEV1 and not history.same_cause(fault.job, fault.slot, fault.cause, fault.time):
+            return Event.FAULT2, "its own words before the job's first iteration: it is started again once"
     if fault.severity is Severity.SEV1:
         return Event.FAULT1, ""
-    bug = "" if apart else own_bug(history, fault, job_nodes)
-    if bug:
-        return Event.OWN_BUG, bug
     suspect = _flaps(history, fault) or ("" if apart else _bad_node(history, fault))
     if suspect:
         return Event.FLAPPING, suspect
@@ -468,8 +488,37 @@ def own_bug(history: History, fault: Fault, job_nodes: int = 1) -> str:
     return ""
 
 
+def _at_start(fault: Fault) -> bool:
+    """A process ended that had not finished an iteration."""
+    return fault.uptime is not None and not fault.worked
+
+
+def _on_every_node(history: History, fault: Fault, job_nodes: int) -> bool:
+    """Ranks have died of the same cause at their start on all nodes of the job, since its last iteration."""
+    stuck = history.since_progress.get(fault.job) or Stuck()
+    nodes = stuck.starts.get(fault.cause, set())
+    return len(nodes) + (fault.node not in nodes) >= job_nodes
+
+
+def _never_began(history: History, fault: Fault, job_nodes: int) -> str:
+    """Why the script is to blame whose ranks die of one cause at their start wherever they run, whatever their words;
+    empty when it is not. A job on one node may have a bad one."""
+    stuck = history.since_progress.get(fault.job) or Stuck()
+    mine = [*stuck.slots.get(fault.slot, ()), fault]
+    deaths = sum(other.cause == fault.cause and _at_start(other) for other in mine)
+    if deaths < history.policy.quick_deaths or not _on_every_node(history, fault, job_nodes):
+        return ""
+    if job_nodes <= 1 and fault.scope not in ("application", "network"):
+        return ""
+    where = f"on all {job_nodes} nodes" if job_nodes > 1 else "on the job's only node"
+    return (
+        f"slot {fault.slot} died {deaths} times of {fault.cause} before the job's first iteration, and ranks died so "
+        f"{where}: the script's own failure, whatever its words"
+    )
+
+
 def _is_quick(fault: Fault, policy: Policy) -> bool:
-    early = fault.uptime is not None and fault.uptime <= policy.quick_seconds and not fault.worked
+    early = _at_start(fault) and (fault.uptime or 0.0) <= policy.quick_seconds
     return early and fault.scope in ("application", "unknown")
 
 

@@ -16,18 +16,25 @@ from unicron_ctl.controller.nodes import isolation
 
 
 def escalate(
-    view: View, job: JobView, slot: int, verdict: Verdict, uptime: float | None, apart: bool = False
+    view: View,
+    job: JobView,
+    slot: int,
+    verdict: Verdict,
+    uptime: float | None,
+    apart: bool = False,
+    own_words: bool = False,
 ) -> tuple[Decision, records.Escalated]:
     """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log. apart: the job
-    trains without the slot."""
+    trains without the slot. own_words: the verdict is on what the process said itself."""
     state = job.state
     identity = job.identity(slot)
     worked = identity is not None and state.worked.get(slot) == identity
     where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
     known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
     size = max(1, len(state.agents))
-    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known, job_nodes=size, apart=apart)
-    fault = as_fault(verdict, view.now, **where, **known)
+    known |= {"job_nodes": size, "apart": apart, "fresh": own_words and state.iteration < 0 and not state.steady}
+    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
+    fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
     memory = records.Escalated(
         slot=slot,
         node=fault.node,

@@ -44,12 +44,13 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
     slot = finding.slots[0]
-    verdict = view.classifier.exit(end.code, finding.evidence, end.oom)
-    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, verdict)
+    said = view.classifier.exit(end.code, finding.evidence, end.oom)
+    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, said)
+    own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
     if decision is None:
-        decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot))
+        decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)
     seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
