@@ -95,6 +95,7 @@ class RankChannel:
             at=at,
             traceback=lines[-MAX_TRACEBACK:],
             cause=_cause(lines),
+            **micro_batch_of(error),
         )
 
     def install_excepthook(self) -> None:
@@ -167,6 +168,23 @@ class RankChannel:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent
             _complain(f"rank {self.slot} dropped a message", error)
+
+
+def name_micro_batch(error: BaseException, iteration: int, index: int) -> None:
+    """The error came while this micro-batch was computed."""
+    error.micro_batch = iteration, index  # type: ignore[attr-defined]
+    error.add_note(f"in micro-batch {index} of iteration {iteration}")
+
+
+def micro_batch_of(error: BaseException | None) -> dict[str, int]:
+    """`iteration` and `micro_batch` of an error, or of one that it was raised from; nothing where none is named."""
+    for _ in range(10):
+        if error is None:
+            break
+        if named := getattr(error, "micro_batch", None):
+            return {"iteration": named[0], "micro_batch": named[1]}
+        error = error.__cause__ or error.__context__
+    return {}
 
 
 def _cause(lines: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from detector.inject import injector
+from detector.rank_channel import name_micro_batch
 from transition import randomness
 from transition.layout import Layout
 from transition.ledger import Ledger, LedgerError
@@ -94,6 +95,7 @@ class Accumulation(ABC):
         self.lost = work.lost
         self._snapshots = Snapshots(work.where)
         self._whole = True  # no micro-batch is in the gradient in part
+        self._at_hand: tuple[int, int] | None = None  # iteration and index of the micro-batch that is computed
         self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
         self._began = self._data_before = 0.0  # the micro-batch at hand
         self._backward_since: float | None = None
@@ -109,10 +111,23 @@ class Accumulation(ABC):
     def drop(self) -> None:
         """Nothing is in the gradient any more."""
 
-    @abstractmethod
     def compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
-        micro-batches once :attr:`lost`."""
+        micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as well,
+        no rank is at fault."""
+        self._at_hand = None
+        try:
+            self._compute(ledger)
+        except PeerLost:
+            raise
+        except Exception as error:
+            if self._at_hand is not None:
+                name_micro_batch(error, *self._at_hand)
+            raise
+
+    @abstractmethod
+    def _compute(self, ledger: Ledger) -> None:
+        """As :meth:`compute`."""
 
     @abstractmethod
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
@@ -173,6 +188,7 @@ class Accumulation(ABC):
     # ------------------------------------------------------------ one micro-batch
     def _fetched(self, iteration: int, index: int) -> Any:
         began = time.perf_counter()
+        self._at_hand = iteration, index
         micro_batch = self._work.fetch(iteration, index)
         self.seconds["data"] += time.perf_counter() - began
         return micro_batch
@@ -186,6 +202,7 @@ class Accumulation(ABC):
     def _begin_forward(self, ledger: Ledger, index: int, **coordinate: int) -> None:
         if self.lost():
             raise PeerLost("a member of the generation is gone")
+        self._at_hand = ledger.iteration, index
         randomness.seed(self.seed, ledger.iteration, index, **coordinate)
 
     def _begin_backward(self) -> None:
@@ -202,6 +219,6 @@ class Accumulation(ABC):
             self._backward_since = None
 
     def _finished(self, ledger: Ledger, indices: Sequence[int]) -> None:
-        self._whole = True
+        self._whole, self._at_hand = True, None
         for index in indices:
             ledger.finish(index)

@@ -94,7 +94,7 @@ class Gradients(Accumulation):
         overlapped = (group for group in self._bucket_groups() if group.ddp_config.overlap_grad_reduce)
         return any(group.is_first_batch for group in overlapped)
 
-    def compute(self, ledger: Ledger) -> None:
+    def _compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
         between two micro-batches; in a replica of several ranks only when one of them is lost."""
         from megatron.core.pipeline_parallel import get_forward_backward_func

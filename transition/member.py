@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from detector.rank_channel import micro_batch_of
 from transition import groups, migrate
 from transition.accumulation import PeerLost
 from transition.layout import replica_of
@@ -83,7 +84,12 @@ class Member:
         drain(lambda: self.process.unblocker.unblock(not clean))
         fault = None
         if not isinstance(error, PeerLost):
-            fault = {"type": type(error).__name__, "text": str(error)[:2000], "at": time.time()}
+            fault = {
+                "type": type(error).__name__,
+                "text": str(error)[:2000],
+                "at": time.time(),
+                **micro_batch_of(error),
+            }
         self.rest("stopped", fault)
 
     def rest(self, state: str, fault: dict[str, Any] | None = None) -> None:

@@ -185,7 +185,7 @@ class PlainGradients(Accumulation):
     def _forget_sums(self) -> None:
         self._sums, self._missing, self._deferred = [], [], None
 
-    def compute(self, ledger: Ledger) -> None:
+    def _compute(self, ledger: Ledger) -> None:
         before, owed = _versions(self._model), ledger.todo()
         for index in owed:
             self._next()

@@ -145,7 +145,7 @@ class Rank:
         if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
             return False  # of a process that has been replaced
         if message["kind"] == "fault":
-            said = ("type", "text", "at", "traceback", "cause")
+            said = ("type", "text", "at", "traceback", "cause", "iteration", "micro_batch")
             fields: dict[str, Any] = {name: message[name] for name in said if name in message}
             fields |= {"fatal": True, "lived": time.monotonic() - self.child.started if self.child else 0.0}
             self.status.fault = msgspec.convert(fields, wire.Fault)

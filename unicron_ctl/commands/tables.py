@@ -131,6 +131,8 @@ def _notes(job: dict[str, Any]) -> list[str]:
     ranks = [rank for element in job.get("elements", ()) for rank in element["ranks"]]
     if not job["ended"] and (forgets := sum(bool(rank.get("forgets")) for rank in ranks)):
         found.append(f"{forgets} of {len(ranks)} ranks keep no state in memory: see `unicronctl explain {job['job']}`")
+    if said := not_finite(job):
+        found.append(said)
     if not job["ended"] and (slow := _slow(job)):
         found.append(slow.removeprefix(", "))
     if job["last_failure"]:
@@ -166,6 +168,12 @@ def spares(job: dict[str, Any]) -> str:
     waiting = [f"element {one['element']} ({one['node']}): spare, {one['state']}" for one in job["spares"][:8]]
     more = f" and {len(job['spares']) - 8} more" if len(job["spares"]) > 8 else ""
     return ", ".join(waiting) + more if waiting else "no spare waits"
+
+
+def not_finite(job: dict[str, Any]) -> str:
+    """Since when the loss is no number; empty while it is one. Nothing is done about it: the script goes on."""
+    since = job.get("nan_since")
+    return f"loss is nan since iteration {since}" if since is not None else ""
 
 
 def _slow(job: dict[str, Any]) -> str:
@@ -274,6 +282,8 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"spares: {said}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
+    if said := not_finite(data):
+        lines.append(f"{said}: the training goes on, and what it saves has it, too")
     for reason, slots in (data.get("cold") or {}).items():
         lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     for reason, slots in (data.get("forgets") or {}).items():

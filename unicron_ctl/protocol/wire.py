@@ -68,13 +68,16 @@ class Exit(msgspec.Struct, kw_only=True, gc=False):
 
 class Fault(msgspec.Struct, kw_only=True, gc=False):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
-    seconds. cause: the line that its traceback names as the reason (detector.last_words)."""
+    seconds. cause: the line that its traceback names as the reason (detector.last_words). micro_batch: that it came in,
+    of `iteration`."""
 
     type: ranges.Text
     text: ranges.Text
     at: ranges.Time
     traceback: ranges.Text = ""
     cause: ranges.Text = ""
+    iteration: ranges.Iteration | None = None
+    micro_batch: ranges.MicroBatch | None = None
     fatal: bool = False
     lived: ranges.Seconds = 0.0
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from detector.rank_channel import micro_batch_of
 from transition import plain_gradients
 from transition.accumulation import PeerLost, Sum, Work
 from transition.groups import UnsupportedLayout
@@ -290,3 +291,27 @@ def test_the_sum_of_proofs_is_exact_in_every_dtype(dtype):
     counts, wishes, *numbers = total.proven()
     assert counts.tolist() == [1.0, 1.0, 2.0, 1.0] and wishes[0] > 0
     assert torch.equal(torch.stack(numbers), PROOF[2:])
+
+
+def test_an_error_names_the_micro_batch_in_which_it_came():
+    def fails(batch, model):
+        if len(done) == 1:
+            raise FloatingPointError("loss is nan")
+        done.append(batch)
+        return mean(batch, model)
+
+    done: list = []
+    ledger = Ledger(7, TOTAL, [0, 2])
+    with pytest.raises(FloatingPointError) as caught:
+        gradients(Model(), fails).compute(ledger)
+    assert micro_batch_of(caught.value) == {"iteration": 7, "micro_batch": 2}
+    assert caught.value.__notes__ == ["in micro-batch 2 of iteration 7"]
+    wrapped = RuntimeError("step")
+    wrapped.__cause__ = caught.value
+    assert micro_batch_of(wrapped) == {"iteration": 7, "micro_batch": 2} and micro_batch_of(ValueError()) == {}
+
+
+def test_a_peers_loss_names_no_micro_batch():
+    with pytest.raises(PeerLost) as caught:
+        gradients(Model(), lost=lambda: True).compute(Ledger(0, TOTAL, [0]))
+    assert micro_batch_of(caught.value) == {}

@@ -100,11 +100,15 @@ class JobDesk:
         self.times.take(message)
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
         accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
+        nan_since = state.nan_since
         for account in accounts:
+            finite = math.isfinite(account.loss)
+            nan_since = -1 if finite else account.iteration if nan_since < 0 else min(nan_since, account.iteration)
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(
                 iteration=account.iteration,
-                loss=account.loss if math.isfinite(account.loss) else None,
+                loss=account.loss if finite else None,
+                nan_since=nan_since,
                 seconds=account.seconds,
                 ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
                 nodes=len(state.inside),

@@ -7,6 +7,7 @@ from typing import Any
 from detector import escalation
 from detector.escalation import END_JOB, ISOLATE, MOVE, RESTART, WHOLE_JOB, Decision, as_fault
 from detector.severity import Verdict
+from unicron_ctl.controller.judge import micro_batches
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job import JobState
@@ -66,7 +67,9 @@ def failure_of(
         node=finding.node or (record.node if record else ""),
         member=more.pop("member", any(slot in state.members or slot in state.joining for slot in slots)),
         wait_seconds=decision.wait_seconds,
-        reason=more.pop("reason", decision.reason),
+        reason=micro_batches.named(more.pop("reason", decision.reason), finding.fault),
+        micro_batch=micro_batches.of_fault(finding.fault),
+        detected_in=state.generation,
         iteration=more.pop("iteration", finding.iteration),
         **more,
     )

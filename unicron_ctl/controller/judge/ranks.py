@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from detector.escalation import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART, WHOLE_JOB, Decision
 from detector.severity import REPORT, Severity, Verdict
-from unicron_ctl.controller.judge import evidence
+from unicron_ctl.controller.judge import evidence, micro_batches
 from unicron_ctl.controller.judge.common import escalate, failure_of, inside_of, leave_node, start, with_remedy
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
@@ -49,6 +49,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
+    decision = decision or micro_batches.failed_again(state, slot, finding.fault, verdict)
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)
     seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
@@ -120,7 +121,9 @@ def lost(view: View, job: JobView, finding: Finding) -> Outcome:
         verdict, by = view.classifier.cause("task_hang", finding.evidence), finding.by
         status = job.status(slot)
         kind = "hang" if status is not None and status.state != "exited" else "rank"
-    decision, memory = escalate(view, job, slot, verdict, None)
+    decision, memory = micro_batches.failed_again(state, slot, finding.fault, verdict), None
+    if decision is None:
+        decision, memory = escalate(view, job, slot, verdict, None)
     record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
     number = view.state.last_event + 1
     out.record(state, record)
@@ -162,7 +165,9 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
             "stopped in a collective by an error that no rule knows; tried again in place" if fault else words,
         )
         verdict = evidence.with_links(view, job.state, job.state.node(slot), verdict)
-        decision, memory = escalate(view, job, slot, verdict, None)
+        decision, memory = micro_batches.failed_again(job.state, slot, fault, verdict), None
+        if decision is None:
+            decision, memory = escalate(view, job, slot, verdict, None)
         gone = decision.action not in (REATTEMPT, REPORT)
         said.append(f"slot {slot} {words}")
         iteration = status.iteration if status else None
@@ -170,7 +175,7 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
             job,
             "exception" if fault else "hang",
             [slot],
-            replace(finding, element=job.state.element(slot), node=job.state.node(slot)),
+            replace(finding, element=job.state.element(slot), node=job.state.node(slot), fault=fault),
             verdict,
             decision,
             escalation=memory,

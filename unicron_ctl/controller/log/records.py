@@ -225,7 +225,8 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
 
     kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: who said it.
     leave_out: slots that the job has to go on without. regroup: a new generation is needed although nobody is lost.
-    noted: the time of a note.
+    noted: the time of a note. micro_batch: the iteration and the index of the one
+    that the rank computed when it failed. detected_in: the highest generation at that time.
     """
 
     kind_of_failure: str
@@ -244,6 +245,8 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
     escalation: Escalated | None = None
     exits: list[SeenExit] = []
     iteration: int | None = None
+    micro_batch: tuple[int, int] | None = None
+    detected_in: int = 0
     exit_code: int | None = None
     pid: int | None = None
     last_line: str = ""
@@ -391,8 +394,9 @@ class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
 
 
 class Step(Record, frozen=True, tag="step"):
-    """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). flops: of the
-    iteration. unreported: the first hundred micro-batches that nobody reported."""
+    """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). nan_since: the
+    first of the last iterations whose loss is not, or -1. flops: of the iteration. unreported: the first hundred
+    micro-batches that nobody reported."""
 
     iteration: int
     loss: float | None
@@ -403,6 +407,7 @@ class Step(Record, frozen=True, tag="step"):
     train_iterations: int
     micro_batches: int
     computed: int
+    nan_since: int = -1
     unreported: list[int] = []
 
 

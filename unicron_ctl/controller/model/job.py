@@ -124,6 +124,10 @@ class Failure:
     exit_code: int | None = None
     pid: int | None = None
     iteration: int | None = None
+    micro_batch: tuple[int, int] | None = None
+    """The iteration and the index of the one that the rank computed when it failed."""
+    detected_in: int = 0
+    """The highest generation at that time."""
     generation: int | None = None
     broken_at: float | None = None
     planned_at: float | None = None
@@ -219,6 +223,8 @@ class JobState:
     iteration: int = -1
     iterations_wanted: int = 0
     loss: float | None = None
+    nan_since: int = -1
+    """The first of the last iterations whose loss is not finite; -1 while it is."""
     recent: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """(nodes, seconds, FLOP) of the last iterations."""
     measured: dict[int, float] = field(default_factory=dict)

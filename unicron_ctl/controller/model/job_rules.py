@@ -96,6 +96,8 @@ def failure_detected(job: JobState, event: Event, record: records.FailureDetecte
             member=record.member,
             exit_code=record.exit_code,
             pid=record.pid,
+            micro_batch=record.micro_batch,
+            detected_in=record.detected_in,
         )
     )
     if record.noted is not None:
@@ -313,7 +315,7 @@ def layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> 
 
 
 def step(job: JobState, event: Event, record: records.Step) -> None:
-    job.iteration, job.loss = record.iteration, record.loss
+    job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
     job.recent.append((record.nodes, record.seconds, record.flops))
     rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]

@@ -44,7 +44,7 @@ def test_a_failure_at_the_start_on_every_node_ends_the_job_and_blames_no_node(te
     assert job.phase == "ended" and job.ended.code == 1
     assert max(len([f for f in job.failures if f.slot == slot]) for slot in range(nodes)) <= 3
     assert not job.avoid and not any(admission.suspect(world.core.view, agent.node) for agent in agents)
-    assert [m for _, m in world.sent if isinstance(m, wire.End)][0].code == 1
+    assert next(m for _, m in world.sent if isinstance(m, wire.End)).code == 1
     world.check_replay()
 
 

@@ -1,0 +1,101 @@
+"""A micro-batch that fails on one rank after another is the data's or the script's own failure; a loss that is no
+number is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.support.world import FakeAgent, World
+from unicron_ctl.commands import tables
+from unicron_ctl.controller import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.protocol import wire
+
+NAN = "found NaN in local forward loss calculation"
+
+
+def trained(nodes: int = 3) -> tuple[World, list[FakeAgent]]:
+    world = World()
+    agents = world.start_job(nodes=nodes)
+    for iteration in range(5):
+        world.iterate("1", iteration)
+    return world, agents
+
+
+def raise_in(world: World, agent: FakeAgent, index: int, text: str = NAN, kind: str = "ValueError") -> None:
+    slot = agent.slots[0]
+    at: dict[str, Any] = {"iteration": 5, "micro_batch": index}
+    fault = wire.Fault(type=kind, text=text, at=world.now, fatal=True, lived=500.0, **at)
+    agent.set(slot, fault=fault)
+    world.run(15)
+
+
+def test_one_that_fails_on_two_ranks_ends_the_job_and_is_named() -> None:
+    world, agents = trained()
+    raise_in(world, agents[2], 1)
+    assert world.job().phase != "ended"
+    assert world.job().failures[-1].reason.endswith("in micro-batch 1 of iteration 5")
+    raise_in(world, agents[0], 1)
+    job = world.job()
+    assert job.phase == "ended" and job.ended.code == 1
+    assert "micro-batch 1 of iteration 5 failed with numerical_error on slot 2 on n3 and on slot 0" in job.ended.reason
+    assert not job.avoid
+    world.check_replay()
+
+
+@pytest.mark.parametrize(
+    ("index", "text", "kind"),
+    [
+        (2, NAN, "ValueError"),  # another micro-batch
+        (1, "bad", "ValueError"),  # another cause
+        (1, "Connection reset by peer", "RuntimeError"),  # a peer's end, not the data's doing
+        (1, "CUDA error: uncorrectable ECC error encountered", "RuntimeError"),
+    ],
+)
+def test_what_is_not_the_same_failure_ends_nothing(index: int, text: str, kind: str) -> None:
+    world, agents = trained()
+    raise_in(world, agents[2], 1)
+    raise_in(world, agents[0], index, text, kind)
+    assert world.job().phase != "ended"
+
+
+def test_a_job_of_one_rank_tries_it_three_times() -> None:
+    world, agents = trained(nodes=1)
+    for count in range(1, 4):
+        agent = agents[0]
+        raise_in(world, agent, 1)
+        assert (world.job().phase == "ended") == (count == 3), count
+        agent.ready()
+        world.run(70)
+    assert "on slot 0, 3 times" in world.job().ended.reason
+
+
+def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
+    world, agents = trained(nodes=1)
+
+    def step(iteration: int, loss: float) -> dict[str, Any]:
+        world.to_core(
+            agents[0],
+            wire.Steps(
+                job="1",
+                element=0,
+                agent=agents[0].agent,
+                generation=agents[0].ranks[0].generation,
+                iteration=iteration,
+                total=8,
+                at=world.now,
+                ranks=[wire.RankStep(0, list(range(8)), 0.5, loss, None)],
+                number=agents[0].next_step(),
+            ),
+        )
+        return answers.job(world.core, world.job(), EVERYBODY)
+
+    assert step(5, 2.0)["nan_since"] is None
+    assert step(6, math.nan)["nan_since"] == 6
+    told = step(7, math.inf)
+    assert told["nan_since"] == 6 and "loss is nan since iteration 6" in tables.not_finite(told)
+    world.check_replay()
+    assert step(8, 1.0)["nan_since"] is None and tables.not_finite({"nan_since": None}) == ""

@@ -1,0 +1,53 @@
+"""The same micro-batch fails wherever it is computed: that is the data's or the script's own failure, and no rank's.
+
+A micro-batch that kills its rank is dealt to another one. If that dies of it, too, so would all the others, one after
+the other; so the job ends, and the failure names the iteration and the micro-batch. Pure.
+"""
+
+from __future__ import annotations
+
+from detector.escalation import END_JOB, Decision, Event, State
+from detector.severity import Severity, Verdict
+from unicron_ctl.controller.model.job import JobState
+from unicron_ctl.protocol.wire import Fault
+
+MOST_TRIES = 3  # on one and the same rank, where there is no other
+ITS_OWN = ("application", "unknown")  # scopes: what a network or a device does is not the data's
+
+
+def of_fault(fault: Fault | None) -> tuple[int, int] | None:
+    """The iteration and the index of the micro-batch in which a fault came; None where it names none."""
+    if fault is None or fault.iteration is None or fault.micro_batch is None:
+        return None
+    return fault.iteration, fault.micro_batch
+
+
+def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict) -> Decision | None:
+    """The end of the job, where the micro-batch has failed so before: in an earlier generation on another rank, or on
+    this one for the last time."""
+    at = of_fault(fault)
+    if at is None or verdict.scope not in ITS_OWN:
+        return None
+    before = [
+        failure
+        for failure in job.failures
+        if failure.micro_batch == at and failure.cause == verdict.cause and failure.detected_in < job.generation
+    ]
+    others = [failure for failure in before if slot not in failure.slots]
+    tries = len({failure.detected_in for failure in before}) + 1
+    if not others and tries < MOST_TRIES:
+        return None
+    first = (others or before)[0]
+    where = f"slot {first.slot} on {first.node} and on slot {slot}" if others else f"slot {slot}, {tries} times"
+    reason = (
+        f"{verdict.reason}; micro-batch {at[1]} of iteration {at[0]} failed with {verdict.cause} on {where}: it is the "
+        "data's or the script's own failure, and would end one rank after another"
+    )
+    return Decision(Severity.SEV2, END_JOB, reason, verdict.cause, Event.OWN_BUG, State.ENDED)
+
+
+def named(reason: str, fault: Fault | None) -> str:
+    """The reason, with the micro-batch in which the fault came."""
+    at = of_fault(fault)
+    words = f"micro-batch {at[1]} of iteration {at[0]}" if at else ""
+    return reason if not words or words in reason else f"{reason}; in {words}"
